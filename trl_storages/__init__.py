@@ -1,0 +1,1 @@
+"""Replay storages for TorchRL: hindsight, n-step, priorities and recency at sample time."""

@@ -1,0 +1,47 @@
+"""The TensorDict keys of a transition, as TorchRL's environments, collectors and losses name them."""
+
+from tensordict import NestedKey
+
+__all__ = [
+    "ACHIEVED_GOAL",
+    "ACTION",
+    "DESIRED_GOAL",
+    "DONE",
+    "GOAL_INDEX",
+    "HER_MASK",
+    "INDEX",
+    "OBSERVATION",
+    "PRIORITY_WEIGHT",
+    "REWARD",
+    "STEPS_TO_NEXT_OBS",
+    "TERMINATED",
+    "TRAJECTORY_IDS",
+    "TRUNCATED",
+    "next_key",
+]
+
+OBSERVATION: NestedKey = "observation"
+ACTION: NestedKey = "action"
+ACHIEVED_GOAL: NestedKey = "achieved_goal"
+DESIRED_GOAL: NestedKey = "desired_goal"
+REWARD: NestedKey = ("next", "reward")
+DONE: NestedKey = ("next", "done")
+TERMINATED: NestedKey = ("next", "terminated")
+TRUNCATED: NestedKey = ("next", "truncated")
+TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
+
+# What a sampled batch carries besides the stored fields.
+INDEX: NestedKey = "index"
+GOAL_INDEX: NestedKey = "goal_index"
+HER_MASK: NestedKey = "her_mask"
+PRIORITY_WEIGHT: NestedKey = "priority_weight"
+STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """Returns the key of the same entry one step later.
+
+    >>> next_key("observation"), next_key(("goals", "achieved"))
+    (('next', 'observation'), ('next', 'goals', 'achieved'))
+    """
+    return ("next", key) if isinstance(key, str) else ("next", *key)
