@@ -1,0 +1,481 @@
+"""Which rows of the ring belong to one episode, kept up to date in O(1) per written step.
+
+Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
+
+A lane is the stream of one environment. The ring is time-major: step s of lane l lives in slot
+`(s % T) * E + l`, and each lane has a cursor of its own, so a lane may skip a step. Every slot names a
+row of the episode table, and the table holds the first and the last surviving slot of each episode. All
+rows of an episode lie E slots apart on the ring, so distances are differences of slots modulo M: no
+step counter is compared, nothing overflows, and overwriting touches one table entry per lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from trl_storages.functional.draws import random_below
+
+__all__ = ["EpisodeIndex", "episodes_of"]
+
+Lanes = Sequence[int] | torch.Tensor | None
+
+
+def episodes_of(storage: Any) -> EpisodeIndex:
+    """Returns the episode index that an `EpisodeWriter` keeps on `storage`.
+
+    Raises:
+        RuntimeError: no `EpisodeWriter` writes to this storage.
+    """
+    index = getattr(storage, "episodes", None)
+    if index is None:
+        raise RuntimeError(
+            f"{type(storage).__name__} has no episode index: its rows must be written by an "
+            "EpisodeWriter; pass writer=EpisodeWriter(num_envs) to the replay buffer."
+        )
+    return index
+
+
+class EpisodeIndex:
+    """Knows for every slot of a ring how much of its own episode lies before and after it.
+
+    An episode ends where `done` is true and is cut where the next row of the lane belongs to another
+    trajectory. A cut or unfinished episode is a correct, shorter stretch. Queries run on `device`
+    without synchronising with the host, and cost the same however many rows are stored.
+
+    Args:
+        capacity: slots of the ring; rounded down to a multiple of `num_envs`.
+        num_envs: number of lanes E.
+        device: where the index lives and answers.
+
+    Raises:
+        ValueError: `num_envs` is below 1 or `capacity` below `num_envs`.
+
+    >>> index = EpisodeIndex(8)
+    >>> index.append(torch.tensor([[False, False, True, False]])).tolist()
+    [[0, 1, 2, 3]]
+    >>> index.ahead(torch.arange(4)).tolist(), index.behind(torch.arange(4)).tolist()
+    ([2, 1, 0, 0], [0, 1, 2, 0])
+    """
+
+    def __init__(
+        self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        if capacity < num_envs:
+            raise ValueError(
+                f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
+                f"{capacity} for {num_envs} lanes."
+            )
+        self.num_envs = num_envs
+        self.steps_per_lane = capacity // num_envs
+        self.capacity = self.steps_per_lane * num_envs
+        self.device = torch.device(device)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        # 4 bytes a slot while slot numbers fit.
+        slot_dtype = torch.int32 if self.capacity < 2**31 else torch.int64
+        self._episode = zeros(self.capacity, dtype=slot_dtype)
+        # The table has one row more than there can be live episodes: masked scatters that must write
+        # nothing write there, which spares a data-dependent shape.
+        self._void = self.capacity
+        self._bounds = zeros(self.capacity + 1, 2, dtype=slot_dtype)
+        self._first_step = zeros(self.capacity + 1)
+        self._finished = zeros(self.capacity + 1, dtype=torch.bool)
+        self._begun = zeros(num_envs)
+        self._open = zeros(num_envs, dtype=torch.bool)
+        self._lane_ids = torch.arange(num_envs, device=self.device)
+        #: `[E]` int64, on the device: steps written to each lane since the beginning.
+        self.cursors = zeros(num_envs)
+        #: `[]` int64, on the device: rows that are live now.
+        self.num_rows = zeros()
+        # What the host must know, without asking the device. On the CPU they are the same tensors.
+        on_host = self.device.type == "cpu"
+        self._host_cursors = self.cursors if on_host else torch.zeros(num_envs, dtype=torch.int64)
+
+    # Size
+
+    def __len__(self) -> int:
+        """Number of live rows, known to the host."""
+        if self.num_envs == 1:
+            return min(int(self._host_cursors), self.steps_per_lane)
+        return int(self._host_cursors.clamp(max=self.steps_per_lane).sum())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a row."""
+        return len(self) == self.capacity
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all lanes were written equally often, as far as the host may decide it.
+
+        On a GPU this is left open for several lanes, so that a captured graph takes the general path,
+        which stays right when a lane skips a step later.
+        """
+        if self.num_envs == 1:
+            return True
+        cursors = self._host_cursors
+        return self.device.type == "cpu" and bool((cursors == cursors[0]).all())
+
+    # Writing
+
+    def next_slots(self, num_steps: int, lanes: Lanes = None) -> torch.Tensor:
+        """Returns the slots that the next `num_steps` steps of the lanes will take.
+
+        Args:
+            num_steps: S, at most T.
+            lanes: the L lanes that are written; None is all of them.
+
+        Returns:
+            `[L, S]` int64 slots.
+        """
+        lane = self._lanes(lanes).unsqueeze(1)
+        step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
+        return step % self.steps_per_lane * self.num_envs + lane
+
+    def append(
+        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
+    ) -> torch.Tensor:
+        """Takes S further steps of L lanes.
+
+        Args:
+            done: `[L, S]` bool, or `[L]` for one step: the episode ends with this row.
+            cut: bool of the same shape: this row does not continue the row before it in its lane.
+            lanes: the L distinct lanes that are written; None is all of them.
+
+        Returns:
+            int64 slots of the shape of `done`. Of more than T steps only the last T are kept; the
+            others are given slot -1.
+
+        Raises:
+            ValueError: `done` has another shape than the lanes ask for, or a lane is unknown or named
+                twice. The index is unchanged then.
+        """
+        shape = done.shape
+        lane = self._lanes(lanes)
+        if done.ndim not in (1, 2) or shape[0] != lane.shape[0]:
+            raise ValueError(
+                f"done must have shape [{lane.shape[0]}] or [{lane.shape[0]}, S], a row of steps for "
+                f"each lane that is written; got {list(shape)}."
+            )
+        if cut is not None and cut.shape != shape:
+            raise ValueError(f"cut must have done's shape {list(shape)}, got {list(cut.shape)}.")
+        done = done.to(self.device).reshape(lane.shape[0], -1)
+        num_steps, kept = done.shape[1], min(done.shape[1], self.steps_per_lane)
+        if not num_steps:
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
+
+        # A row begins an episode if the row before it ended one, or if it is cut off from it.
+        begins = torch.cat([~self._open[lane].unsqueeze(1), done[:, :-1]], 1)
+        if cut is not None:
+            begins |= cut.to(self.device).reshape(begins.shape)
+        number = self._begun[lane].unsqueeze(1) + begins.cumsum(1) - 1
+        lane_column = lane.unsqueeze(1)
+        step = self.cursors[lane_column] + torch.arange(num_steps, device=self.device)
+        first_step = step
+        if kept < num_steps:
+            # Only the newest T steps find room. The first of them opens its episode's entry even
+            # when the episode began earlier: a first step that is gone marks it as not whole.
+            first_step = torch.where(begins, step, step - 1)[:, -kept:]
+            begins = begins[:, -kept:].clone()
+            begins[:, 0] = True
+        done, number, step = done[:, -kept:], number[:, -kept:], step[:, -kept:]
+
+        slots = step % self.steps_per_lane * self.num_envs + lane_column
+        # Live episodes of a lane bear consecutive numbers and are at most T, so T entries suffice.
+        entry = lane_column * self.steps_per_lane + number % self.steps_per_lane
+        last = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
+        bound = slots.to(self._bounds.dtype)
+        self._episode[slots] = entry.to(self._episode.dtype)
+        opened = torch.where(begins, entry, self._void)
+        self._bounds[opened, 0] = bound
+        self._first_step[opened] = first_step
+        newest = torch.where(last, entry, self._void)
+        self._bounds[newest, 1] = bound
+        self._finished[newest] = done
+
+        self._begun[lane] = number[:, -1] + 1
+        self._open[lane] = ~done[:, -1]
+        self._advance(lanes, num_steps)
+        self._behead(lane)
+        if kept < num_steps:
+            lost = slots.new_full((slots.shape[0], num_steps - kept), -1)
+            slots = torch.cat([lost, slots], 1)
+        return slots.reshape(shape)
+
+    def _advance(self, lanes: Lanes, num_steps: int) -> None:
+        rows = slice(None) if lanes is None else self._lanes(lanes)
+        self.cursors[rows] += num_steps
+        if self._host_cursors is not self.cursors:
+            self._host_cursors[rows if lanes is None else rows.cpu()] += num_steps
+        torch.sum(self.cursors.clamp(max=self.steps_per_lane), 0, out=self.num_rows)
+
+    def _behead(self, lane: torch.Tensor) -> None:
+        """Moves the first slot of the oldest surviving episode of each lane to what survives."""
+        oldest = self.cursors[lane] - self.steps_per_lane
+        slots = oldest % self.steps_per_lane * self.num_envs + lane
+        # While a lane is not full its oldest row is step 0, and nothing was overwritten.
+        entry = torch.where(oldest > 0, self._episode[slots].long(), self._void)
+        self._bounds[entry, 0] = slots.to(self._bounds.dtype)
+
+    def _lanes(self, lanes: Lanes) -> torch.Tensor:
+        """Checks `lanes` on the host and returns them as an int64 tensor on the device."""
+        if lanes is None:
+            return self._lane_ids
+        ids = torch.as_tensor(lanes, device="cpu")
+        if ids.dtype is torch.bool:
+            if ids.shape != (self.num_envs,):
+                raise ValueError(
+                    f"a mask of lanes must have shape [{self.num_envs}], got {list(ids.shape)}."
+                )
+            ids = ids.nonzero().squeeze(1)
+        values = ids.tolist()
+        if (
+            ids.ndim != 1
+            or len(set(values)) != len(values)
+            or any(not 0 <= lane < self.num_envs for lane in values)
+        ):
+            raise ValueError(
+                f"lanes must be distinct numbers in 0..{self.num_envs - 1}, got {values}."
+            )
+        return ids.long().to(self.device)
+
+    def end_episodes(self, lanes: Lanes = None) -> None:
+        """Cuts the running episode of the lanes: their next row begins another one."""
+        self._open[self._lanes(lanes)] = False
+
+    def clear(self) -> None:
+        """Forgets every row."""
+        for tensor in self._state().values():
+            tensor.zero_()
+        self._host_cursors.zero_()
+
+    # Questions about slots
+
+    def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns how many surviving rows of the same episode lie before and after each slot.
+
+        Args:
+            slots: int64 slots of live rows, any shape B.
+
+        Returns:
+            two int64 tensors of shape B.
+        """
+        bounds = _take(self._bounds, _take(self._episode, slots))
+        # Both differences count slots, E to a step.
+        behind = (slots - bounds[..., 0]) % self.capacity
+        ahead = (bounds[..., 1] - slots) % self.capacity
+        if self.num_envs == 1:
+            return behind, ahead
+        return behind // self.num_envs, ahead // self.num_envs
+
+    def behind(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns how many surviving rows of the same episode lie before each slot, int64."""
+        return self.extent(slots)[0]
+
+    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns how many rows of the same episode lie after each slot, int64."""
+        return self.extent(slots)[1]
+
+    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
+        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked."""
+        return (slots + steps * self.num_envs) % self.capacity
+
+    def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns an int64 number per slot, equal for rows of one live episode and no others."""
+        return _take(self._episode, slots).long()
+
+    def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether the slot's episode was ended by `done`, bool."""
+        return _take(self._finished, _take(self._episode, slots))
+
+    def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether no row of the slot's episode has been overwritten, bool."""
+        first_step = _take(self._first_step, _take(self._episode, slots))
+        return first_step >= _take(self.cursors, slots % self.num_envs) - self.steps_per_lane
+
+    def steps(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the absolute step of each slot in its lane, int64, counted from 0."""
+        newest = _take(self.cursors, slots % self.num_envs) - 1
+        return newest - (newest - slots // self.num_envs) % self.steps_per_lane
+
+    # Age
+
+    def ages(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the rank by age of each slot among all live rows: 0 is the newest.
+
+        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
+        such step by lane, the last lane first.
+
+        Args:
+            slots: int64 slots of live rows, any shape B.
+
+        Returns:
+            int64 ranks of shape B.
+        """
+        if self._in_step:
+            return (self.cursors[0] * self.num_envs - 1 - slots) % self.capacity
+        lane = slots % self.num_envs
+        age = (_take(self.cursors, lane) - 1 - slots // self.num_envs) % self.steps_per_lane
+        fill, lanes = self._by_fill()
+        # Rows that are younger: those of lanes emptied before this age, and `age` of each other lane.
+        place = torch.empty_like(lanes).scatter_(0, lanes, self._lane_ids)
+        num_emptied = torch.searchsorted(fill, age, right=True)
+        shorter = torch.cat([fill.new_zeros(1), fill.cumsum(0)])
+        younger = _take(shorter, num_emptied) + (self.num_envs - num_emptied) * age
+        return younger + self.num_envs - 1 - _take(place, lane)
+
+    def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of the rows with these ranks by age; the inverse of `ages`.
+
+        Args:
+            ranks: int64 in `[0, num_rows)`, any shape B. The c newest rows have ranks `0 .. c - 1`.
+
+        Returns:
+            int64 slots of shape B.
+        """
+        if self._in_step:
+            return (self.cursors[0] * self.num_envs - 1 - ranks) % self.capacity
+        fill, lanes = self._by_fill()
+        # Level j holds the ages at which exactly the j emptiest lanes have no row left. Its first
+        # rank is the number of rows younger than its first age.
+        first_age = torch.cat([fill.new_zeros(1), fill[:-1]])
+        rows_in_level = (fill - first_age) * (self.num_envs - self._lane_ids)
+        end_rank = rows_in_level.cumsum(0)
+        level = torch.searchsorted(end_rank, ranks, right=True)
+        offset = ranks - _take(end_rank - rows_in_level, level)
+        width = self.num_envs - level
+        age = _take(first_age, level) + offset // width
+        lane = _take(lanes, self.num_envs - 1 - offset % width)
+        step = _take(self.cursors, lane) - 1 - age
+        return step % self.steps_per_lane * self.num_envs + lane
+
+    def _by_fill(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the lanes' numbers of live rows, ascending, and the lanes in that order."""
+        return torch.sort(self.cursors.clamp(max=self.steps_per_lane), stable=True)
+
+    def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draws `n` live slots uniformly with replacement, whatever the lanes' fill.
+
+        Returns:
+            `[n]` int64 slots.
+        """
+        ranks = random_below(self.num_rows, n, generator=generator, device=self.device)
+        # In step, the live rows are a prefix of the slots, so any rank is a slot as it stands.
+        return ranks if self._in_step else self.slots_by_age(ranks)
+
+    # The whole of it
+
+    def episodes(self) -> TensorDict:
+        """Lists the live episodes, lane by lane, the oldest first. Costs a pass over the rows.
+
+        Returns:
+            TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
+            `finished` and `whole`.
+        """
+        live = self.slots_by_age(torch.arange(len(self), device=self.device))
+        is_first = self.behind(live) == 0
+        first = live[is_first]
+        lane, step = first % self.num_envs, self.steps(first)
+        order = torch.argsort(step, stable=True)
+        order = order[torch.argsort(lane[order], stable=True)]
+        first = first[order]
+        return TensorDict(
+            {
+                "first": first,
+                "length": self.ahead(first) + 1,
+                "lane": lane[order],
+                "finished": self.is_finished(first),
+                "whole": self.is_whole(first),
+            },
+            batch_size=[first.shape[0]],
+        )
+
+    def validate(self) -> None:
+        """Checks every invariant, walking all rows.
+
+        Raises:
+            RuntimeError: an invariant is broken; the message names the lane and the step.
+        """
+        if not torch.equal(self.cursors.cpu(), self._host_cursors):
+            raise RuntimeError("the host's cursors differ from the device's.")
+        if int(self.num_rows) != len(self):
+            raise RuntimeError(f"num_rows is {int(self.num_rows)} for {len(self)} live rows.")
+        for lane, cursor in enumerate(self._host_cursors.tolist()):
+            oldest = max(cursor - self.steps_per_lane, 0)
+            steps = torch.arange(oldest, cursor, device=self.device)
+            slots = steps % self.steps_per_lane * self.num_envs + lane
+            entry, (behind, ahead) = self.episode_id(slots), self.extent(slots)
+            begins = torch.ones_like(entry, dtype=torch.bool)
+            begins[1:] = entry[1:] != entry[:-1]
+            run = begins.cumsum(0) - 1
+            lengths = torch.bincount(run, minlength=1)
+            in_run = steps - steps[begins][run] if len(steps) else steps
+            expected_ahead = lengths[run] - 1 - in_run if len(steps) else steps
+            for name, got, expected in (
+                ("behind", behind, in_run),
+                ("ahead", ahead, expected_ahead),
+                ("steps", self.steps(slots), steps),
+                ("ages", self.slots_by_age(self.ages(slots)), slots),
+            ):
+                wrong = (got != expected).nonzero()
+                if len(wrong):
+                    at = int(wrong[0])
+                    raise RuntimeError(
+                        f"{name} of step {int(steps[at])} in lane {lane} is {int(got[at])}, must be "
+                        f"{int(expected[at])}."
+                    )
+            if entry[begins].unique().numel() != int(begins.sum()):
+                raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {
+            "cursors": self.cursors,
+            "num_rows": self.num_rows,
+            "episode": self._episode,
+            "bounds": self._bounds,
+            "first_step": self._first_step,
+            "finished": self._finished,
+            "begun": self._begun,
+            "open": self._open,
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns copies of all tensors of the index."""
+        return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Restores what `state_dict` returned.
+
+        Raises:
+            ValueError: the state is that of an index of another size or number of lanes.
+        """
+        for name, tensor in self._state().items():
+            if state_dict[name].shape != tensor.shape:
+                raise ValueError(
+                    f"the saved index has {name} of shape {list(state_dict[name].shape)}, this one "
+                    f"{list(tensor.shape)}: capacity and num_envs must be those it was saved with."
+                )
+        for name, tensor in self._state().items():
+            tensor.copy_(state_dict[name])
+        self._host_cursors.copy_(self.cursors)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "
+            f"device={self.device})"
+        )
+
+
+def _take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Gathers rows of `table` for an index of any shape; `index_select` is the fastest way."""
+    if index.ndim == 1:
+        return table.index_select(0, index)
+    return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])

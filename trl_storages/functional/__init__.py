@@ -1,0 +1,1 @@
+"""Pure formulas on tensors: no storage, no state, any device."""
