@@ -113,6 +113,11 @@ class EpisodeIndex:
         return len(self) == self.capacity
 
     @property
+    def num_steps_written(self) -> torch.Tensor:
+        """`[E]` int64 on the host: steps written to each lane since the beginning."""
+        return self._host_cursors
+
+    @property
     def _in_step(self) -> bool:
         """Whether all lanes were written equally often, as far as the host may decide it.
 

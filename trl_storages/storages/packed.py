@@ -1,0 +1,285 @@
+"""A TorchRL storage whose transitions are contiguous rows, so that a batch is one gather.
+
+Letters: N rows, W words of 8 bytes a row, B batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from torchrl.data import LazyTensorStorage, TensorStorage
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.storages.layout import Layout
+
+__all__ = ["PackedStorage", "read_fields"]
+
+_ROWS_FILE = "rows.bin"
+_LAYOUT_FILE = "layout.json"
+
+
+class PackedStorage(LazyTensorStorage):
+    """Keeps each transition as one contiguous row, in memory, on a GPU or in a memory-mapped file.
+
+    The first write fixes the layout of the rows, or `fields` does. TorchRL's own code works on views
+    of the rows; only reading a batch is special: one `index_select` fetches the rows, and the fields
+    are views of what it returns. A batch never aliases the storage.
+
+    Args:
+        max_size: N, the number of rows.
+        device: where the rows live.
+        scratch_dir: directory of the memory-mapped rows; None keeps them in memory.
+        existsok: whether rows that are already in `scratch_dir` may be overwritten.
+        fields: key -> (dtype, shape) of a transition, to lay the rows out at once.
+        ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
+
+    Raises:
+        ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
+            other than the CPU.
+        FileExistsError: `scratch_dir` holds rows and `existsok` is false.
+
+    >>> storage = PackedStorage(4)
+    >>> storage.set(range(2), TensorDict({"observation": torch.ones(2, 3)}, [2]))
+    >>> storage.get(torch.tensor([1, 1]))["observation"].shape, storage.row_nbytes
+    (torch.Size([2, 3]), 16)
+    """
+
+    #: Set by the `EpisodeWriter` that writes to this storage.
+    episodes: EpisodeIndex | None = None
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        scratch_dir: str | Path | None = None,
+        existsok: bool = False,
+        fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]] | None = None,
+        ndim: int = 1,
+    ) -> None:
+        if max_size < 1:
+            raise ValueError(f"max_size must be at least 1 row, got {max_size}.")
+        if ndim != 1:
+            raise ValueError(
+                f"PackedStorage holds transitions along one dimension (ndim=1), got ndim={ndim}. For "
+                "several environments pass writer=EpisodeWriter(num_envs): it interleaves them."
+            )
+        if device == "auto":
+            raise ValueError(
+                "device must be named, got 'auto': rows are laid out before data comes."
+            )
+        super().__init__(max_size, device=device)
+        if scratch_dir is not None and self.device.type != "cpu":
+            raise ValueError(
+                f"memory-mapped rows live on the CPU, got device={self.device}; leave device out."
+            )
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.existsok = existsok
+        #: `[N, W]` int64, every transition; None until the layout is fixed.
+        self.rows: torch.Tensor | None = None
+        #: Where each field lies in a row; None until it is fixed.
+        self.layout: Layout | None = None
+        self._views: list[torch.Tensor] = []
+        if self.scratch_dir is not None:
+            self._refuse_foreign_rows(self.scratch_dir)
+        if fields is not None:
+            self._allocate(Layout(fields))
+
+    def _refuse_foreign_rows(self, directory: Path) -> None:
+        if not self.existsok and (directory / _ROWS_FILE).exists():
+            raise FileExistsError(
+                f"{directory} already holds rows; pass existsok=True to overwrite them, or another "
+                "scratch_dir."
+            )
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes a row takes, padding included; 0 until the layout is fixed."""
+        return 0 if self.layout is None else self.layout.row_nbytes
+
+    # Layout
+
+    def _init(self, data: TensorDictBase) -> None:
+        """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
+        self._allocate(Layout.of(data, batch_dims=data.ndim))
+
+    def _allocate(self, layout: Layout) -> None:
+        shape = (self.max_size, layout.num_words)
+        if self.scratch_dir is None:
+            rows = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        else:
+            self.scratch_dir.mkdir(parents=True, exist_ok=True)
+            path = self.scratch_dir / _ROWS_FILE
+            rows = torch.from_file(
+                str(path), shared=True, size=shape[0] * shape[1], dtype=torch.int64
+            ).view(shape)
+            (self.scratch_dir / _LAYOUT_FILE).write_text(json.dumps(layout.to_json(), indent=1))
+        self._adopt(layout, rows)
+
+    def _adopt(self, layout: Layout, rows: torch.Tensor) -> None:
+        self.layout, self.rows = layout, rows
+        views = layout.views(rows)
+        self._views = [views[field.key] for field in layout.fields]
+        self._storage = layout.tensordict(rows)
+        self.initialized = True
+
+    # Writing
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes transitions at the slots `cursor`.
+
+        Args:
+            cursor: an int for one transition, else slots as a tensor, slice, range or list.
+            data: TensorDict whose batch size is that of `cursor`, or a list of transitions.
+            set_cursor: whether the write counts as new rows; false for a write in place.
+
+        Raises:
+            KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
+                the layout. Nothing is written then.
+        """
+        if isinstance(data, list):
+            data = torch.stack(data)
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
+        batch_dims = 0 if isinstance(cursor, int) else getattr(cursor, "ndim", 1)
+        batch_size = data.batch_size[:batch_dims]
+        layout = self.layout or Layout.of(data, batch_dims)
+        leaves = layout.leaves_of(data, batch_size)
+        if not self.initialized:
+            self._allocate(layout)
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._len = min(self._len + batch_size.numel(), self.max_size)
+        if isinstance(cursor, range):
+            cursor = slice(cursor.start, cursor.stop, cursor.step)
+        elif isinstance(cursor, torch.Tensor):
+            cursor = cursor.to(self.device)
+        for view, leaf in zip(self._views, leaves, strict=True):
+            view[cursor] = leaf.to(self.device)
+        self._bump_mutation_revision()
+
+    # Reading
+
+    def get(self, index: Any) -> Any:
+        """Returns the transitions at `index`.
+
+        Args:
+            index: int64 slots of any shape B, for one gather into new memory; anything else that
+                TorchRL's storages take (int, slice, mask, list) reads through the views.
+
+        Returns:
+            TensorDict of batch size B.
+        """
+        if self.rows is None:
+            raise RuntimeError("the storage is empty: write transitions before reading them.")
+        if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
+            flat = index if index.ndim == 1 else index.reshape(-1)
+            block = self.rows.index_select(0, flat)
+            if index.ndim != 1:
+                block = block.view(*index.shape, -1)
+            return self.layout.tensordict(block)  # type: ignore[union-attr]
+        return super().get(index)
+
+    def read(self, index: torch.Tensor, keys: Sequence[NestedKey]) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some fields only.
+
+        Args:
+            index: int64 slots of any shape B.
+            keys: the fields.
+
+        Returns:
+            key -> tensor `[*B, *shape]` in new memory.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        return read_fields(self, index, keys)
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
+        if self.episodes is None:
+            return super()._rand_given_ndim(batch_size)
+        return self.episodes.random_slots(batch_size, self._rng)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the layout, the rows (not a copy) and their number."""
+        return {
+            "layout": None if self.layout is None else self.layout.to_json(),
+            "_storage": self.rows,
+            "initialized": self.initialized,
+            "_len": self._len,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, into rows of the same layout and number.
+
+        Raises:
+            ValueError: layout or number of rows differ. Nothing is changed then.
+        """
+        if state_dict["layout"] is not None:
+            layout, rows = Layout.from_json(state_dict["layout"]), state_dict["_storage"]
+            if self.layout is not None and layout != self.layout:
+                raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
+            if rows.shape[0] != self.max_size:
+                raise ValueError(
+                    f"the saved storage has {rows.shape[0]} rows, this one {self.max_size}."
+                )
+            if self.rows is None:
+                self._allocate(layout)
+            self.rows.copy_(rows)  # type: ignore[union-attr]
+        self._len = state_dict["_len"]
+        self._bump_mutation_revision()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views are made again from the rows, or they would be sent one by one.
+        state = super().__getstate__()
+        state["_storage"], state["_views"] = None, []
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.rows is not None:
+            self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        where = self.device if self.scratch_dir is None else self.scratch_dir
+        fields = "no layout yet" if self.layout is None else f"{len(self.layout.fields)} fields"
+        return (
+            f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
+            f"row_nbytes={self.row_nbytes}, in {where})"
+        )
+
+
+def read_fields(
+    storage: TensorStorage, index: torch.Tensor, keys: Sequence[NestedKey]
+) -> dict[NestedKey, torch.Tensor]:
+    """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
+
+    Args:
+        storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
+        index: int64 slots of any shape B.
+        keys: the fields.
+
+    Returns:
+        key -> tensor `[*B, *shape]` in new memory.
+
+    Raises:
+        KeyError: there is no such field; the message lists those that are there.
+    """
+    data: TensorDictBase = storage._storage
+    fields = {}
+    for key in keys:
+        column = data.get(key, None)
+        if column is None:
+            there = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
+            raise KeyError(f"the rows have no field {unravel_key(key)!r}; they have {there}.")
+        picked = column.index_select(0, index.reshape(-1))
+        fields[key] = picked if index.ndim == 1 else picked.view(*index.shape, *column.shape[1:])
+    return fields

@@ -1,0 +1,233 @@
+"""Writes the rows of one or several environments, and keeps their episodes.
+
+Letters: T steps, E lanes (environments), L lanes written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from torchrl.data import RoundRobinWriter, Storage
+
+from trl_storages import keys as default_keys
+from trl_storages.episodes import EpisodeIndex, Lanes
+from trl_storages.storages import PackedStorage
+
+__all__ = ["EpisodeWriter"]
+
+
+class EpisodeWriter(RoundRobinWriter):
+    """A round-robin writer that knows which rows belong to one episode.
+
+    It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
+    after another, `[E, T]` steps of several (time last, dense or lazily stacked), and single steps
+    `[E]`. The storage gets an `EpisodeIndex` as its attribute `episodes`.
+
+    Args:
+        num_envs: E, the lanes of the ring.
+        done_key: `[..., 1]` bool entry that ends an episode.
+        traj_key: integer entry, one number a trajectory, that cuts an episode where it changes; it
+            may be absent.
+        keys: entries to store, the others are left out; None stores all.
+        track_generations: as in TorchRL's `RoundRobinWriter`.
+
+    Raises:
+        ValueError: `num_envs` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        done_key: NestedKey = default_keys.DONE,
+        traj_key: NestedKey = default_keys.TRAJECTORY_IDS,
+        keys: Sequence[NestedKey] | None = None,
+        track_generations: bool = False,
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        super().__init__(track_generations=track_generations)
+        self.num_envs = num_envs
+        self.done_key = unravel_key(done_key)
+        self.traj_key = unravel_key(traj_key)
+        self.keys = None if keys is None else [unravel_key(key) for key in keys]
+        self._last_trajectory: torch.Tensor | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Gives `storage` its episode index.
+
+        Raises:
+            ValueError: the storage has more dimensions than one, fewer rows than lanes, or an index
+                of another number of lanes.
+        """
+        if storage.ndim != 1:
+            raise ValueError(
+                f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "
+                "interleaved in one dimension; pass num_envs to the writer instead."
+            )
+        index = getattr(storage, "episodes", None)
+        if index is not None and index.num_envs != self.num_envs:
+            raise ValueError(
+                f"the storage is written in {index.num_envs} lanes already, got num_envs="
+                f"{self.num_envs}."
+            )
+        super().register_storage(storage)
+        if index is None:
+            storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
+        self._last_trajectory = torch.zeros(
+            self.num_envs, dtype=torch.int64, device=storage.episodes.device
+        )
+
+    @property
+    def _episodes(self) -> EpisodeIndex:
+        return self._storage.episodes
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
+
+        Returns:
+            int64 slots of the batch size of `data`.
+        """
+        if data.ndim == 0 and self.num_envs > 1:
+            raise ValueError(
+                f"a single transition does not say which of the {self.num_envs} lanes it belongs to: "
+                f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
+            )
+        return self.extend(data.unsqueeze(0)).squeeze(0) if data.ndim == 0 else self.extend(data)
+
+    def extend(self, data: TensorDictBase, *, lanes: Lanes = None) -> torch.Tensor:
+        """Writes steps of all lanes, or of `lanes`.
+
+        Args:
+            data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
+            lanes: the L distinct lanes that are written; None is all of them.
+
+        Returns:
+            int64 slots of the batch size of `data`; -1 for rows that found no room because more
+            than the whole ring was written at once.
+
+        Raises:
+            ValueError: the batch does not match the lanes. Nothing is written then.
+            KeyError: `done_key` is missing. Nothing is written then.
+        """
+        num_lanes, num_steps = self._shape(data.batch_size, lanes)
+        shape = data.batch_size
+        data = self._select(data)
+        done = self._flag(data, self.done_key, (num_lanes, num_steps))
+        cut, last_trajectory = self._cuts(data, lanes, (num_lanes, num_steps))
+        if self.keys is not None:
+            data = data.select(*self.keys, strict=False)
+
+        episodes, kept = self._episodes, min(num_steps, self._episodes.steps_per_lane)
+        rows = data.reshape(num_lanes, num_steps)[:, -kept:].reshape(-1)
+        ahead = episodes.next_slots(num_steps, lanes)[:, -kept:]
+        # Rows first: if they do not fit the storage, nothing has changed.
+        self._storage.set(ahead.reshape(-1), rows)
+        slots = episodes.append(done, cut, lanes)
+        if last_trajectory is not None:
+            written = slice(None) if lanes is None else torch.as_tensor(lanes)
+            self._last_trajectory[written] = last_trajectory  # type: ignore[index]
+        self._count(num_lanes * num_steps)
+        flat = ahead.reshape(-1)
+        self._bump_generation(flat, rows)
+        self._mark_update_entities(flat)
+        return slots.reshape(shape)
+
+    def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
+        """Returns `(L, T)`, or says what to pass."""
+        num_lanes = self.num_envs if lanes is None else len(torch.as_tensor(lanes))
+        if isinstance(lanes, torch.Tensor) and lanes.dtype is torch.bool:
+            num_lanes = int(lanes.sum())
+        if 0 in batch_size:
+            raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
+        if len(batch_size) == 1 and num_lanes == 1:
+            return 1, batch_size[0]
+        if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
+            return num_lanes, batch_size[1] if len(batch_size) == 2 else 1
+        if len(batch_size) == 2 and lanes is None:
+            remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
+        else:
+            remedy = "pass num_envs=1 to store one stream of transitions or whole trajectories"
+        raise ValueError(
+            f"a batch for {num_lanes} lanes must be [{num_lanes}, T] (time last) or [{num_lanes}] (one "
+            f"step of each), got {list(batch_size)}; {remedy}."
+        )
+
+    def _select(self, data: TensorDictBase) -> TensorDictBase:
+        """Leaves out `index`, which replay buffers set on data that they have written."""
+        return data.exclude("index") if "index" in data.keys() else data  # noqa: SIM118
+
+    def _flag(self, data: TensorDictBase, key: NestedKey, shape: tuple[int, int]) -> torch.Tensor:
+        flag = data.get(key, None)
+        if flag is None:
+            there = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
+            raise KeyError(f"the data lacks {key!r}, which ends episodes; its keys are {there}.")
+        if flag.dtype is not torch.bool or flag.numel() != shape[0] * shape[1]:
+            raise ValueError(
+                f"{key!r} must be one bool a row, for {shape[0] * shape[1]} rows; got "
+                f"{flag.dtype} {list(flag.shape)}."
+            )
+        return flag.reshape(shape)
+
+    def _cuts(
+        self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns where a row has another trajectory than the row before it, and the last ones."""
+        trajectory = data.get(self.traj_key, None)
+        if trajectory is None:
+            return None, None
+        trajectory = trajectory.to(self._episodes.device).reshape(shape).long()
+        written = slice(None) if lanes is None else torch.as_tensor(lanes)
+        before = self._last_trajectory[written].unsqueeze(1)  # type: ignore[index]
+        return trajectory != torch.cat([before, trajectory[:, :-1]], 1), trajectory[:, -1]
+
+    def _count(self, num_rows: int) -> None:
+        episodes = self._episodes
+        self._write_count += num_rows
+        if isinstance(self._storage, PackedStorage):
+            self._storage._len = len(episodes)
+        else:
+            # TorchRL's storages read the slots below their length only; lanes of unequal fill reach
+            # beyond the number of rows.
+            steps = int(episodes.num_steps_written.clamp(max=episodes.steps_per_lane).max())
+            self._storage._len = steps * self.num_envs
+        self._cursor = int(episodes.num_steps_written[0]) % episodes.steps_per_lane * self.num_envs
+
+    # State
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        super()._empty(empty_write_count)
+        self._episodes.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the writer's counters and the episode index."""
+        state = super().state_dict()
+        state["episodes"] = self._episodes.state_dict()
+        state["last_trajectory"] = self._last_trajectory.clone()  # type: ignore[union-attr]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._episodes.load_state_dict(state_dict["episodes"])
+        self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
+        super().load_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves the writer in the directory `path`, as JSON and raw tensors."""
+        super().dumps(path)
+        tensors = {**self._episodes.state_dict(), "last_trajectory": self._last_trajectory}
+        TensorDict(tensors, []).cpu().memmap(Path(path) / "episodes")
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved."""
+        super().loads(path)
+        tensors = TensorDict.load_memmap(Path(path) / "episodes")
+        self._last_trajectory.copy_(tensors.pop("last_trajectory"))  # type: ignore[union-attr]
+        self._episodes.load_state_dict(tensors.to_dict())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
