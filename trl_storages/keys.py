@@ -1,4 +1,4 @@
-"""The TensorDict keys of a transition, as TorchRL's environments, collectors and losses name them."""
+"""The TensorDict keys of a transition, as TorchRL's collectors and losses name them."""
 
 from tensordict import NestedKey
 

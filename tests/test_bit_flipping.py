@@ -1,0 +1,211 @@
+import importlib
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from torchrl.envs import GymEnv
+from torchrl.envs.utils import check_env_specs
+
+import trl_storages.envs
+from trl_storages.envs import BitFlippingEnv
+
+
+def make(n_bits, continuous=False):
+    return gymnasium.make("BitFlipping-v0", n_bits=n_bits, continuous=continuous).unwrapped
+
+
+def start(env, state, goal, seed=0):
+    """Resets until the state and the goal are the given ones: no private attribute is touched."""
+    for trial in range(seed, seed + 10_000):
+        obs, _ = env.reset(seed=trial)
+        if obs["observation"].tolist() == state and obs["desired_goal"].tolist() == goal:
+            return obs
+    raise AssertionError("no seed found")
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("n_bits", [2, 6])
+def test_gymnasium_accepts_it(n_bits, continuous):
+    check_env(make(n_bits, continuous))
+
+
+def test_an_episode_by_hand():
+    env = make(3)
+    start(env, [0, 0, 0], [1, 0, 1])
+    obs, reward, terminated, truncated, info = env.step(0)
+    assert obs["observation"].tolist() == obs["achieved_goal"].tolist() == [1, 0, 0]
+    assert obs["desired_goal"].tolist() == [1, 0, 1]
+    assert (reward, terminated, truncated) == (-1.0, False, False)
+    assert info == {"is_success": False, "num_steps": 1}
+    obs, reward, terminated, truncated, info = env.step(np.int64(2))
+    assert obs["observation"].tolist() == [1, 0, 1]
+    assert (reward, terminated, truncated) == (0.0, True, False)
+    assert info == {"is_success": True, "num_steps": 2}
+
+
+def test_an_episode_is_truncated_after_n_steps():
+    env = make(3)
+    start(env, [0, 0, 0], [1, 1, 1])
+    ends = [env.step(1)[2:4] for _ in range(3)]
+    assert ends == [(False, False), (False, False), (False, True)]
+
+
+def test_the_last_step_can_be_both_a_success_and_the_time_limit():
+    env = make(2)
+    start(env, [0, 0], [1, 1])
+    env.step(0)
+    assert env.step(1)[1:4] == (0.0, True, True)
+
+
+def test_a_continuous_action_flips_its_largest_component():
+    env = make(3, continuous=True)
+    start(env, [0, 0, 0], [1, 1, 1])
+    state = env.step(np.array([0.9, -1.0, 0.8], np.float32))[0]["observation"]
+    assert state.tolist() == [1, 0, 0]
+    state = env.step(np.array([-0.9, -0.2, -0.3], np.float32))[0]["observation"]
+    assert state.tolist() == [1, 1, 0]
+    state = env.step(np.zeros(3, np.float32))[0]["observation"]  # the first of equal ones
+    assert state.tolist() == [0, 1, 0]
+
+
+def test_continuous_and_discrete_actions_do_the_same():
+    discrete, continuous = make(5), make(5, continuous=True)
+    discrete.reset(seed=3)
+    continuous.reset(seed=3)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        action = rng.uniform(-1, 1, 5).astype(np.float32)
+        one, other = discrete.step(int(action.argmax())), continuous.step(action)
+        assert one[0]["observation"].tolist() == other[0]["observation"].tolist()
+        assert one[1:] == other[1:]
+
+
+def test_the_start_is_never_the_goal_and_the_pairs_are_uniform():
+    env = make(2)
+    counts = np.zeros((4, 4))
+    env.reset(seed=0)
+    for _ in range(12_000):
+        obs, info = env.reset()
+        assert not info["is_success"]
+        state = int(obs["observation"] @ [1, 2])
+        goal = int(obs["desired_goal"] @ [1, 2])
+        counts[state, goal] += 1
+    assert (counts.diagonal() == 0).all()
+    unequal = counts[~np.eye(4, dtype=bool)]
+    # 12 pairs, 1000 expected each; 31.3 is the 0.999 quantile of chi-square with 11 degrees.
+    assert ((unequal - 1000) ** 2 / 1000).sum() < 31.3
+
+
+def test_seeded_resets_are_reproducible():
+    one, other = make(15), make(15)
+    for seed in range(5):
+        a, b = one.reset(seed=seed)[0], other.reset(seed=seed)[0]
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+    assert not np.array_equal(one.reset()[0]["observation"], one.reset()[0]["observation"])
+
+
+def test_what_was_handed_out_does_not_change():
+    env = make(3)
+    first, _ = env.reset(seed=0)
+    kept = {key: value.copy() for key, value in first.items()}
+    second = env.step(0)[0]
+    second["achieved_goal"][:] = 7
+    env.step(1)
+    assert all(np.array_equal(first[key], kept[key]) for key in kept)
+    assert env.step(2)[0]["observation"].max() <= 1
+
+
+def test_rewards_of_any_leading_shape():
+    env = make(2)
+    goal = np.array([1.0, 0.0], np.float32)
+    reached = np.array([[[1, 0], [0, 0]], [[0, 1], [1, 0]]], np.float32)
+    rewards = env.compute_reward(reached, goal, None)
+    assert rewards.tolist() == [[0, -1], [-1, 0]]
+    assert rewards.dtype == np.float32
+    assert not np.signbit(rewards[0, 0])
+    assert env.compute_terminated(reached, goal, None).tolist() == [[True, False], [False, True]]
+    assert env.compute_reward(goal, goal, {}) == 0
+    infos = {"num_steps": np.array([1, 2, 3])}
+    assert env.compute_truncated(reached, goal, infos).tolist() == [False, True, True]
+
+
+def test_the_step_says_what_the_functions_say():
+    env = make(4)
+    rng = np.random.default_rng(0)
+    for episode in range(20):
+        env.reset(seed=episode)
+        ended = False
+        while not ended:
+            obs, reward, terminated, truncated, info = env.step(int(rng.integers(4)))
+            goals = obs["achieved_goal"], obs["desired_goal"], info
+            assert reward == env.compute_reward(*goals)
+            assert terminated == env.compute_terminated(*goals) == info["is_success"]
+            assert truncated == env.compute_truncated(*goals)
+            ended = terminated or truncated
+        assert info["num_steps"] <= 4
+
+
+@pytest.mark.parametrize("n_bits", [0, -1, 2.0, True, "3"])
+def test_a_wrong_number_of_bits(n_bits):
+    with pytest.raises(ValueError, match="n_bits must be a positive integer, got"):
+        BitFlippingEnv(n_bits)
+
+
+@pytest.mark.parametrize("action", [3, -1, 1.0, np.zeros(3, np.float32)])
+def test_a_wrong_discrete_action(action):
+    env = make(3)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"number of a bit, 0 to 2.*continuous=True"):
+        env.step(action)
+    assert env.step(0)[4]["num_steps"] == 1
+
+
+@pytest.mark.parametrize("action", [1, np.zeros(2, np.float32), np.array([0, np.nan, 0])])
+def test_a_wrong_continuous_action(action):
+    env = make(3, continuous=True)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"3 finite numbers.*continuous=False"):
+        env.step(action)
+
+
+def test_goals_of_a_wrong_size_and_infos_without_steps():
+    env = make(3)
+    with pytest.raises(ValueError, match=r"desired_goal must have 3 bits .* \[2\]"):
+        env.compute_reward(np.zeros(3), np.zeros(2), None)
+    with pytest.raises(KeyError, match="num_steps"):
+        env.compute_truncated(np.zeros(3), np.zeros(3), {})
+
+
+def test_registering_again_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(trl_storages.envs)
+    spec = gymnasium.spec("BitFlipping-v0")
+    assert spec.kwargs == {"n_bits": 15, "continuous": False}
+
+
+def test_a_vector_of_them():
+    envs = gymnasium.make_vec("BitFlipping-v0", num_envs=3, n_bits=4)
+    obs, _ = envs.reset(seed=5)
+    assert obs["observation"].shape == (3, 4)
+    single = make(4)
+    for lane in range(3):
+        expected, _ = single.reset(seed=5 + lane)
+        assert np.array_equal(obs["desired_goal"][lane], expected["desired_goal"])
+    envs.close()
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_torchrl_takes_it(continuous):
+    env = GymEnv(
+        "BitFlipping-v0", n_bits=5, continuous=continuous, categorical_action_encoding=True
+    )
+    check_env_specs(env)
+    rollout = env.rollout(20)
+    assert 1 <= len(rollout) <= 5
+    assert rollout["observation"].dtype == torch.float32
+    assert rollout["next", "done"][-1]
+    env.close()

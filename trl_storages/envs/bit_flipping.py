@@ -1,0 +1,180 @@
+"""The n-bit test bed of hindsight experience replay.
+
+Letters: B batch (any leading shape), n number of bits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["BitFlippingEnv"]
+
+
+class BitFlippingEnv(gymnasium.Env[Any, Any]):
+    """Flips bits until they equal the goal's; the reward says only whether they do.
+
+    The state is n bits, the goal n others, both uniform and never equal at the start. The reward
+    is 0 where the bits reached equal the goal and -1 elsewhere. An episode is *terminated* on
+    success and *truncated* after n steps; the last step can be both, as with
+    `gymnasium.wrappers.TimeLimit`. With many bits nobody meets the goal by chance: what was
+    reached instead is all there is to learn from, which is what hindsight does.
+
+    - Observation: a dictionary of `observation` and `achieved_goal` (both the bits) and
+      `desired_goal`, each `[n]` float32 of 0 and 1, so that networks take them as they are.
+    - Discrete action: which bit to flip.
+    - Continuous action, `[n]` float32 in [-1, 1]: the **largest** component says which bit to
+      flip (the first of equal ones). A step flips one bit, as with discrete actions, so n steps
+      are just enough to reach any goal. If every positive component flipped its bit, any state
+      were one step away from any other, and hindsight would have no future to look into.
+    - Info: `is_success` and `num_steps` since the reset.
+
+    A process that has not imported this package makes it as "trl_storages:BitFlipping-v0".
+
+    Args:
+        n_bits: number of bits n, the length of an episode, and how many actions there are.
+        continuous: take `[n]` vectors as actions instead of the number of a bit.
+
+    Raises:
+        ValueError: `n_bits` is not a positive integer.
+
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, section 3.1.
+
+    >>> env = gymnasium.make("BitFlipping-v0", n_bits=3)
+    >>> before, _ = env.reset(seed=0)
+    >>> after, reward, terminated, truncated, info = env.step(2)
+    >>> before["observation"] != after["observation"]
+    array([False, False,  True])
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}
+
+    def __init__(self, n_bits: int = 15, *, continuous: bool = False) -> None:
+        if isinstance(n_bits, bool) or not isinstance(n_bits, int) or n_bits < 1:
+            raise ValueError(f"n_bits must be a positive integer, got {n_bits!r}")
+        self.n_bits = n_bits
+        self.continuous = continuous
+        bits = gymnasium.spaces.Box(0.0, 1.0, (n_bits,), np.float32)
+        self.observation_space = gymnasium.spaces.Dict(
+            {"observation": bits, "achieved_goal": bits, "desired_goal": bits}
+        )
+        self.action_space = (
+            gymnasium.spaces.Box(-1.0, 1.0, (n_bits,), np.float32)
+            if continuous
+            else gymnasium.spaces.Discrete(n_bits)
+        )
+        self._state = np.zeros(n_bits, np.float32)
+        self._goal = np.ones(n_bits, np.float32)
+        self._num_steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
+        """Draws new bits and a goal that differs from them; `options` has no meaning here."""
+        super().reset(seed=seed)
+        self._num_steps = 0
+        self._state, self._goal = self._random_bits(), self._random_bits()
+        # Drawing the pair again as a whole keeps it uniform over all unequal pairs.
+        while np.array_equal(self._state, self._goal):
+            self._state, self._goal = self._random_bits(), self._random_bits()
+        return self._observation(), self._info()
+
+    def step(
+        self, action: Any
+    ) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
+        """Flips one bit.
+
+        Raises:
+            ValueError: `action` is not the number of a bit, or not n finite numbers.
+        """
+        bit = self._bit(action)
+        self._state[bit] = 1.0 - self._state[bit]
+        self._num_steps += 1
+        info = self._info()
+        return (
+            self._observation(),
+            float(self.compute_reward(self._state, self._goal, info)),
+            bool(self.compute_terminated(self._state, self._goal, info)),
+            bool(self.compute_truncated(self._state, self._goal, info)),
+            info,
+        )
+
+    def compute_reward(self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any) -> Any:
+        """Returns the reward of reaching `achieved_goal` `[B, n]` when `desired_goal` was wanted.
+
+        Returns:
+            `[B]` float32, 0 where all n bits are equal and -1 elsewhere; `info` does not matter.
+
+        Raises:
+            ValueError: the last dimension of a goal is not n.
+        """
+        return self._is_reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1.0)
+
+    def compute_terminated(
+        self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
+    ) -> Any:
+        """Returns `[B]` bool, whether the goal is reached, which ends the episode."""
+        return self._is_reached(achieved_goal, desired_goal)
+
+    def compute_truncated(
+        self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
+    ) -> Any:
+        """Returns `[B]` bool, whether `info["num_steps"]` used up the episode's n steps.
+
+        The goals don't matter, so another goal never changes it.
+
+        Raises:
+            KeyError: `info` has no `num_steps`.
+        """
+        if not isinstance(info, Mapping) or "num_steps" not in info:
+            raise KeyError("info must be a mapping with 'num_steps', as `step` returns it")
+        return np.asarray(info["num_steps"]) >= self.n_bits
+
+    def _is_reached(self, achieved_goal: ArrayLike, desired_goal: ArrayLike) -> Any:
+        achieved, desired = np.asarray(achieved_goal), np.asarray(desired_goal)
+        for name, goal in (("achieved_goal", achieved), ("desired_goal", desired)):
+            if goal.shape[-1:] != (self.n_bits,):
+                raise ValueError(
+                    f"{name} must have {self.n_bits} bits in its last dimension, "
+                    f"got the shape {list(goal.shape)}"
+                )
+        return (achieved == desired).all(axis=-1)
+
+    def _bit(self, action: Any) -> int:
+        values = np.asarray(action)
+        if self.continuous:
+            if values.shape != (self.n_bits,) or not np.isfinite(values).all():
+                raise ValueError(
+                    f"action must be {self.n_bits} finite numbers, got {action!r}; "
+                    "to pass the number of a bit, make the environment with continuous=False"
+                )
+            return int(values.argmax())
+        if (
+            values.size != 1
+            or values.dtype.kind not in "iu"
+            or not 0 <= values.item() < self.n_bits
+        ):
+            raise ValueError(
+                f"action must be the number of a bit, 0 to {self.n_bits - 1}, got {action!r}; "
+                "to pass a vector, make the environment with continuous=True"
+            )
+        return int(values.item())
+
+    def _random_bits(self) -> NDArray[np.float32]:
+        return self.np_random.integers(0, 2, self.n_bits).astype(np.float32)
+
+    def _observation(self) -> dict[str, NDArray[np.float32]]:
+        # Copies: what was handed out must not change with the next step.
+        return {
+            "observation": self._state.copy(),
+            "achieved_goal": self._state.copy(),
+            "desired_goal": self._goal.copy(),
+        }
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "is_success": bool(np.array_equal(self._state, self._goal)),
+            "num_steps": self._num_steps,
+        }
