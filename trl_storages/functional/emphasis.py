@@ -1,0 +1,184 @@
+"""How far back to look: the narrowing window of emphasised recent experience, and its strength.
+
+Two questions, each a formula on numbers: how many of the newest rows the k-th update of a phase
+draws from, and how strongly (`eta`) the window narrows as training goes on.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ReturnTrend",
+    "advance_trend",
+    "improvement_eta",
+    "linear_eta",
+    "mean_slope",
+    "window_size",
+]
+
+
+def window_size(
+    num_rows: Tensor,
+    *,
+    eta: float,
+    update: int,
+    num_updates: int,
+    c_min: int,
+    reference_rows: int | None = None,
+) -> Tensor:
+    """Counts the newest rows that one update draws from.
+
+        c_k = max(N · η^(k · 1000 / K), c_min),  k = 1 .. K
+
+    rounded down, as rows are counted, and at most what is stored. The first update of a phase
+    sees nearly everything, the last one the share η^1000; the 1000 makes η mean the same whatever
+    the length K of the phase. With at most `c_min` rows stored, all of them are in the window.
+
+    Args:
+        num_rows: int64 of any shape, the rows stored now. Everything that depends on it stays on
+            its device, so that a captured CUDA graph follows the storage as it grows.
+        eta: η in (0, 1]; 1 draws from everything.
+        update: k, counted from 1 as in the paper.
+        num_updates: K, the updates of the phase.
+        c_min: the window never gets smaller than this, unless fewer rows are stored.
+        reference_rows: N; None takes the rows stored now (the paper takes the capacity).
+
+    Returns:
+        int64 of the shape of `num_rows`, in [1, num_rows] where anything is stored.
+
+    Reference: Wang & Ross 2019, arXiv:1906.04009, section 4.
+
+    >>> window_size(torch.tensor(1000), eta=0.996, update=5, num_updates=10, c_min=50)
+    tensor(134)
+    """
+    share = eta ** (update * 1000 / num_updates)
+    # float64: float32 can't count rows beyond 2^24.
+    if reference_rows is None:
+        window = (num_rows.double() * share).long().clamp(min=c_min)
+        return torch.minimum(window, num_rows)
+    return num_rows.clamp(max=max(int(reference_rows * share), c_min))
+
+
+def linear_eta(step: float, num_steps: float, *, initial: float, final: float = 1.0) -> float:
+    """Anneals η on a straight line, and holds it at the end.
+
+        η_t = η_0 + (η_T - η_0) · min(t / T, 1)
+
+    TorchRL's `LinearScheduler` on a sampler's `eta` walks the same line.
+
+    Args:
+        step: t, the steps made.
+        num_steps: T, the steps of the whole line.
+        initial: η_0.
+        final: η_T; 1 ends at uniform draws.
+
+    Reference: Wang & Ross 2019, arXiv:1906.04009, section 4.
+
+    >>> linear_eta(250, 1000, initial=0.996)
+    0.997
+    """
+    if step >= num_steps:
+        return final
+    return initial + (final - initial) * (step / num_steps)
+
+
+class ReturnTrend(NamedTuple):
+    """What the adaptive rule remembers between episodes.
+
+    Attributes:
+        returns: the newest episode returns, oldest first.
+        steepest_rise: the largest mean slope so far, shrinking slowly; -inf before the first.
+        steepest_fall: the size of the most negative mean slope so far, shrinking slowly.
+        improvement: s in [-1, 1], the newest slope relative to the two above.
+    """
+
+    returns: tuple[float, ...] = ()
+    steepest_rise: float = float("-inf")
+    steepest_fall: float = 0.0
+    improvement: float = 0.0
+
+
+def mean_slope(returns: Sequence[float]) -> float:
+    """Averages the discrete gradient of at least two values, one apart.
+
+    The gradient takes central differences inside and one-sided ones at both ends
+    (`numpy.gradient`). Its mean telescopes: all but four values cancel.
+
+        g = (3 (x_n - x_1) - (x_{n-1} - x_2)) / (2 n)
+
+    >>> mean_slope([0.0, 1.0, 4.0, 9.0])
+    3.0
+    """
+    scale = 2 * len(returns)
+    # Dividing first and the cut keep the slope finite for returns at the edge of float64.
+    first, second, last_but_one, last = (returns[i] / scale for i in (0, 1, -2, -1))
+    slope = 3 * (last - first) - (last_but_one - second)
+    return max(-sys.float_info.max, min(sys.float_info.max, slope))
+
+
+def advance_trend(
+    trend: ReturnTrend, episode_return: float, *, num_returns: int = 20, decay: float = 0.9999
+) -> ReturnTrend:
+    """Takes in the return of one more episode.
+
+    With g the mean slope of the newest `num_returns` returns:
+
+        hi ← g    where g > hi,   else decay · hi
+        lo ← |g|  where g < -lo,  else decay · lo
+        s = g / hi where g > 0,   g / lo where g < 0,   0 where g = 0
+
+    cut to [-1, 1]. Until `num_returns` episodes have ended there is no slope to compare: s = 0 and
+    hi, lo stay, since the slope of a handful of noisy returns would set their scale for long.
+
+    Args:
+        trend: the state before; it is not changed.
+        episode_return: finite.
+        num_returns: how many returns the slope looks at, at least 2.
+        decay: in (0, 1], how slowly the steepest slopes are forgotten.
+
+    Returns:
+        The state after.
+
+    >>> trend = ReturnTrend()
+    >>> for value in (0.0, 1.0, 3.0, 2.0):
+    ...     trend = advance_trend(trend, value, num_returns=2)
+    >>> trend.steepest_rise, trend.improvement
+    (1.9998, -1.0)
+    """
+    returns = (*trend.returns, episode_return)[-num_returns:]
+    if len(returns) < num_returns:
+        return trend._replace(returns=returns, improvement=0.0)
+    slope = mean_slope(returns)
+    rise, fall = trend.steepest_rise, trend.steepest_fall
+    rise = slope if slope > rise else decay * rise
+    fall = -slope if slope < -fall else decay * fall
+    # A positive slope has made `rise` positive and a negative one `fall`, so that neither divides
+    # by zero; a slope of 0 must not divide at all, both may be 0 then.
+    if slope > 0:
+        improvement = min(slope / rise, 1.0)
+    elif slope < 0:
+        improvement = max(slope / fall, -1.0)
+    else:
+        improvement = 0.0
+    return ReturnTrend(returns, rise, fall, improvement)
+
+
+def improvement_eta(improvement: float, initial: float) -> float:
+    """Turns an improvement into η: the faster returns rise, the more recent the draws.
+
+        η = 1 + (η_0 - 1) · (s + 1) / 2
+
+    the straight line from 1 (uniform) at s = -1 to η_0 at s = +1.
+
+    Args:
+        improvement: s in [-1, 1].
+        initial: η_0 in (0, 1].
+
+    >>> improvement_eta(1.0, 0.5), improvement_eta(0.0, 0.5), improvement_eta(-1.0, 0.5)
+    (0.5, 0.75, 1.0)
+    """
+    return 1.0 + (initial - 1.0) * (improvement + 1.0) / 2.0
