@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage, TensorStorage
 
 from trl_storages.episodes import EpisodeIndex
@@ -35,7 +35,10 @@ class PackedStorage(LazyTensorStorage):
         device: where the rows live.
         scratch_dir: directory of the memory-mapped rows; None keeps them in memory.
         existsok: whether rows that are already in `scratch_dir` may be overwritten.
-        fields: key -> (dtype, shape) of a transition, to lay the rows out at once.
+        fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
+            the first write fixes it, and the layout with it.
+        out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
+            one pinned block that crosses in one copy.
         ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
 
     Raises:
@@ -43,6 +46,7 @@ class PackedStorage(LazyTensorStorage):
             other than the CPU.
         FileExistsError: `scratch_dir` holds rows and `existsok` is false.
 
+    >>> from tensordict import TensorDict
     >>> storage = PackedStorage(4)
     >>> storage.set(range(2), TensorDict({"observation": torch.ones(2, 3)}, [2]))
     >>> storage.get(torch.tensor([1, 1]))["observation"].shape, storage.row_nbytes
@@ -59,7 +63,8 @@ class PackedStorage(LazyTensorStorage):
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
         existsok: bool = False,
-        fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]] | None = None,
+        fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]] | None] | None = None,
+        out_device: torch.device | str | None = None,
         ndim: int = 1,
     ) -> None:
         if max_size < 1:
@@ -87,8 +92,10 @@ class PackedStorage(LazyTensorStorage):
         self._views: list[torch.Tensor] = []
         if self.scratch_dir is not None:
             self._refuse_foreign_rows(self.scratch_dir)
-        if fields is not None:
-            self._allocate(Layout(fields))
+        self.out_device = None if out_device is None else torch.device(out_device)
+        self._declared = dict(fields or {})
+        if fields is not None and None not in fields.values():
+            self._allocate(Layout(fields))  # type: ignore[arg-type]
 
     def _refuse_foreign_rows(self, directory: Path) -> None:
         if not self.existsok and (directory / _ROWS_FILE).exists():
@@ -107,6 +114,22 @@ class PackedStorage(LazyTensorStorage):
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
         self._allocate(Layout.of(data, batch_dims=data.ndim))
+
+    def _first_layout(self, data: TensorDictBase, batch_dims: int) -> Layout:
+        """Returns the declared layout with what the first write adds to it."""
+        seen = Layout.of(data, batch_dims)
+        if not self._declared:
+            return seen
+        described = {field.key: (field.dtype, field.shape) for field in seen.fields}
+        missing = [
+            key for key, known in self._declared.items() if not known and key not in described
+        ]
+        if missing:
+            raise KeyError(
+                f"the first write must hold {missing}, whose dtype and shape it fixes; its keys are "
+                f"{sorted(map(str, described))}."
+            )
+        return Layout({key: known or described[key] for key, known in self._declared.items()})
 
     def _allocate(self, layout: Layout) -> None:
         shape = (self.max_size, layout.num_words)
@@ -148,7 +171,7 @@ class PackedStorage(LazyTensorStorage):
             raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
         batch_dims = 0 if isinstance(cursor, int) else getattr(cursor, "ndim", 1)
         batch_size = data.batch_size[:batch_dims]
-        layout = self.layout or Layout.of(data, batch_dims)
+        layout = self.layout or self._first_layout(data, batch_dims)
         leaves = layout.leaves_of(data, batch_size)
         if not self.initialized:
             self._allocate(layout)
@@ -179,11 +202,20 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             flat = index if index.ndim == 1 else index.reshape(-1)
-            block = self.rows.index_select(0, flat)
+            block = self._gather(flat)
             if index.ndim != 1:
                 block = block.view(*index.shape, -1)
             return self.layout.tensordict(block)  # type: ignore[union-attr]
         return super().get(index)
+
+    def _gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the rows `[B, W]` in new memory on the device where batches are wanted."""
+        rows: torch.Tensor = self.rows  # type: ignore[assignment]
+        if self.out_device is None or self.out_device == self.device:
+            return rows.index_select(0, slots)
+        block = torch.empty(slots.shape[0], rows.shape[1], dtype=rows.dtype, pin_memory=True)
+        torch.index_select(rows, 0, slots, out=block)
+        return block.to(self.out_device, non_blocking=True)
 
     def read(self, index: torch.Tensor, keys: Sequence[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.

@@ -1,0 +1,198 @@
+"""The container: draw, gather, then see, all under one lock.
+
+Letters: B batch, E lanes (environments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Writer
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.utils import pin_memory_output
+from torchrl.envs.transforms import Compose, Transform
+
+from trl_storages._torchrl import dispatch_td_nn_modules
+from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.samplers import UniformSampler
+from trl_storages.transforms import ReplayTransform
+from trl_storages.writers import EpisodeWriter
+
+__all__ = ["ReplayStorage"]
+
+
+class ReplayStorage(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
+
+    TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
+    goal never reaches the transform that must write it. Here they are merged first, transforms that
+    are `ReplayTransform`s are handed the storage, and all of it happens under the replay lock, on one
+    state of the rows.
+
+    Args:
+        storage: where the rows live, ndim 1.
+        sampler: who is drawn; None draws uniformly over the live rows.
+        writer: keeps the episodes; None is `EpisodeWriter()`, for one environment.
+        transform: how a batch is seen.
+        autoreset_mode: gymnasium's, for `record`.
+        info_keys: entries of gymnasium's infos that `record` stores.
+        **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage],
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        transform: Transform | Callable | None = None,
+        autoreset_mode: Any = None,
+        info_keys: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            storage=storage,
+            sampler=UniformSampler if sampler is None else sampler,
+            writer=EpisodeWriter if writer is None else writer,
+            transform=transform,
+            **kwargs,
+        )
+        self._recorder_options = {"autoreset_mode": autoreset_mode, "info_keys": info_keys}
+        self._recorder: Any = None
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The episode index of the storage."""
+        return episodes_of(self.storage)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a row, so that the next write overwrites the oldest."""
+        return self.episodes.is_full
+
+    # Writing
+
+    def record(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+    ) -> torch.Tensor | None:
+        """Writes one step of a plain gymnasium loop.
+
+        Args:
+            observations: what the actions answered to: an array, or a dict of them; `[E, ...]` for a
+                vector environment, without the leading dimension for a single one.
+            actions: what was done.
+            rewards: what `step` returned, as all that follow.
+            terminateds: whether the state is terminal.
+            truncateds: whether the episode was cut short.
+            infos: gymnasium's dict.
+            next_observations: gymnasium's, which may be the first of the next episode;
+                `autoreset_mode` says where the true one is found.
+
+        Returns:
+            int64 slots of the rows that were written; None if every lane was only being reset.
+
+        Raises:
+            ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
+        """
+        from trl_storages.gym import GymRecorder
+
+        if self._recorder is None:
+            self._recorder = GymRecorder(self.episodes.num_envs, **self._recorder_options)
+        rows, lanes = self._recorder(
+            observations, actions, rewards, terminateds, truncateds, infos, next_observations
+        )
+        if rows is None:
+            return None
+        with self._replay_lock, self._write_lock:
+            index = self.writer.extend(rows, lanes=lanes)
+            self.sampler.extend(index)
+        return index
+
+    def end_episodes(self, lanes: Any = None) -> None:
+        """Cuts the running episodes: the next row of each lane begins another one.
+
+        For loops that reset their environments at a moment of their own.
+
+        Args:
+            lanes: the lanes that were reset; None is all of them.
+        """
+        with self._replay_lock, self._write_lock:
+            self.episodes.end_episodes(lanes)
+            if self._recorder is not None:
+                self._recorder.reset(lanes)
+
+    # Sampling
+
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
+        """Samples a batch.
+
+        Args:
+            batch_size: B; None is the one given to the constructor.
+            return_info: whether to return the sampler's entries as a dict as well.
+
+        Returns:
+            TensorDict `[B]` of the stored fields, as the transforms show them, with `index` and the
+            sampler's other entries.
+
+        Raises:
+            RuntimeError: the storage is empty, or no batch size is known.
+        """
+        # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
+        return ReplayBuffer.sample(self, batch_size, return_info)
+
+    @pin_memory_output
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        with self._replay_lock, self._write_lock:
+            index, info = self._sampler.sample(self._storage, batch_size)
+            if self._sample_unit is not None:
+                index, info = self._sample_unit.expand(index, info, self._storage)
+            info["index"] = index
+            if self._writer.tracks_generations:
+                info["index_generation"] = self._writer.generations_of(index)
+            batch = self._storage.get(index)
+            for key, value in info.items():
+                batch.set(key, value.to(batch.device))
+            if len(self._transform):
+                with dispatch_td_nn_modules(True):
+                    batch = _see(self._transform, batch, self._storage)
+        return batch, info
+
+    # Care
+
+    def validate(self) -> None:
+        """Checks the invariants of storage and index, walking all rows.
+
+        Raises:
+            RuntimeError: one is broken; the message says which and where.
+        """
+        with self._replay_lock, self._write_lock:
+            self.episodes.validate()
+
+    def __repr__(self) -> str:
+        parts = [self._storage, self._sampler, self._writer]
+        parts += list(self._transform) if len(self._transform) else []
+        lines = "".join(f"\n    {part}," for part in parts)
+        return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _see(transform: Transform, batch: TensorDictBase, storage: Storage) -> TensorDictBase:
+    """Applies a transform, handing the storage to those that ask for it."""
+    if isinstance(transform, ReplayTransform):
+        return transform.replay(batch, storage)
+    if isinstance(transform, Compose):
+        for part in transform:
+            batch = _see(part, batch, storage)
+        return batch
+    return transform(batch)

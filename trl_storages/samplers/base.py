@@ -1,0 +1,94 @@
+"""What samplers that build on another sampler have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.data import Storage
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages.samplers.uniform import UniformSampler
+
+__all__ = ["WrappingSampler"]
+
+
+class WrappingSampler(Sampler):
+    """Adds to what another sampler draws, and passes everything else on to it.
+
+    Args:
+        base: the sampler that draws; None draws uniformly.
+    """
+
+    def __init__(self, base: Sampler | None = None) -> None:
+        super().__init__()
+        self.base = UniformSampler() if base is None else base
+
+    # The replay buffer sets the generator of its own sampler only.
+    @property
+    def _rng(self) -> torch.Generator | None:
+        return self.base._rng
+
+    @_rng.setter
+    def _rng(self, generator: torch.Generator | None) -> None:
+        self.base._rng = generator
+
+    def add(self, index: Any) -> None:
+        """Tells the base of one new row."""
+        self.base.add(index)
+
+    def extend(self, index: Any) -> None:
+        """Tells the base of new rows."""
+        self.base.extend(index)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Tells the base that rows were overwritten."""
+        self.base.mark_update(index, storage=storage)
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None
+    ) -> dict | None:
+        """Passes priorities on to the base."""
+        return self.base.update_priority(index, priority, storage=storage)
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Returns whether the base can draw the requested batch."""
+        return self.base.can_sample(storage, batch_size)
+
+    @property
+    def default_priority(self) -> Any:
+        """The priority that the base gives to new rows."""
+        return self.base.default_priority
+
+    def _own_state(self) -> dict[str, Any]:
+        """Returns the state of this sampler without the base's, in plain values."""
+        return {}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        """Restores what `_own_state` returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the sampler and of its base."""
+        return {**self._own_state(), "base": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._load_own_state({key: state_dict[key] for key in self._own_state()})
+        self.base.load_state_dict(state_dict["base"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves the sampler and its base in the directory `path`, as JSON."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sampler.json").write_text(json.dumps(self._own_state()))
+        self.base.dumps(path / "base")
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved."""
+        self._load_own_state(json.loads((Path(path) / "sampler.json").read_text()))
+        self.base.loads(Path(path) / "base")
+
+    def _empty(self) -> None:
+        self.base._empty()

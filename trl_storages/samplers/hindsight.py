@@ -1,0 +1,134 @@
+"""Draws, beside each transition, the row whose outcome will be its goal.
+
+Letters: B batch, k goals per transition.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torchrl.data import Storage
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.functional.draws import random_below, random_integers
+from trl_storages.functional.goals import episode_offset, final_offset, future_offset
+from trl_storages.samplers.base import WrappingSampler
+
+__all__ = ["GoalStrategy", "HERSampler"]
+
+GoalStrategy = Literal["future", "final", "episode", "random"]
+
+
+class HERSampler(WrappingSampler):
+    """Hindsight experience replay: of k + 1 transitions, k are seen with a goal that was reached.
+
+    `base` draws the transitions (anchors). The first `floor(B * k / (k + 1))` of a batch are given a
+    goal row; `GoalRelabel` writes its next achieved goal into them. Since anchors are drawn
+    independently, which of them come first is random. With anchor t of an episode whose surviving
+    rows are first..last, the goal row j is uniform over
+
+        future: t..last      final: last      episode: first..last      random: all live rows
+
+    An unfinished episode lends what has been seen so far. The floor is 0 for a batch of one, which
+    is relabelled with probability k / (k + 1) instead.
+
+    Args:
+        strategy: where goals come from.
+        num_goals: k, relabelled transitions for each one that stays as stored; 0 relabels none,
+            `math.inf` all.
+        base: the sampler that draws the anchors; None draws uniformly.
+
+    Raises:
+        ValueError: the strategy is unknown or `num_goals` negative or not whole.
+
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5.
+
+    >>> HERSampler("final", num_goals=2)
+    HERSampler(strategy='final', num_goals=2, base=UniformSampler())
+    """
+
+    def __init__(
+        self,
+        strategy: GoalStrategy = "future",
+        num_goals: float = 4,
+        *,
+        base: Sampler | None = None,
+    ) -> None:
+        super().__init__(base)
+        self.strategy = strategy
+        self.num_goals = num_goals
+
+    @property
+    def strategy(self) -> GoalStrategy:
+        """Where goals come from; may be changed between samples."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, value: GoalStrategy) -> None:
+        if value not in get_args(GoalStrategy):
+            raise ValueError(f"strategy must be one of {get_args(GoalStrategy)}, got {value!r}.")
+        self._strategy = value
+
+    @property
+    def num_goals(self) -> float:
+        """k, relabelled transitions for each one as stored; may be changed between samples."""
+        return self._num_goals
+
+    @num_goals.setter
+    def num_goals(self, value: float) -> None:
+        if not (value >= 0 and (value == math.inf or value == int(value))):
+            raise ValueError(f"num_goals must be a whole number, 0 or more, or inf; got {value}.")
+        self._num_goals = value if value == math.inf else int(value)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws transitions and their goal rows.
+
+        Returns:
+            `[B]` int64 slots, and the base's info with `goal_index`, `[B]` int64 slots (the row's own
+            slot where it is not relabelled), and `her_mask`, `[B]` bool.
+
+        Raises:
+            RuntimeError: the storage is empty or has no episode index.
+        """
+        episodes = episodes_of(storage)
+        index, info = self.base.sample(storage, batch_size)
+        mask = self._mask(batch_size, index.device)
+        info["goal_index"] = torch.where(mask, self._goal_rows(episodes, index), index)
+        info["her_mask"] = mask
+        return index, info
+
+    def _mask(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        k = self.num_goals
+        if k == math.inf:
+            return torch.ones(batch_size, dtype=torch.bool, device=device)
+        if batch_size == 1 and k:
+            return random_below(k + 1, 1, generator=self._rng, device=device) < k
+        mask = torch.zeros(batch_size, dtype=torch.bool, device=device)
+        mask[: batch_size * k // (k + 1)] = True  # type: ignore[misc]
+        return mask
+
+    def _goal_rows(self, episodes: EpisodeIndex, index: torch.Tensor) -> torch.Tensor:
+        if self.strategy == "random":
+            return episodes.random_slots(index.shape[0], self._rng)
+        behind, ahead = episodes.extent(index)
+        if self.strategy == "final":
+            return episodes.shift(index, final_offset(ahead))
+        noise = random_integers(index.shape[0], generator=self._rng, device=index.device)
+        if self.strategy == "future":
+            return episodes.shift(index, future_offset(noise, ahead))
+        return episodes.shift(index, episode_offset(noise, behind, ahead))
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, "num_goals": self.num_goals}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self.strategy, self.num_goals = state["strategy"], state["num_goals"]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(strategy={self.strategy!r}, num_goals={self.num_goals}, "
+            f"base={self.base})"
+        )

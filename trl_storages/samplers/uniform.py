@@ -1,0 +1,41 @@
+"""Every live row is as likely as any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data import RandomSampler, Storage
+
+__all__ = ["UniformSampler", "check_not_empty"]
+
+
+class UniformSampler(RandomSampler):
+    """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
+
+    TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
+    ring are filled unequally. Over a storage without an episode index the two are the same.
+    """
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws rows with replacement.
+
+        Returns:
+            `[B]` int64 slots, and an empty dict.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        check_not_empty(storage)
+        episodes = getattr(storage, "episodes", None)
+        if episodes is None:
+            return super().sample(storage, batch_size)
+        return episodes.random_slots(batch_size, self._rng), {}
+
+
+def check_not_empty(storage: Storage) -> None:
+    """Raises a RuntimeError that says what to do if there is nothing to draw from."""
+    if not len(storage):
+        raise RuntimeError(
+            "the storage is empty: write transitions with record(), add() or extend() before sampling."
+        )
