@@ -1,0 +1,1 @@
+"""Measurements of this package next to other libraries: `python -m tests.benchmarks.sampling`."""

@@ -1,0 +1,125 @@
+"""The transitions that every library of a benchmark is filled with.
+
+Letters: N rows, E episodes, G goal size.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+__all__ = [
+    "ACTION_SIZE",
+    "DISCOUNT",
+    "GOAL_SIZE",
+    "HINDSIGHT_GOALS",
+    "OBSERVATION_SIZE",
+    "Columns",
+    "flat_columns",
+    "goal_columns",
+    "goal_reward",
+    "single_rows",
+    "take_rows",
+    "to_tensordict",
+]
+
+OBSERVATION_SIZE = 25
+GOAL_SIZE = 3
+ACTION_SIZE = 4
+EPISODE_LENGTH = 50
+DISCOUNT = 0.99
+# Relabelled rows for each one left as it was: 4 of 5, the ratio of the paper and of every library.
+HINDSIGHT_GOALS = 4
+
+Columns = dict[str, np.ndarray]
+
+
+def goal_reward(achieved_goal: np.ndarray, desired_goal: np.ndarray) -> np.ndarray:
+    """Gives 0 where the goal is reached and -1 elsewhere: `[..., G]` twice to `[...]` float32."""
+    distance = ((achieved_goal - desired_goal) ** 2).sum(-1)
+    return (distance < 0.05**2).astype(np.float32) - 1
+
+
+def goal_columns(num_rows: int, *, unequal: bool = False, seed: int = 0) -> Columns:
+    """Makes transitions of a goal environment, in time order.
+
+    The next observation of a row is the observation of the row after it, up to the end of the
+    episode. Every other episode ends by termination, the others by truncation.
+
+    Args:
+        num_rows: how many transitions, N; the last episode may be cut off.
+        unequal: episodes of 1 to 99 steps instead of 50.
+        seed: of the generator.
+
+    Returns:
+        Arrays `[N, ...]`: float32 `observation`, `achieved_goal`, `desired_goal`, the same three
+        with `next_` before the name, `action`, `reward` `[N]`, and bool `[N]` `terminated`,
+        `truncated`, `done`.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.full(num_rows // EPISODE_LENGTH + 1, EPISODE_LENGTH)
+    if unequal:
+        lengths = rng.integers(1, 2 * EPISODE_LENGTH, 2 * len(lengths) + 10)
+    ends = np.cumsum(lengths) - 1  # [E] the last row of each episode
+    rows = np.arange(num_rows)
+    episodes = np.searchsorted(ends, rows)
+    # An episode of L rows has L + 1 states, so each episode before this one shifts its states by 1.
+    states = rows + episodes
+    state_size = OBSERVATION_SIZE + GOAL_SIZE
+    values = rng.standard_normal((num_rows + len(lengths) + 1, state_size), dtype=np.float32)
+    observations, achieved_goals = values[:, :OBSERVATION_SIZE], values[:, OBSERVATION_SIZE:]
+    desired_goals = rng.standard_normal((len(lengths), GOAL_SIZE), dtype=np.float32)[episodes]
+    done = rows == ends[episodes]
+    return {
+        "observation": observations[states],
+        "achieved_goal": achieved_goals[states],
+        "desired_goal": desired_goals,
+        "action": rng.uniform(-1, 1, (num_rows, ACTION_SIZE)).astype(np.float32),
+        "next_observation": observations[states + 1],
+        "next_achieved_goal": achieved_goals[states + 1],
+        "next_desired_goal": desired_goals.copy(),
+        "reward": goal_reward(achieved_goals[states + 1], desired_goals),
+        "terminated": done & (episodes % 2 == 0),
+        "truncated": done & (episodes % 2 == 1),
+        "done": done,
+    }
+
+
+def flat_columns(columns: Columns) -> Columns:
+    """Joins the three parts of an observation, for work that not every library does on dicts."""
+    parts = ("observation", "achieved_goal", "desired_goal")
+    flat = {
+        "observation": np.concatenate([columns[part] for part in parts], -1),
+        "next_observation": np.concatenate([columns[f"next_{part}"] for part in parts], -1),
+    }
+    kept = ("action", "reward", "terminated", "truncated", "done")
+    return flat | {name: columns[name] for name in kept}
+
+
+def take_rows(columns: Columns, start: int, stop: int) -> Columns:
+    """Returns views of the rows `start` to `stop`."""
+    return {name: column[start:stop] for name, column in columns.items()}
+
+
+def single_rows(columns: Columns) -> Iterator[Columns]:
+    """Goes through the rows one by one, each still with a leading dimension of 1."""
+    for row in range(len(columns["done"])):
+        yield take_rows(columns, row, row + 1)
+
+
+def to_tensordict(columns: Columns) -> TensorDict:
+    """Lays columns out as TorchRL's environments do; reward and flags get a trailing 1."""
+    num_rows = len(columns["done"])
+    root, following = {}, {}
+    for name, column in columns.items():
+        tensor = torch.from_numpy(column)
+        if name in ("reward", "terminated", "truncated", "done"):
+            following[name] = tensor.unsqueeze(-1)
+        elif name.startswith("next_"):
+            following[name.removeprefix("next_")] = tensor
+        else:
+            root[name] = tensor
+    return TensorDict(
+        root | {"next": TensorDict(following, [num_rows], device="cpu")}, [num_rows], device="cpu"
+    )

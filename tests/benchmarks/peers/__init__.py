@@ -1,0 +1,22 @@
+"""One file a library: how it is filled, written to and sampled from, doing the same work.
+
+A file has a `TITLE` and `WORKS`, which maps the name of a work ("uniform", "her", ...) to a
+`Buffer`. The libraries are optional; one that is not installed is left out with a line of advice.
+"""
+
+import importlib
+from types import ModuleType
+
+from tests.benchmarks.peers.base import Buffer
+
+__all__ = ["PEERS", "Buffer", "load_peer"]
+
+PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
+
+
+def load_peer(name: str) -> ModuleType | str:
+    """Imports an adapter, or says what is missing for it."""
+    try:
+        return importlib.import_module(f"tests.benchmarks.peers.{name}")
+    except ModuleNotFoundError as error:
+        return f'{name}: left out, {error}; pip install -e ".[bench]"'

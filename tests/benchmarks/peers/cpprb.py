@@ -1,0 +1,123 @@
+"""cpprb: `ReplayBuffer`, `HindsightReplayBuffer`."""
+
+import numpy as np
+from cpprb import HindsightReplayBuffer, ReplayBuffer
+
+from tests.benchmarks.data import (
+    ACTION_SIZE,
+    GOAL_SIZE,
+    HINDSIGHT_GOALS,
+    OBSERVATION_SIZE,
+    Columns,
+    goal_reward,
+    single_rows,
+)
+from tests.benchmarks.peers.base import Buffer
+
+TITLE = "cpprb"
+FLAGS = ("reward", "done", "terminated", "truncated")
+
+
+class Uniform(Buffer):
+    """Uniform draws."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        fields = {
+            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
+            for name, column in columns.items()
+        }
+        self.buffer = ReplayBuffer(capacity, fields)
+        self.buffer.add(**columns)
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[Columns]:
+        return list(single_rows(rows))
+
+    def write(self, prepared: list[Columns]) -> None:
+        for step in prepared:
+            self.buffer.add(**step)
+
+    def sample(self, batch_size: int) -> Columns:
+        return self.buffer.sample(batch_size)
+
+    @staticmethod
+    def columns_of(batch: Columns) -> Columns:
+        return {name: part[:, 0] if name in FLAGS else part for name, part in batch.items()}
+
+
+class Hindsight(Buffer):
+    """Hindsight when an episode is written: each row is stored five times, its goals are frozen.
+
+    Written steps wait in a buffer of their own until their episode ends.
+    """
+
+    def __init__(self, columns: Columns, capacity: int):
+        state = {"shape": OBSERVATION_SIZE + GOAL_SIZE, "dtype": np.float32}
+        self.buffer = HindsightReplayBuffer(
+            capacity * (HINDSIGHT_GOALS + 1),
+            {
+                "obs": state,
+                "act": {"shape": ACTION_SIZE, "dtype": np.float32},
+                "next_obs": state,
+                "done": {"dtype": bool},
+            },
+            max_episode_len=1000,
+            reward_func=lambda next_obs, act, goal: goal_reward(next_obs[:, -GOAL_SIZE:], goal),
+            goal_func=lambda obs: obs[:, -GOAL_SIZE:],
+            goal_shape=(GOAL_SIZE,),
+            strategy="future",
+            additional_goals=HINDSIGHT_GOALS,
+            prioritized=False,
+        )
+        ends = np.flatnonzero(columns["done"])
+        starts = np.concatenate([[0], ends + 1])
+        steps = self.columns(columns)
+        for start, stop in zip(starts, [*starts[1:], len(columns["done"])], strict=True):
+            if start == stop:
+                continue
+            self.buffer.add(**{name: step[start:stop] for name, step in steps.items()})
+            if columns["done"][stop - 1]:
+                self.buffer.on_episode_end(columns["desired_goal"][start])
+
+    @staticmethod
+    def columns(rows: Columns) -> Columns:
+        """Leaves the desired goal out of the observation: this buffer adds it by itself."""
+        join = np.concatenate
+        return {
+            "obs": join([rows["observation"], rows["achieved_goal"]], -1),
+            "act": rows["action"],
+            "next_obs": join([rows["next_observation"], rows["next_achieved_goal"]], -1),
+            "done": rows["done"],
+        }
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[tuple[Columns, np.ndarray | None]]:
+        return [
+            (Hindsight.columns(row), row["desired_goal"][0] if row["done"][0] else None)
+            for row in single_rows(rows)
+        ]
+
+    def write(self, prepared: list[tuple[Columns, np.ndarray | None]]) -> None:
+        for step, goal_at_end in prepared:
+            self.buffer.add(**step)
+            if goal_at_end is not None:
+                self.buffer.on_episode_end(goal_at_end)
+
+    def sample(self, batch_size: int) -> Columns:
+        return self.buffer.sample(batch_size)
+
+    @staticmethod
+    def columns_of(batch: Columns) -> Columns:
+        return {
+            "observation": batch["obs"][:, :OBSERVATION_SIZE],
+            "achieved_goal": batch["obs"][:, OBSERVATION_SIZE:],
+            "desired_goal": batch["goal"],
+            "action": batch["act"],
+            "next_observation": batch["next_obs"][:, :OBSERVATION_SIZE],
+            "next_achieved_goal": batch["next_obs"][:, OBSERVATION_SIZE:],
+            "reward": batch["rew"][:, 0],
+            "done": batch["done"][:, 0],
+        }
+
+
+WORKS = {"uniform": Uniform, "her": Hindsight}

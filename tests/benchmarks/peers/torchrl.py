@@ -1,0 +1,67 @@
+"""TorchRL: `TensorDictReplayBuffer` over `LazyTensorStorage`, `HERReplayBuffer`."""
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import HERReplayBuffer, LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.benchmarks.data import HINDSIGHT_GOALS, Columns, to_tensordict
+from tests.benchmarks.peers.base import Buffer
+
+TITLE = "TorchRL"
+
+
+def goal_reward(batch: TensorDictBase) -> torch.Tensor:
+    """Gives `[B, 1]`; on the next achieved goal, as every other library of the benchmark."""
+    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).square().sum(-1, True)
+    return (distance < 0.05**2).float() - 1
+
+
+def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
+    """Names the entries of a TED batch as the data does; shared with this package's adapter."""
+    columns = {}
+    for key, value in batch.items(include_nested=True, leaves_only=True):
+        parts = (key,) if isinstance(key, str) else key
+        flag = parts[-1] in ("reward", "done", "terminated", "truncated")
+        name = parts[-1] if flag else "_".join(parts)
+        columns[name] = value.numpy()[:, 0] if flag else value.numpy()
+    return columns
+
+
+class Uniform(Buffer):
+    """Uniform draws."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        self.buffer = self.make(capacity)
+        self.buffer.extend(to_tensordict(columns))
+
+    def make(self, capacity: int) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity))
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[TensorDict]:
+        return list(to_tensordict(rows).unbind(0))
+
+    def write(self, prepared: list[TensorDict]) -> None:
+        for step in prepared:
+            self.buffer.add(step)
+
+    def sample(self, batch_size: int) -> TensorDictBase:
+        return self.buffer.sample(batch_size)
+
+    columns_of = staticmethod(columns_of)
+
+
+class Hindsight(Uniform):
+    """Hindsight at sample time, from later steps of the episode."""
+
+    def make(self, capacity: int) -> HERReplayBuffer:
+        return HERReplayBuffer(
+            goal_reward,
+            her_ratio=HINDSIGHT_GOALS / (HINDSIGHT_GOALS + 1),
+            strategy="future",
+            storage=LazyTensorStorage(capacity),
+        )
+
+
+WORKS = {"uniform": Uniform, "her": Hindsight}
