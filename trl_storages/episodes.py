@@ -317,7 +317,7 @@ class EpisodeIndex:
         """Returns the rank by age of each slot among all live rows: 0 is the newest.
 
         Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
-        such step by lane, the last lane first.
+        such step by lane: those that hold more rows first, of equal ones the last lane first.
 
         Args:
             slots: int64 slots of live rows, any shape B.
@@ -483,4 +483,4 @@ def _take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathers rows of `table` for an index of any shape; `index_select` is the fastest way."""
     if index.ndim == 1:
         return table.index_select(0, index)
-    return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])
+    return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])

@@ -1,0 +1,35 @@
+"""One profile of hypothesis, one thread of torch and one skip of missing GPUs for all tests."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# Derandomised: a run says something about the code, never about its luck. The "search" profile
+# (HYPOTHESIS_PROFILE=search) looks for new counterexamples instead.
+settings.register_profile(
+    "fixed",
+    deadline=None,
+    derandomize=True,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("search", settings.get_profile("fixed"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A generator with a fixed seed, so that statistics never flicker."""
+    return torch.Generator().manual_seed(20)

@@ -1,0 +1,133 @@
+"""What the storages must do, as slow Python over lists: the model the tests compare with.
+
+Nothing here knows tensors, clamping or modulo episode numbers. A lane is the list of all the rows
+it ever got; what survives is a slice of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["RingOracle", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One transition in the life of a lane."""
+
+    lane: int
+    step: int  # absolute: the first row a lane ever gets is step 0
+    episode: int  # unique over all lanes and all time
+    done: bool
+    payload: Any = None
+
+
+@dataclass
+class RingOracle:
+    """A ring of `num_envs` lanes with `capacity // num_envs` places each."""
+
+    capacity: int
+    num_envs: int = 1
+    lanes: list[list[Row]] = field(init=False)
+    forgotten: list[int] = field(init=False)  # rows before this step were cleared away
+    episodes_begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.places = self.capacity // self.num_envs
+        self.lanes = [[] for _ in range(self.num_envs)]
+        self.forgotten = [0] * self.num_envs
+
+    def append(
+        self,
+        done: Sequence[Sequence[bool]],
+        cut: Sequence[Sequence[bool]] | None = None,
+        lanes: Sequence[int] | None = None,
+        payload: Sequence[Sequence[Any]] | None = None,
+    ) -> list[list[int]]:
+        """Appends `done[i]` to lane `lanes[i]`, one row per entry; returns the slots."""
+        slots = []
+        for i, lane in enumerate(range(self.num_envs) if lanes is None else lanes):
+            history = self.lanes[lane]
+            slots.append([])
+            for s, row_done in enumerate(done[i]):
+                goes_on = (
+                    len(history) > self.forgotten[lane]
+                    and not history[-1].done
+                    and not (cut is not None and cut[i][s])
+                )
+                if not goes_on:
+                    self.episodes_begun += 1
+                episode = history[-1].episode if goes_on else self.episodes_begun
+                row_payload = None if payload is None else payload[i][s]
+                row = Row(lane, len(history), episode, bool(row_done), row_payload)
+                history.append(row)
+                slots[-1].append(self.slot(row))
+        return slots
+
+    def clear(self, keep_steps: int = 0) -> None:
+        """Forgets all but the last `keep_steps` rows of each lane."""
+        if keep_steps == 0:
+            self.lanes = [[] for _ in range(self.num_envs)]
+            self.forgotten = [0] * self.num_envs
+        for lane, history in enumerate(self.lanes):
+            self.forgotten[lane] = max(self.forgotten[lane], len(history) - keep_steps)
+
+    def slot(self, row: Row) -> int:
+        """Where the row lies in the ring."""
+        return (row.step % self.places) * self.num_envs + row.lane
+
+    def surviving(self, lane: int) -> list[Row]:
+        """The rows of a lane that are not overwritten, oldest first."""
+        history = self.lanes[lane]
+        return history[max(self.forgotten[lane], len(history) - self.places) :]
+
+    def live(self) -> dict[int, Row]:
+        """Every surviving row, by its slot."""
+        return {
+            self.slot(row): row for lane in range(self.num_envs) for row in self.surviving(lane)
+        }
+
+    def episode(self, row: Row) -> list[Row]:
+        """The surviving rows of the row's episode, oldest first."""
+        return [other for other in self.surviving(row.lane) if other.episode == row.episode]
+
+    def behind(self, row: Row) -> int:
+        """How many surviving rows of the episode come before this one."""
+        return sum(other.step < row.step for other in self.episode(row))
+
+    def ahead(self, row: Row) -> int:
+        """How many surviving rows of the episode come after this one."""
+        return sum(other.step > row.step for other in self.episode(row))
+
+    def is_finished(self, row: Row) -> bool:
+        """Whether the episode was ended by a done row."""
+        return any(other.done for other in self.lanes[row.lane] if other.episode == row.episode)
+
+    def is_whole(self, row: Row) -> bool:
+        """Whether no row of the episode is lost."""
+        ever = sum(other.episode == row.episode for other in self.lanes[row.lane])
+        return ever == len(self.episode(row))
+
+    def by_age(self) -> list[Row]:
+        """The live rows, newest first: steps behind the lane's cursor, fuller lane, higher lane."""
+
+        def age(row: Row) -> tuple[int, int, int]:
+            steps_behind = len(self.lanes[row.lane]) - row.step
+            return steps_behind, -len(self.surviving(row.lane)), -row.lane
+
+        return sorted(self.live().values(), key=age)
+
+    def goals(self, row: Row, strategy: str) -> list[Row]:
+        """The rows whose next achieved goal may become the goal of `row`, equally likely."""
+        if strategy == "random":
+            return list(self.live().values())
+        episode = self.episode(row)
+        if strategy == "final":
+            return episode[-1:]
+        if strategy == "future":
+            return [other for other in episode if other.step >= row.step]
+        if strategy == "episode":
+            return episode
+        raise ValueError(strategy)
