@@ -164,27 +164,47 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
                 the layout. Nothing is written then.
+            ValueError: there are more or fewer rows than slots. Nothing is written then.
+            IndexError: a slot lies beyond the last row.
         """
         if isinstance(data, list):
             data = torch.stack(data)
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
-        batch_dims = 0 if isinstance(cursor, int) else getattr(cursor, "ndim", 1)
-        batch_size = data.batch_size[:batch_dims]
-        layout = self.layout or self._first_layout(data, batch_dims)
+        cursor, slots_shape = self._slots(cursor)
+        batch_size = data.batch_size[: len(slots_shape)]
+        if batch_size != slots_shape:
+            raise ValueError(
+                f"the data must have one row for each of the slots {list(slots_shape)}, "
+                f"got a batch {list(data.batch_size)}."
+            )
+        layout = self.layout or self._first_layout(data, len(batch_size))
         leaves = layout.leaves_of(data, batch_size)
         if not self.initialized:
             self._allocate(layout)
         if set_cursor:
             self._set_last_cursor(cursor)
             self._len = min(self._len + batch_size.numel(), self.max_size)
-        if isinstance(cursor, range):
-            cursor = slice(cursor.start, cursor.stop, cursor.step)
-        elif isinstance(cursor, torch.Tensor):
-            cursor = cursor.to(self.device)
         for view, leaf in zip(self._views, leaves, strict=True):
             view[cursor] = leaf.to(self.device)
         self._bump_mutation_revision()
+
+    def _slots(self, cursor: Any) -> tuple[Any, torch.Size]:
+        """Returns what indexes the views for `cursor`, and the shape of the slots it names."""
+        if isinstance(cursor, int) and -self.max_size <= cursor < self.max_size:
+            return cursor, torch.Size([])
+        if isinstance(cursor, slice):
+            cursor = range(*cursor.indices(self.max_size))
+        if isinstance(cursor, torch.Tensor):
+            return cursor.to(self.device), cursor.shape
+        if isinstance(cursor, range) and cursor.step > 0 and cursor.start >= 0:
+            if len(cursor) and cursor[-1] >= self.max_size:
+                raise IndexError(f"slots must be below {self.max_size}, got {cursor}.")
+            return slice(cursor.start, cursor.stop, cursor.step), torch.Size([len(cursor)])
+        slots = torch.as_tensor(cursor)
+        if slots.numel() and not -self.max_size <= slots.min() <= slots.max() < self.max_size:
+            raise IndexError(f"slots must be below {self.max_size}, got {slots.tolist()}.")
+        return (int(slots) if not slots.ndim else slots.to(self.device)), slots.shape
 
     # Reading
 
@@ -313,5 +333,5 @@ def read_fields(
             there = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
             raise KeyError(f"the rows have no field {unravel_key(key)!r}; they have {there}.")
         picked = column.index_select(0, index.reshape(-1))
-        fields[key] = picked if index.ndim == 1 else picked.view(*index.shape, *column.shape[1:])
+        fields[key] = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
     return fields
