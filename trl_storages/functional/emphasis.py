@@ -58,7 +58,7 @@ def window_size(
     share = eta ** (update * 1000 / num_updates)
     # float64: float32 can't count rows beyond 2^24.
     if reference_rows is None:
-        window = (num_rows.double() * share).long().clamp(min=c_min)
+        window = num_rows.double().mul_(share).long().clamp_(min=c_min)
         return torch.minimum(window, num_rows)
     return num_rows.clamp(max=max(int(reference_rows * share), c_min))
 

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torchrl.data import RandomSampler, Storage
 
+from trl_storages.episodes import episodes_of
+from trl_storages.functional.draws import random_below
+
 __all__ = ["UniformSampler", "check_not_empty"]
 
 
@@ -31,6 +34,24 @@ class UniformSampler(RandomSampler):
         if episodes is None:
             return super().sample(storage, batch_size)
         return episodes.random_slots(batch_size, self._rng), {}
+
+    def sample_window(
+        self, storage: Storage, batch_size: int, window: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws among the newest rows, with replacement.
+
+        Args:
+            storage: holds the rows and their episode index.
+            batch_size: B.
+            window: `[]` int64 on the storage's device: how many of the newest rows to draw from, at
+                least 1 and at most the rows stored.
+
+        Returns:
+            `[B]` int64 slots, and an empty dict.
+        """
+        episodes = episodes_of(storage)
+        ages = random_below(window, batch_size, generator=self._rng, device=episodes.device)
+        return episodes.slots_by_age(ages), {}
 
 
 def check_not_empty(storage: Storage) -> None:

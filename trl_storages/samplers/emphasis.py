@@ -1,0 +1,263 @@
+"""Draws that narrow onto recent experience.
+
+Letters: B batch, N rows, K updates of a phase.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
+
+from torch import Tensor
+from torchrl.data import Storage
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.functional.emphasis import window_size
+from trl_storages.samplers.base import WrappingSampler
+from trl_storages.samplers.uniform import check_not_empty
+
+__all__ = ["ERESampler", "WindowSampler"]
+
+Reference = Literal["stored", "capacity"]
+
+# The paper's unit: over a phase of so many updates, eta is the factor of one update.
+_SHORTEST_PHASE = 1000
+
+
+@runtime_checkable
+class WindowSampler(Protocol):
+    """A sampler that can keep its draws to the newest rows."""
+
+    def sample_window(
+        self, storage: Storage, batch_size: int, window: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Draws among the newest rows.
+
+        Args:
+            storage: holds the rows and their episode index.
+            batch_size: B.
+            window: `[]` int64 on the storage's device: how many of the newest rows to draw from, at
+                least 1 and at most the rows stored.
+
+        Returns:
+            `[B]` int64 slots, and the info that goes with them.
+        """
+        ...
+
+
+class ERESampler(WrappingSampler):
+    """Emphasises recent experience: a window that narrows onto the newest rows.
+
+        c_k = max(N * eta^(k * 1000 / K), c_min)
+
+    The k-th draw of a phase of K (k = 1 .. K, as in the paper) takes rows whose age, counted from
+    the write cursor, is below c_k: uniformly, or by priority with `base=PERSampler(...)`. Every
+    such row can be drawn, no other, right after wrap-around and with lanes of unequal fill too.
+    Ages are those of `EpisodeIndex.ages`. With at most `c_min` rows stored, all are drawn from.
+
+    **Phases.** The paper makes K updates after an episode of K steps. Each `sample` is one update.
+    `begin_phase(num_updates)` starts a phase: call it when an episode or a batch has been
+    collected. Without it a write starts one, unless the phase that is going on has updates left: so
+    a loop that writes a step before each update still narrows and widens. Updates beyond the K-th
+    keep the last window until then. A phase that a write starts has `updates_per_phase` updates;
+    None takes as many as were made in the phase before, and at least 1000.
+
+    Args:
+        eta: recency strength in (0, 1]; 1 draws from everything. The smallest window of a phase is
+            the share eta^1000 of the rows: 0.996 leaves 2 %.
+        c_min: the smallest window, in rows.
+        updates_per_phase: K of the phases that a write starts.
+        base: draws within the window; None draws uniformly.
+        reference: N is the rows "stored" now or the "capacity" (the paper's).
+
+    All of these but `base` are plain attributes: a new value holds from the next draw on
+    (`updates_per_phase` from the next phase on), so that TorchRL's schedulers anneal `eta`.
+
+    Raises:
+        ValueError: `eta` outside (0, 1], `c_min` or `updates_per_phase` below 1, or an unknown
+            `reference`.
+        TypeError: `base` can't draw within a window.
+
+    Reference: Wang & Ross 2019, Boosting Soft Actor-Critic: Emphasizing Recent Experience without
+    Forgetting the Past, arXiv:1906.04009, section 4.
+
+    >>> sampler = ERESampler(eta=0.99, c_min=100)
+    >>> sampler.begin_phase(500)
+    >>> sampler.update, sampler.num_updates
+    (0, 500)
+    """
+
+    def __init__(
+        self,
+        eta: float = 0.996,
+        c_min: int = 5000,
+        *,
+        updates_per_phase: int | None = None,
+        base: Sampler | None = None,
+        reference: Reference = "stored",
+    ) -> None:
+        super().__init__(base)
+        if not isinstance(self.base, WindowSampler):
+            raise TypeError(
+                "base must be able to draw within a window, as PERSampler is (sample_window), got "
+                f"{type(base).__name__}; leave base out for uniform draws."
+            )
+        self.eta = eta
+        self.c_min = c_min
+        self.updates_per_phase = updates_per_phase
+        self.reference = reference
+        # No phase yet: the first write or draw starts one.
+        self._update = self._num_updates = 0
+
+    @property
+    def eta(self) -> float:
+        """Recency strength, in (0, 1]."""
+        return self._eta
+
+    @eta.setter
+    def eta(self, value: SupportsFloat) -> None:
+        # Schedulers set NumPy scalars or tensors.
+        eta = float(value)
+        if not 0 < eta <= 1:
+            raise ValueError(f"eta must be in (0, 1], got {value}.")
+        self._eta = eta
+
+    @property
+    def c_min(self) -> int:
+        """The smallest window, in rows."""
+        return self._c_min
+
+    @c_min.setter
+    def c_min(self, value: int) -> None:
+        self._c_min = _at_least_one("c_min", value)
+
+    @property
+    def updates_per_phase(self) -> int | None:
+        """The updates of a phase that a write starts."""
+        return self._updates_per_phase
+
+    @updates_per_phase.setter
+    def updates_per_phase(self, value: int | None) -> None:
+        if value is not None:
+            value = _at_least_one("updates_per_phase", value)
+        self._updates_per_phase = value
+
+    @property
+    def reference(self) -> Reference:
+        """What N is: the rows "stored" or the "capacity"."""
+        return self._reference
+
+    @reference.setter
+    def reference(self, value: Reference) -> None:
+        if value not in get_args(Reference):
+            raise ValueError(f"reference must be one of {get_args(Reference)}, got {value!r}.")
+        self._reference = value
+
+    @property
+    def update(self) -> int:
+        """The updates made in this phase: k of the last draw, 0 when a phase has just begun."""
+        return self._update
+
+    @property
+    def num_updates(self) -> int:
+        """K, the updates of this phase; 0 before the first phase."""
+        return self._num_updates
+
+    def begin_phase(self, num_updates: int) -> None:
+        """Starts a phase: the next draw is its first, with the widest window.
+
+        Args:
+            num_updates: K, the draws until the window is at its narrowest.
+
+        Raises:
+            ValueError: `num_updates` is below 1.
+        """
+        self._num_updates = _at_least_one("num_updates", num_updates)
+        self._update = 0
+
+    def window(self, episodes: EpisodeIndex) -> Tensor:
+        """Counts the newest rows that the current update draws from: c_k.
+
+        In a captured CUDA graph the window follows the storage as it grows, and k and `eta` stay
+        what they were when it was captured.
+
+        Returns:
+            `[]` int64 on the device of `episodes`.
+        """
+        return window_size(
+            episodes.num_rows,
+            eta=self.eta,
+            update=min(self._update, self._num_updates),
+            num_updates=self._num_updates,
+            c_min=self.c_min,
+            reference_rows=episodes.capacity if self.reference == "capacity" else None,
+        )
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draws the batch of the next update.
+
+        Returns:
+            `[B]` int64 slots, and the info of the base.
+
+        Raises:
+            RuntimeError: nothing is stored, or `storage` has no episode index.
+        """
+        check_not_empty(storage)
+        episodes = episodes_of(storage)
+        if not self._num_updates:
+            self._begin_next_phase()
+        self._update += 1
+        return self.base.sample_window(storage, batch_size, self.window(episodes))
+
+    # TorchRL tells of one write in two ways, through the container and through the writer; the
+    # second finds a phase with all its updates left and changes nothing.
+
+    def add(self, index: Any) -> None:
+        """Hears that a row was written."""
+        super().add(index)
+        self._on_write()
+
+    def extend(self, index: Any) -> None:
+        """Hears that rows were written."""
+        super().extend(index)
+        self._on_write()
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Hears from the writer that rows were written."""
+        super().mark_update(index, storage=storage)
+        self._on_write()
+
+    def _on_write(self) -> None:
+        if self._update >= self._num_updates:
+            self._begin_next_phase()
+
+    def _begin_next_phase(self) -> None:
+        self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self._update))
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._update = self._num_updates = 0
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "eta": self.eta,
+            "c_min": self.c_min,
+            "updates_per_phase": self.updates_per_phase,
+            "reference": self.reference,
+            "update": self._update,
+            "num_updates": self._num_updates,
+        }
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        self.eta, self.c_min = state["eta"], state["c_min"]
+        self.updates_per_phase, self.reference = state["updates_per_phase"], state["reference"]
+        self._update, self._num_updates = state["update"], state["num_updates"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value}.")
+    return int(value)

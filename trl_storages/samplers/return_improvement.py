@@ -1,0 +1,126 @@
+"""An emphasis on recent experience that follows how fast the agent improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.scheduler import ParameterScheduler
+
+from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
+
+__all__ = ["ReturnImprovementEta"]
+
+
+class ReturnImprovementEta(ParameterScheduler):
+    """Schedules `eta` by the slope of the newest episode returns.
+
+    While returns rise as steeply as ever, draws are as recent as `eta` asked for at the beginning
+    (eta_0); while they fall as steeply as ever, draws are uniform (1); a line lies between. With s
+    in [-1, 1] the slope relative to the steepest ones seen (`functional.emphasis.advance_trend`):
+
+        eta = 1 + (eta_0 - 1) * (s + 1) / 2
+
+    Until `num_returns` episodes have ended, and wherever returns are flat, s = 0. So eta is always
+    finite and in [eta_0, 1].
+
+    Args:
+        obj: an `ERESampler`, or the replay buffer whose sampler it is. Its `eta` is eta_0.
+        num_returns: how many of the newest returns the slope looks at, at least 2.
+        decay: in (0, 1]: with each episode the steepest slopes shrink by this factor, so that what
+            counts as steep adapts.
+
+    Raises:
+        ValueError: `num_returns` or `decay` is out of range, or the sampler has no `eta`.
+
+    >>> from trl_storages.samplers.emphasis import ERESampler
+    >>> sampler = ERESampler(eta=0.5)
+    >>> scheduler = ReturnImprovementEta(sampler, num_returns=2)
+    >>> scheduler.step([0.0, 1.0])
+    >>> sampler.eta
+    0.5
+    """
+
+    initial_val: float
+
+    def __init__(
+        self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
+    ) -> None:
+        if num_returns < 2:
+            raise ValueError(f"num_returns must be at least 2 for a slope, got {num_returns}.")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {decay}.")
+        super().__init__(obj, "eta", max_value=1.0)
+        self.initial_val = float(self.initial_val)
+        self._min_val = self.initial_val
+        self.num_returns = num_returns
+        self.decay = decay
+        self._trend = ReturnTrend()
+
+    @property
+    def improvement(self) -> float:
+        """The newest slope relative to the steepest ones, s in [-1, 1]."""
+        return self._trend.improvement
+
+    def step(self, episode_returns: float | Sequence[float] | Tensor = ()) -> None:
+        """Takes in the returns of the episodes that ended since the last step, and sets `eta`.
+
+        One call with several returns does the same as one call for each.
+
+        Args:
+            episode_returns: a number, a sequence or a tensor of any shape, in the order of ending;
+                with none, `eta` stays what the last returns made it.
+
+        Raises:
+            ValueError: a return is not finite; nothing is changed then.
+        """
+        returns = torch.as_tensor(episode_returns, dtype=torch.float64).flatten().tolist()
+        wrong = [value for value in returns if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(
+                f"episode returns must be finite, got {wrong[0]}; leave out episodes without a "
+                "return."
+            )
+        for value in returns:
+            self._trend = advance_trend(
+                self._trend, value, num_returns=self.num_returns, decay=self.decay
+            )
+        super().step()
+
+    def _step(self) -> float:
+        return improvement_eta(self._trend.improvement, self.initial_val)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns eta_0, the settings and the trend, as numbers and lists."""
+        trend = self._trend._asdict()
+        return {
+            "initial_val": self.initial_val,
+            "num_returns": self.num_returns,
+            "decay": self.decay,
+            "step_count": self._step_cnt,
+            **trend,
+            "returns": list(self._trend.returns),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned; `eta` itself follows with the next step.
+
+        Raises:
+            KeyError: an entry is missing; nothing is changed then.
+        """
+        missing = [name for name in self.state_dict() if name not in state_dict]
+        if missing:
+            raise KeyError(
+                f"the saved state must hold {list(self.state_dict())}; {missing} is missing."
+            )
+        trend = {name: state_dict[name] for name in ReturnTrend._fields}
+        self._trend = ReturnTrend(**{**trend, "returns": tuple(trend["returns"])})
+        self.initial_val = self._min_val = state_dict["initial_val"]
+        self.num_returns = state_dict["num_returns"]
+        self.decay = state_dict["decay"]
+        self._step_cnt = state_dict["step_count"]
