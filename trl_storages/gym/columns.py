@@ -1,0 +1,138 @@
+"""From what an environment loop holds (arrays, tensors, numbers, lists) to columns of tensors.
+
+Letters: E environments. A column is `[E, *shape]`; a single environment's value has no leading
+dimension and becomes a column `[1, *shape]`.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data.utils import numpy_to_torch_dtype_dict, torch_to_numpy_dtype_dict
+
+__all__ = ["Column", "as_tensor"]
+
+
+def as_tensor(value: Any, name: str) -> torch.Tensor:
+    """Returns `value` as a tensor that shares its memory wherever that is possible.
+
+    Raises:
+        TypeError: its dtype has no tensor, as that of strings and other objects.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    array = np.asarray(value)
+    if array.dtype.newbyteorder("=") not in numpy_to_torch_dtype_dict:
+        raise TypeError(f"{name} must be numbers, got the dtype {array.dtype}")
+    return _share(array)
+
+
+class Column:
+    """Reads one field of all environments, checked, and without a copy where that is possible.
+
+    Args:
+        dtype: of the column. Arrays and tensors of another dtype are taken if it holds their
+            values exactly, plain Python numbers and lists if they are of its kind.
+        shape: of one environment's value. For `[1]` a value may also have no dimension.
+        num_envs: E.
+        lossy: take any real dtype.
+    """
+
+    __slots__ = ("_dtype", "_is_lossy", "_num_envs", "_numpy", "_shape", "_vector")
+
+    def __init__(
+        self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
+    ) -> None:
+        self._dtype = dtype
+        self._numpy = torch_to_numpy_dtype_dict.get(dtype)
+        self._shape = tuple(shape)
+        self._num_envs = num_envs
+        self._vector = (num_envs, *shape)
+        self._is_lossy = lossy
+
+    def read(self, value: Any, name: str, label: str, is_vector: bool) -> torch.Tensor:
+        """Returns `value` as a column.
+
+        Args:
+            value: array, tensor, number or list.
+            name: of the argument, for messages.
+            label: which entry of the argument, for messages.
+            is_vector: whether it has the leading dimension.
+
+        Returns:
+            `[E, *shape]`, or `[1, *shape]` without the leading dimension.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: another shape.
+        """
+        rows: Any = value
+        if isinstance(value, torch.Tensor):
+            rows = value.detach() if value.requires_grad else value
+            if rows.dtype is not self._dtype:
+                self._check_dtype(torch_to_numpy_dtype_dict.get(rows.dtype), rows, name + label)
+                rows = rows.to(self._dtype)
+        else:
+            rows = np.asarray(value)
+            if rows.dtype != self._numpy:
+                self._check_dtype(rows.dtype, value, name + label)
+                # Of the plain numbers: NumPy raises where one of them is out of range.
+                rows = np.asarray(
+                    value if not hasattr(value, "dtype") and not self._is_lossy else rows,
+                    dtype=self._numpy,
+                )
+        if tuple(rows.shape) == (self._vector if is_vector else self._shape):
+            rows = rows if is_vector else rows[None]
+        elif self._shape == (1,) and tuple(rows.shape) == (self._vector[:1] if is_vector else ()):
+            rows = rows.reshape(-1, 1)
+        else:
+            raise self._shape_error(list(rows.shape), name + label, is_vector)
+        return rows if isinstance(rows, torch.Tensor) else _share(rows)
+
+    def _check_dtype(self, source: Any, value: Any, name: str) -> None:
+        is_number = source is not None and source.newbyteorder("=") in numpy_to_torch_dtype_dict
+        if self._is_lossy:
+            is_fine = is_number and source.kind != "c"
+        else:
+            rule: Literal["safe", "same_kind"] = "safe" if hasattr(value, "dtype") else "same_kind"
+            is_fine = is_number and self._numpy and np.can_cast(source, self._numpy, rule)
+        if is_fine:
+            return
+        wanted = str(self._dtype).removeprefix("torch.")
+        got = str(getattr(value, "dtype", source)).removeprefix("torch.")
+        remedy = (
+            "whose values it can't hold exactly; convert them yourself, or make the storage "
+            f"for a space of {got}"
+            if is_number
+            else "which are not numbers"
+        )
+        raise TypeError(f"{name} must be {wanted}, got {got}, {remedy}")
+
+    def _shape_error(self, got: list[int], name: str, is_vector: bool) -> ValueError:
+        shape = list(self._shape)
+        if not is_vector:
+            return ValueError(
+                f"{name} must have the shape {shape} for a single environment, got {got}; for "
+                "a vector of environments all arguments have a leading dimension, flags included"
+            )
+        if got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
+            return ValueError(
+                f"{name} must hold {self._num_envs} environments, got {got[0]}; "
+                f"make the storage with num_envs={got[0]}"
+            )
+        return ValueError(
+            f"{name} must have the shape {list(self._vector)} ({self._num_envs} environments, "
+            f"then {shape} each), got {got}"
+        )
+
+
+def _share(array: NDArray[Any]) -> torch.Tensor:
+    # PyTorch has no read-only tensors and warns of them.
+    if not array.flags.writeable:
+        array = array.copy()
+    try:
+        return torch.from_numpy(array)
+    except ValueError:
+        # Steps that tensors don't know: negative ones, a foreign byte order.
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))

@@ -1,0 +1,196 @@
+"""Which fields a transition has, read off gymnasium spaces or TorchRL specs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import NestedKey, unravel_key
+from torchrl.data import Composite, NonTensor, TensorSpec
+from torchrl.data.utils import numpy_to_torch_dtype_dict
+
+from trl_storages.keys import (
+    ACTION,
+    DONE,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    next_key,
+)
+
+__all__ = [
+    "OUTCOME_FIELDS",
+    "Field",
+    "InfoKeys",
+    "check_free",
+    "info_key_names",
+    "key_path",
+    "transition_fields",
+]
+
+Field = tuple[torch.dtype, torch.Size]
+InfoKeys = Sequence[NestedKey] | Mapping[NestedKey, Any]
+
+# The reward and the flags of every transition.
+OUTCOME_FIELDS: dict[NestedKey, Field] = {
+    REWARD: (torch.float32, torch.Size([1])),
+    DONE: (torch.bool, torch.Size([1])),
+    TERMINATED: (torch.bool, torch.Size([1])),
+    TRUNCATED: (torch.bool, torch.Size([1])),
+}
+
+
+def transition_fields(
+    observation_space: gymnasium.Space[Any] | TensorSpec,
+    action_space: gymnasium.Space[Any] | TensorSpec,
+    info_keys: InfoKeys = (),
+) -> dict[NestedKey, Field]:
+    """Returns the fields of one stored transition.
+
+    Dtypes, shapes and keys are those of TorchRL's `GymEnv(..., categorical_action_encoding=True)`:
+    a `Discrete` is an int64 scalar, a `Box` without dimensions has the shape `[1]`, and a `state`
+    entry is called `observation` where there is none.
+
+    Args:
+        observation_space: what one environment observes: a gymnasium space, nested `Dict`s
+            included, or TorchRL's `env.observation_spec`, whose leading dimensions (if it is a
+            batch of environments) are left out.
+        action_space: likewise; a spec has the same leading dimensions as the observation's.
+        info_keys: further entries. A mapping from key to space or spec gives their fields; of a
+            mere sequence of keys nothing is known before the first step, so they have none.
+
+    Returns:
+        Mapping from key to the dtype and the shape of a single transition: observations at the
+        root and under "next", "action", the info entries, and under "next" the reward (float32)
+        and the flags `done`, `terminated`, `truncated` (bool), all four of the shape `[1]`.
+
+    Raises:
+        TypeError: a space has no tensor of a fixed shape and dtype (`Tuple`, `Text`, `Graph`, ...).
+        ValueError: there is no observation, or two entries have the same key.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> fields = transition_fields(Box(0, 1, (3,)), Discrete(2))
+    >>> fields["action"], fields["next", "reward"]
+    ((torch.int64, torch.Size([])), (torch.float32, torch.Size([1])))
+    """
+    batch_dims = len(observation_space.shape) if isinstance(observation_space, Composite) else 0
+    observations = _group(observation_space, OBSERVATION, batch_dims)
+    if isinstance(observation_space, gymnasium.spaces.Dict) and "observation" not in observations:
+        observations = {
+            OBSERVATION if key == "state" else key: field for key, field in observations.items()
+        }
+    if not observations:
+        raise ValueError(f"the observation space must have an entry, got {observation_space}")
+    infos: list[tuple[NestedKey, Field]] = []
+    names = info_key_names(info_keys)
+    if isinstance(info_keys, Mapping):
+        for name, space in zip(names, info_keys.values(), strict=True):
+            if isinstance(space, (Composite, gymnasium.spaces.Dict)):
+                raise TypeError(
+                    f"the info {name!r} must be a single tensor, got {space}; "
+                    f"name its entries, as in ({name!r}, ...)"
+                )
+            infos += _group(space, name, 0).items()
+    # The fields that every transition has come first, so that no entry can take their place.
+    fields: dict[NestedKey, Field] = dict(OUTCOME_FIELDS)
+    for key, field in (
+        *observations.items(),
+        *_group(action_space, ACTION, batch_dims).items(),
+        *infos,
+        *((next_key(key), field) for key, field in observations.items()),
+    ):
+        check_free(key, fields)
+        fields[key] = field
+    return fields
+
+
+def info_key_names(info_keys: InfoKeys) -> list[NestedKey]:
+    """Returns the checked keys of `info_keys`, a sequence or a mapping of them.
+
+    Raises:
+        TypeError: it is a single string, or a key is neither a string nor a tuple of strings.
+    """
+    if isinstance(info_keys, str):
+        raise TypeError(f"info_keys must be a sequence of keys, got {info_keys!r}; pass a tuple")
+    for key in info_keys:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not parts or not all(isinstance(part, str) for part in parts):
+            raise TypeError(f"an info key must be a string or a tuple of strings, got {key!r}")
+    return [unravel_key(key) for key in info_keys]
+
+
+def key_path(key: NestedKey) -> tuple[str, ...]:
+    """Returns the key as a tuple of strings."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
+    """Raises a ValueError if a transition with the keys `taken` has no place for `key`."""
+    path = key_path(key)
+    for other in map(key_path, taken):
+        # A key that is the beginning of another one would be a tensor and a branch at once.
+        shared = min(len(path), len(other))
+        if path[:shared] == other[:shared]:
+            raise ValueError(
+                f"the keys of a transition must differ, got {key!r} beside {unravel_key(other)!r}; "
+                "rename one of them in its space or in info_keys"
+            )
+
+
+def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field]:
+    """Fields of an observation, an action or an info; a TorchRL composite names its own."""
+    if isinstance(space, TensorSpec):
+        entries = (
+            space.items(include_nested=True, leaves_only=True)
+            if isinstance(space, Composite)
+            else [(key, space)]
+        )
+        return {unravel_key(name): _spec_field(leaf, name, batch_dims) for name, leaf in entries}
+    if not isinstance(space, gymnasium.Space):
+        raise TypeError(
+            f"the space of {key!r} must be a gymnasium space or a TorchRL spec, got {space!r}"
+        )
+    # The entries of a dictionary of observations stand at the root, as TorchRL has them.
+    is_root = key == OBSERVATION and isinstance(space, gymnasium.spaces.Dict)
+    prefix = () if is_root else key_path(key)
+    return {unravel_key(path): field for path, field in _space_fields(space, prefix)}
+
+
+def _space_fields(
+    space: gymnasium.Space[Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Field]]:
+    spaces = gymnasium.spaces
+    if isinstance(space, spaces.Dict):
+        for name, entry in space.spaces.items():
+            if not isinstance(name, str):
+                raise TypeError(f"the keys of a Dict space must be strings, got {name!r} in {path}")
+            yield from _space_fields(entry, (*path, name))
+        return
+    fixed = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
+    if not isinstance(space, fixed) or space.shape is None:
+        raise TypeError(
+            f"the space of {unravel_key(path)!r} must be a Box, Discrete, MultiBinary, "
+            f"MultiDiscrete or a Dict of them, got {space}; "
+            "convert it with a wrapper such as gymnasium.wrappers.FlattenObservation"
+        )
+    dtype = numpy_to_torch_dtype_dict.get(space.dtype)
+    if dtype is None:
+        raise TypeError(
+            f"the space of {unravel_key(path)!r} must have one of the dtypes "
+            f"{sorted(map(str, numpy_to_torch_dtype_dict))}, got {space.dtype}"
+        )
+    is_scalar_box = isinstance(space, spaces.Box) and not space.shape
+    yield path, (dtype, torch.Size([1]) if is_scalar_box else torch.Size(space.shape))
+
+
+def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Field:
+    if isinstance(spec, NonTensor) or spec.dtype is None:
+        raise TypeError(f"the spec of {key!r} must be of a tensor, got {spec}")
+    shape = spec.shape[batch_dims:]
+    if len(spec.shape) < batch_dims or any(size < 0 for size in shape):
+        raise TypeError(
+            f"the spec of {key!r} must have a fixed shape, with the {batch_dims} leading "
+            f"dimensions of the observation spec, got {list(spec.shape)}"
+        )
+    return spec.dtype, torch.Size(shape)

@@ -1,0 +1,127 @@
+"""What a step's infos say about each environment, in the three forms that gymnasium has.
+
+- of a single environment: a dictionary;
+- of a vector: a dictionary of arrays `[E, ...]`, dictionaries likewise, each beside a mask
+  `_name` that says for which environments it holds; `final_obs` is an array of objects;
+- of a vector under `gymnasium.wrappers.vector.DictInfoToList`: a list of dictionaries.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["final_observation", "info_values"]
+
+_MISSING = object()
+
+
+def final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
+    """Returns the true last observation of an environment that has been reset in the same step.
+
+    Raises:
+        ValueError: the infos don't hold it.
+    """
+    found = _lane_value(infos, ("final_obs",), lane, is_vector)
+    if found is _MISSING or found is None:
+        raise ValueError(
+            f"environment {lane} ended, and with autoreset_mode 'SameStep' "
+            f"infos['final_obs'] must hold its last observation, got the keys "
+            f"{_names(infos, lane)}; pass the infos of `step` as they are, or the autoreset_mode "
+            "that the environments have (env.metadata['autoreset_mode'])"
+        )
+    return found
+
+
+def info_values(
+    infos: Any,
+    path: tuple[str, ...],
+    lanes: Sequence[int],
+    ended: Sequence[int],
+    *,
+    num_envs: int,
+    is_vector: bool,
+) -> Any:
+    """Returns an info entry of the environments `lanes`, of L of them.
+
+    Args:
+        infos: those of the step.
+        path: where in the infos the entry is.
+        lanes: the L environments.
+        ended: those of them that have been reset in the same step: their infos are in
+            `final_info`, as the others are those of the reset.
+        num_envs: E.
+        is_vector: whether the infos are of a vector of environments.
+
+    Returns:
+        `[L, ...]`, without the leading dimension where `is_vector` is false.
+
+    Raises:
+        KeyError: an environment does not have the entry.
+    """
+    if is_vector and not ended and isinstance(infos, Mapping):
+        whole = _whole(infos, path, lanes, num_envs)
+        if whole is not _MISSING:
+            return whole
+    values = []
+    was_reset = set(ended)
+    for lane in lanes:
+        full = ("final_info", *path) if lane in was_reset else path
+        value = _lane_value(infos, full, lane, is_vector)
+        if value is _MISSING:
+            raise KeyError(
+                f"the info {'.'.join(full)!r} must be there at every step, environment {lane} "
+                f"does not have it; there are {_names(infos, lane)}; "
+                "correct info_keys or let the environment return it"
+            )
+        values.append(value)
+    if not is_vector:
+        return values[0]
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    return np.stack([np.asarray(value) for value in values])
+
+
+def _whole(infos: Any, path: tuple[str, ...], lanes: Sequence[int], num_envs: int) -> Any:
+    """The entry of all `lanes` at once, or _MISSING unless it is there for each of them."""
+    value = infos
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        mask = value.get(f"_{name}")
+        if mask is not None and not mask.all() and not mask[list(lanes)].all():
+            return _MISSING
+        value = value[name]
+    # What the environments filled in themselves (object arrays, lists) goes one by one.
+    if not getattr(value, "shape", ()) or value.dtype == object:
+        return _MISSING
+    return value if len(lanes) == num_envs else value[list(lanes)]
+
+
+def _lane_value(infos: Any, path: tuple[str, ...], lane: int, is_vector: bool) -> Any:
+    if is_vector and not isinstance(infos, Mapping):
+        infos, is_vector = infos[lane], False
+    for name in path:
+        if not isinstance(infos, Mapping) or name not in infos:
+            return _MISSING
+        mask = infos.get(f"_{name}") if is_vector else None
+        if mask is not None and not mask[lane]:
+            return _MISSING
+        infos = infos[name]
+    if not is_vector:
+        return infos
+    return _row(infos, lane)
+
+
+def _row(value: Any, lane: int) -> Any:
+    """The row of one environment, of dictionaries of columns too."""
+    if isinstance(value, Mapping):
+        return {name: _row(entry, lane) for name, entry in value.items()}
+    return value[lane]
+
+
+def _names(infos: Any, lane: int) -> list[str]:
+    if not isinstance(infos, Mapping):
+        infos = infos[lane] if isinstance(infos, Sequence) and lane < len(infos) else {}
+    return sorted(str(name) for name in infos if not str(name).startswith("_"))
