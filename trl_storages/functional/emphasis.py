@@ -50,7 +50,7 @@ def window_size(
     Returns:
         int64 of the shape of `num_rows`, in [1, num_rows] where anything is stored.
 
-    Reference: Wang & Ross 2019, arXiv:1906.04009, section 4.
+    Reference: Wang & Ross 2019, arXiv:1906.04009.
 
     >>> window_size(torch.tensor(1000), eta=0.996, update=5, num_updates=10, c_min=50)
     tensor(134)
@@ -76,7 +76,7 @@ def linear_eta(step: float, num_steps: float, *, initial: float, final: float = 
         initial: η_0.
         final: η_T; 1 ends at uniform draws.
 
-    Reference: Wang & Ross 2019, arXiv:1906.04009, section 4.
+    Reference: Wang & Ross 2019, arXiv:1906.04009.
 
     >>> linear_eta(250, 1000, initial=0.996)
     0.997

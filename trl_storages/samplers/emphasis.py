@@ -79,7 +79,7 @@ class ERESampler(WrappingSampler):
         TypeError: `base` can't draw within a window.
 
     Reference: Wang & Ross 2019, Boosting Soft Actor-Critic: Emphasizing Recent Experience without
-    Forgetting the Past, arXiv:1906.04009, section 4.
+    Forgetting the Past, arXiv:1906.04009.
 
     >>> sampler = ERESampler(eta=0.99, c_min=100)
     >>> sampler.begin_phase(500)

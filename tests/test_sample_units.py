@@ -1,0 +1,228 @@
+"""EpisodeSequence: which rows an anchor grows into, against the plain-Python ring and TorchRL."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from goal_data import HISTORIES, distance_reward, goals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import RingOracle
+from tensordict import TensorDict
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.replay import ReplayStorage
+from trl_storages.sample_units import EpisodeSequence
+from trl_storages.samplers import HERSampler
+from trl_storages.storages import PackedStorage
+from trl_storages.transforms import GoalRelabel
+from trl_storages.writers import EpisodeWriter
+
+pytestmark = pytest.mark.requirement("sequences")
+
+ENTRIES = {"anchor_index", "sequence_id", "step_in_sequence", "validity_mask", "learning_mask"}
+
+
+def sequence_of(model, row, unit):
+    """The rows of a sequence and which of them are valid, by walking the episode."""
+    episode = model.episode(row)
+    place = episode.index(row)
+    rows, valid = [], []
+    for wanted in range(place - unit.burn_in, place + unit.length + unit.bootstrap):
+        inside = min(max(wanted, 0), len(episode) - 1)
+        rows.append(episode[inside])
+        valid.append(inside == wanted)
+    return rows, valid
+
+
+def assert_grows(unit, storage, model):
+    """Every live row of the ring grows into the rows that the model names."""
+    live = model.live()
+    anchors = torch.tensor(list(live))
+    weight = torch.arange(len(live)) / 8
+    index, info = unit.expand(anchors, {"weight": weight, "note": 7}, storage)
+    assert set(info) == {*ENTRIES, "weight", "note"}
+    assert info.pop("note") == 7
+    index, info = (
+        index.view(-1, unit.num_steps),
+        {name: value.view(-1, unit.num_steps) for name, value in info.items()},
+    )
+    for i, (slot, row) in enumerate(live.items()):
+        rows, valid = sequence_of(model, row, unit)
+        assert index[i].tolist() == [model.slot(other) for other in rows]
+        assert info["validity_mask"][i].tolist() == valid
+        assert info["anchor_index"][i].tolist() == [slot] * unit.num_steps
+        assert info["sequence_id"][i].tolist() == [i] * unit.num_steps
+        assert info["weight"][i].tolist() == [i / 8] * unit.num_steps
+    steps = torch.arange(unit.num_steps)
+    learning = (steps >= unit.burn_in) & (steps < unit.burn_in + unit.length)
+    assert torch.equal(info["learning_mask"], learning.expand_as(index))
+    assert torch.equal(info["step_in_sequence"], steps.expand_as(index))
+
+
+def test_a_sequence_by_hand():
+    storage = SimpleNamespace(episodes=EpisodeIndex(6))
+    # Steps 0 .. 8 with an end at step 4: slots 0 1 2 hold 6 7 8, and slots 3 4 5 hold 3 4 5.
+    done = torch.arange(9) == 4
+    storage.episodes.append(done.unsqueeze(0))
+    unit = EpisodeSequence(2, burn_in=1, bootstrap=1)
+    index, info = unit.expand(torch.tensor([4, 5, 1]), {}, storage)
+    assert index.tolist() == [3, 4, 4, 4, 5, 5, 0, 1, 0, 1, 2, 2]
+    assert info["validity_mask"].tolist() == [
+        *(True, True, False, False),
+        *(False, True, True, True),
+        *(True, True, True, False),
+    ]
+    assert info["learning_mask"].tolist() == [False, True, True, False] * 3
+    assert info["anchor_index"].tolist() == [4] * 4 + [5] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+@pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 0), (3, 2, 1), (2, 9, 9)])
+def test_all_histories_against_the_model(history, sizes):
+    buffer = ReplayStorage(
+        storage=PackedStorage(history.capacity), writer=EpisodeWriter(history.num_envs)
+    )
+    model = history.write(buffer)
+    assert_grows(EpisodeSequence(*sizes), buffer.storage, model)
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_any_history_against_the_model(data):
+    num_envs = data.draw(st.integers(1, 3))
+    capacity = data.draw(st.integers(num_envs, 16))
+    storage = SimpleNamespace(episodes=EpisodeIndex(capacity, num_envs))
+    model = RingOracle(capacity, num_envs)
+    lanes = st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)
+    for _ in range(data.draw(st.integers(1, 3))):
+        written = data.draw(lanes)
+        num_steps = data.draw(st.integers(1, 12))
+        flags = st.lists(
+            st.lists(st.sampled_from([False, False, True]), min_size=num_steps, max_size=num_steps),
+            min_size=len(written),
+            max_size=len(written),
+        )
+        done, cut = data.draw(flags), data.draw(flags)
+        storage.episodes.append(torch.tensor(done), torch.tensor(cut), written)
+        model.append(done, cut, written)
+    size = st.integers(0, 5)
+    unit = EpisodeSequence(data.draw(size) + 1, data.draw(size), data.draw(size))
+    assert_grows(unit, storage, model)
+
+
+@settings(max_examples=60)
+@given(
+    done=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=30),
+    length=st.integers(1, 5),
+    burn_in=st.integers(0, 4),
+    bootstrap=st.integers(0, 3),
+)
+def test_equals_torchrls_padded_sequence(done, length, burn_in, bootstrap):
+    storage = LazyTensorStorage(12)
+    buffer = TensorDictReplayBuffer(storage=storage, writer=EpisodeWriter(), batch_size=5)
+    # In pieces, since TorchRL knows the newest row by the last write only.
+    for piece in torch.tensor(done).split(5):
+        buffer.extend(TensorDict({"next": {"done": piece.unsqueeze(-1)}}, [len(piece)]))
+    anchors = torch.arange(len(storage))
+    info = {"priority_weight": anchors / 2}
+    ours = EpisodeSequence(length, burn_in, bootstrap).expand(anchors, info, storage)
+    theirs = Sequence(length, "pad", burn_in=burn_in, bootstrap=bootstrap).expand(
+        anchors, info, storage
+    )
+    assert torch.equal(ours[0], theirs[0])
+    assert set(ours[1]) == set(theirs[1])
+    for name, value in theirs[1].items():
+        assert torch.equal(ours[1][name], value), name
+        assert ours[1][name].dtype is value.dtype
+
+
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+def test_a_batch_of_sequences(storage):
+    unit = EpisodeSequence(4, burn_in=2, bootstrap=1)
+    assert isinstance(unit, SampleUnit)
+    buffer = TensorDictReplayBuffer(
+        storage=storage(20), writer=EpisodeWriter(), sample_unit=unit, batch_size=16
+    )
+    step = torch.arange(33)
+    done = (step % 6 == 5).unsqueeze(-1)
+    buffer.extend(TensorDict({"step": step, "next": {"done": done}}, [33]))
+    batch = buffer.sample().reshape(16, unit.num_steps)
+    assert torch.equal(batch["step"] % 20, batch["index"])
+    valid = batch["validity_mask"]
+    assert valid[:, unit.burn_in].all()
+    # Valid rows are consecutive steps of the anchor's episode.
+    anchor = batch["step"][:, unit.burn_in].unsqueeze(1)
+    wanted = anchor + batch["step_in_sequence"] - unit.burn_in
+    assert torch.equal(batch["step"][valid], wanted[valid])
+    assert torch.equal((batch["step"] // 6)[valid], (anchor // 6).expand(-1, 7)[valid])
+    inside = (wanted // 6 == anchor // 6) & (wanted >= 13) & (wanted < 33)
+    assert torch.equal(valid, inside)
+
+
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+def test_a_sequence_has_one_goal(history):
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=2)
+    buffer = ReplayStorage(
+        storage=PackedStorage(history.capacity),
+        writer=EpisodeWriter(history.num_envs),
+        sampler=HERSampler("future", num_goals=4),
+        sample_unit=unit,
+        transform=GoalRelabel(distance_reward),
+        batch_size=50,
+        generator=torch.Generator().manual_seed(1),
+    )
+    model = history.write(buffer)
+    live = model.live()
+    flat = buffer.sample()
+    batch = flat.reshape(50, unit.num_steps)
+    mask = batch["her_mask"]
+    assert mask.sum() == 40 * unit.num_steps
+    assert (mask == mask[:, :1]).all()
+    relabelled = batch[mask[:, 0]]
+    goal = relabelled["desired_goal"]
+    assert (goal == goal[:, :1]).all()
+    for line in relabelled:
+        anchor, source = live[int(line["anchor_index"][0])], live[int(line["goal_index"][0])]
+        assert source in model.goals(anchor, "future")
+        expected = goals(torch.tensor(float(source.lane)), torch.tensor(float(source.step)), 1.0)
+        assert torch.equal(line["desired_goal"][0], expected)
+    reward = distance_reward(
+        relabelled["next", "achieved_goal"], relabelled["desired_goal"], None
+    ).unsqueeze(-1)
+    torch.testing.assert_close(relabelled["next", "reward"], reward)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_growing_never_waits_for_the_gpu(num_envs):
+    with FakeTensorMode():
+        episodes = EpisodeIndex(30, num_envs, device="cuda:0")
+        episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device="cuda:0"))
+        anchors = episodes.random_slots(8)
+        info = {"goal_index": anchors, "her_mask": anchors > 2}
+        unit = EpisodeSequence(3, burn_in=2, bootstrap=1)
+        index, info = unit.expand(anchors, info, SimpleNamespace(episodes=episodes))
+        for value in (index, *info.values()):
+            assert value.device == torch.device("cuda:0")
+            assert value.shape == (48,)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((0,), "length must be strictly positive, got 0"),
+        ((1, -1), "burn_in must be non-negative, got -1"),
+        ((1, 0, -2), "bootstrap must be non-negative, got -2"),
+    ],
+)
+def test_nonsense_raises(args, message):
+    with pytest.raises(ValueError, match=message):
+        EpisodeSequence(*args)
+
+
+def test_a_storage_without_an_index_says_which_writer_it_needs():
+    with pytest.raises(RuntimeError, match="EpisodeWriter"):
+        EpisodeSequence(2).expand(torch.tensor([0]), {}, LazyTensorStorage(3))

@@ -1,0 +1,104 @@
+"""What a drawn row grows into: a stretch of its episode.
+
+Letters: B anchors, S rows of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data import Storage
+from torchrl.data.replay_buffers.sample_units import Sequence
+
+from trl_storages.episodes import episodes_of
+
+__all__ = ["EpisodeSequence"]
+
+
+class EpisodeSequence(Sequence):
+    """Takes the rows around each drawn one, without leaving its episode.
+
+    An anchor at step t grows into the S = `burn_in + length + bootstrap` rows of steps
+
+        [t - burn_in, t + length + bootstrap)
+
+    in time order. Rows before the first surviving or after the last row of the anchor's episode
+    repeat that row and are marked invalid. What the sampler said of the anchor (a priority weight,
+    a goal) is said of each of its rows, so a sequence has one goal. The rows are found by index:
+    nothing is stored twice, however the sequences overlap.
+
+    It does what TorchRL's `Sequence(..., episode_boundary="pad")` does, with the same entries, but
+    asks the episode index instead of searching all rows for boundaries after each write. It works
+    with several lanes and where an episode was cut, on any device, without synchronising with the
+    host.
+
+    Args:
+        length: rows to learn from, the anchor first.
+        burn_in: rows before them, to warm a recurrent state up.
+        bootstrap: rows after them, for targets.
+
+    Raises:
+        ValueError: `length` is below 1, `burn_in` or `bootstrap` below 0.
+
+    >>> EpisodeSequence(8, burn_in=4, bootstrap=1).num_steps
+    13
+    """
+
+    def __init__(self, length: int, burn_in: int = 0, bootstrap: int = 0) -> None:
+        super().__init__(length, burn_in=burn_in, bootstrap=bootstrap)
+
+    @property
+    def num_steps(self) -> int:
+        """S, so that `batch.reshape(-1, unit.num_steps)` is one sequence a line."""
+        return self.burn_in + self.length + self.bootstrap
+
+    def expand(
+        self, index: Tensor, info: dict[str, Any], storage: Storage
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Grows anchors into sequences, one after another.
+
+        Args:
+            index: `[B]` int64 slots of the anchors.
+            info: what the sampler said of them: entries `[B, ...]` are repeated for each row.
+            storage: its episode index knows the boundaries.
+
+        Returns:
+            `[B * S]` int64 slots, and the info with, for each of them, `anchor_index`, the slot of
+            its anchor; `sequence_id` in 0 .. B - 1; `step_in_sequence` in 0 .. S - 1;
+            `validity_mask`, whether the row is the one asked for and no repetition; and
+            `learning_mask`, whether it is one of the `length` rows from the anchor on.
+
+        Raises:
+            RuntimeError: `storage` has no episode index.
+        """
+        episodes = episodes_of(storage)
+        num_anchors, num_steps = index.shape[0], self.num_steps
+        behind, ahead = (extent.unsqueeze(1) for extent in episodes.extent(index))
+        step = torch.arange(num_steps, device=index.device)
+        wanted = step - self.burn_in
+        offset = torch.minimum(torch.maximum(wanted, -behind), ahead)
+        rows = episodes.shift(index.unsqueeze(1), offset)
+        learning = (wanted >= 0) & (wanted < self.length)
+
+        expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
+        expanded["anchor_index"] = _repeat(index, num_steps)
+        expanded["sequence_id"] = _repeat(torch.arange(num_anchors, device=index.device), num_steps)
+        expanded["step_in_sequence"] = step.repeat(num_anchors)
+        expanded["validity_mask"] = (offset == wanted).flatten()
+        expanded["learning_mask"] = learning.repeat(num_anchors)
+        return rows.flatten(), expanded
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(length={self.length}, burn_in={self.burn_in}, "
+            f"bootstrap={self.bootstrap})"
+        )
+
+
+def _repeat(value: Any, num_steps: int) -> Any:
+    """Says of each row what `value` says of its anchor; a value without dimension is left alone."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    return value.repeat_interleave(num_steps, dim=0)
