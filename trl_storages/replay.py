@@ -5,7 +5,7 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.gym import GymRecorder
 from trl_storages.samplers import UniformSampler
 from trl_storages.transforms import ReplayTransform
 from trl_storages.writers import EpisodeWriter
@@ -37,8 +38,8 @@ class ReplayStorage(TensorDictReplayBuffer):
         sampler: who is drawn; None draws uniformly over the live rows.
         writer: keeps the episodes; None is `EpisodeWriter()`, for one environment.
         transform: how a batch is seen.
-        autoreset_mode: gymnasium's, for `record`.
-        info_keys: entries of gymnasium's infos that `record` stores.
+        recorder: turns steps of gymnasium loops into transitions, for `record`; None takes steps as
+            they are given, without autoreset.
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
     """
 
@@ -49,8 +50,7 @@ class ReplayStorage(TensorDictReplayBuffer):
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         transform: Transform | Callable | None = None,
-        autoreset_mode: Any = None,
-        info_keys: Sequence[str] = (),
+        recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -60,8 +60,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             transform=transform,
             **kwargs,
         )
-        self._recorder_options = {"autoreset_mode": autoreset_mode, "info_keys": info_keys}
-        self._recorder: Any = None
+        self._recorder = recorder
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -104,15 +103,14 @@ class ReplayStorage(TensorDictReplayBuffer):
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
-        from trl_storages.gym import GymRecorder
-
         if self._recorder is None:
-            self._recorder = GymRecorder(self.episodes.num_envs, **self._recorder_options)
-        rows, lanes = self._recorder(
+            self._recorder = GymRecorder(self.episodes.num_envs)
+        step = self._recorder.rows(
             observations, actions, rewards, terminateds, truncateds, infos, next_observations
         )
-        if rows is None:
+        if step is None:
             return None
+        rows, lanes = step
         with self._replay_lock, self._write_lock:
             index = self.writer.extend(rows, lanes=lanes)
             self.sampler.extend(index)
