@@ -21,6 +21,10 @@ from trl_storages.functional.draws import random_below
 
 __all__ = ["EpisodeIndex", "episodes_of"]
 
+# How often whole episodes are drawn anew before all of them are listed.
+_PATIENCE = 32
+_LONG_AGO = -(2**62)
+
 Lanes = Sequence[int] | torch.Tensor | None
 
 
@@ -256,11 +260,36 @@ class EpisodeIndex:
         """Cuts the running episode of the lanes: their next row begins another one."""
         self._open[self._lanes(lanes)] = False
 
-    def clear(self) -> None:
-        """Forgets every row."""
+    def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
+
+        Returns:
+            int64 slots `[n]` where the kept rows lie, and `[n]` where the caller must move them.
+        """
+        if keep_steps < 0:
+            raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
+        kept = []
+        for lane, cursor in enumerate(self._host_cursors.tolist()):
+            steps = range(max(cursor - min(keep_steps, self.steps_per_lane), 0), cursor)
+            slots = torch.tensor([*steps], dtype=torch.int64, device=self.device)
+            slots = slots % self.steps_per_lane * self.num_envs + lane
+            behind, ahead = self.extent(slots)
+            done = self.is_finished(slots) & (ahead == 0)
+            torn = not bool((self.is_whole(slots) & (behind == 0))[:1].all())
+            kept.append((slots, done, behind == 0, torn, self._open[lane].clone()))
         for tensor in self._state().values():
             tensor.zero_()
         self._host_cursors.zero_()
+        for lane, (slots, done, cut, torn, is_open) in enumerate(kept):
+            if len(slots):
+                self.append(done.unsqueeze(0), cut.unsqueeze(0), [lane])
+                self._open[lane] = is_open
+                if torn:
+                    # The episode of the first kept row lost its beginning, for good.
+                    self._first_step[self._episode[lane].long()] = _LONG_AGO
+        old = torch.cat([slots for slots, *_ in kept])
+        new = [torch.arange(len(slots)) * self.num_envs + at for at, (slots, *_) in enumerate(kept)]
+        return old, torch.cat(new).to(self.device)
 
     # Questions about slots
 
@@ -375,6 +404,45 @@ class EpisodeIndex:
         ranks = random_below(self.num_rows, n, generator=generator, device=self.device)
         # In step, the live rows are a prefix of the slots, so any rank is a slot as it stands.
         return ranks if self._in_step else self.slots_by_age(ranks)
+
+    def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.
+
+        Returns:
+            `[n]` int64 slots of their first rows.
+
+        Raises:
+            RuntimeError: there is no such episode.
+        """
+        lanes = self._lane_ids
+        begun = self._begun
+        # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
+        start = (self.cursors - self.steps_per_lane).clamp(min=0)
+        start_slot = start % self.steps_per_lane * self.num_envs + lanes
+        entry = self._episode[start_slot].long() - lanes * self.steps_per_lane
+        oldest = begun - 1 - (begun - 1 - entry) % self.steps_per_lane
+        oldest += ~self.is_whole(start_slot)
+        counts = torch.where(self.cursors > 0, begun - oldest, 0).clamp(min=0)
+        ends = counts.cumsum(0)
+        found = torch.full((n,), self._void, device=self.device)
+        # Cut and running episodes are drawn too, and drawn again. They are few as a rule.
+        for _ in range(_PATIENCE if int(ends[-1]) else 0):
+            draw = random_below(ends[-1], n, generator=generator, device=self.device)
+            lane = torch.searchsorted(ends, draw, right=True)
+            number = oldest[lane] + draw - (ends - counts)[lane]
+            drawn = lane * self.steps_per_lane + number % self.steps_per_lane
+            usable = self._finished[drawn] & (found == self._void)
+            found = torch.where(usable, drawn, found)
+            if bool((found != self._void).all()):
+                return self._bounds[found, 0].long()
+        episodes = self.episodes()
+        first = episodes["first"][episodes["finished"] & episodes["whole"]]
+        if not len(first):
+            raise RuntimeError(
+                "no finished episode is stored whole: write until one ends, or make the storage larger "
+                "than an episode."
+            )
+        return first[random_below(len(first), n, generator=generator, device=self.device)]
 
     # The whole of it
 

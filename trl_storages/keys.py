@@ -10,6 +10,7 @@ __all__ = [
     "GOAL_INDEX",
     "HER_MASK",
     "INDEX",
+    "MASK",
     "OBSERVATION",
     "PRIORITY_WEIGHT",
     "REWARD",
@@ -32,6 +33,7 @@ TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
 
 # What a sampled batch carries besides the stored fields.
 INDEX: NestedKey = "index"
+MASK: NestedKey = ("collector", "mask")
 GOAL_INDEX: NestedKey = "goal_index"
 HER_MASK: NestedKey = "her_mask"
 PRIORITY_WEIGHT: NestedKey = "priority_weight"

@@ -5,16 +5,18 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import expand_as_right
 from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
+from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
@@ -61,6 +63,8 @@ class ReplayStorage(TensorDictReplayBuffer):
             **kwargs,
         )
         self._recorder = recorder
+        # A size that is named for one sample is no conflict to be warned of.
+        self._warned_batch_size_conflict = True
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -156,7 +160,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             index, info = self._sampler.sample(self._storage, batch_size)
             if self._sample_unit is not None:
                 index, info = self._sample_unit.expand(index, info, self._storage)
-            info["index"] = index
+            info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
             batch = self._storage.get(index)
@@ -166,6 +170,123 @@ class ReplayStorage(TensorDictReplayBuffer):
                 with dispatch_td_nn_modules(True):
                     batch = _see(self._transform, batch, self._storage)
         return batch, info
+
+    def sample_episodes(self, n: int) -> TensorDictBase:
+        """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.
+
+        Args:
+            n: how many.
+
+        Returns:
+            TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
+            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except for
+            those that read the storage.
+
+        Raises:
+            ValueError: `n` is below 1.
+            RuntimeError: no finished episode is stored whole.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1 episode, got {n}.")
+        with self._replay_lock, self._write_lock:
+            episodes = self.episodes
+            first = episodes.random_episodes(n, self._rng).unsqueeze(1)
+            length = episodes.ahead(first) + 1
+            step = torch.arange(int(length.max()), device=first.device)
+            index = episodes.shift(first, step.minimum(length - 1))
+            batch = self._storage.get(index)
+            mask = (step < length).to(batch.device)
+            batch = batch.apply(lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, 0))
+            batch.set(keys.INDEX, index.to(batch.device))
+            batch.set(keys.MASK, mask)
+            if len(self._transform):
+                with dispatch_td_nn_modules(True):
+                    batch = _see(self._transform, batch, None)
+        return batch
+
+    def batches(
+        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
+    ) -> Iterator[TensorDictBase]:
+        """Returns an iterator over `num_batches * epochs` batches.
+
+        Args:
+            num_batches: batches an epoch.
+            batch_size: B; None is the one given to the constructor.
+            epochs: how often.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        if num_batches < 0 or epochs < 0:
+            raise ValueError(
+                f"num_batches and epochs must be 0 or more, got {num_batches} and {epochs}."
+            )
+        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+
+    # History
+
+    def __getitem__(self, index: Any) -> Any:
+        """Reads stored rows; a slice is one of the history in time order, the oldest row first.
+
+        The rows of several lanes alternate, as `EpisodeIndex.ages` orders them. A slice shows rows as
+        they were stored, without transforms. Anything else is read as TorchRL does: ints and tensors
+        are slots, strings are entries.
+        """
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        with self._replay_lock, self._write_lock:
+            return self._storage.get(self._history(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Overwrites stored rows in place; a slice is one of the history, as for reading.
+
+        Raises:
+            ValueError: an episode would end elsewhere than it does. Nothing is written then.
+        """
+        if not isinstance(index, slice):
+            super().__setitem__(index, value)
+            return
+        with self._replay_lock, self._write_lock:
+            slots = self._history(index)
+            done = self._storage.get(slots).get(keys.DONE, None)
+            new_done = value.get(keys.DONE, None)
+            if done is not None and new_done is not None and not torch.equal(done, new_done):
+                raise ValueError(
+                    f"rows that are overwritten must keep their {keys.DONE}, or the episodes would "
+                    "change: write another history with empty() and extend()."
+                )
+            self._storage.set(slots, value, set_cursor=False)
+
+    def _history(self, which: slice) -> torch.Tensor:
+        """Returns the slots of a slice of the history, the oldest first."""
+        size = len(self.episodes)
+        steps = range(size)[which]
+        order = torch.arange(
+            steps.start, steps.stop, steps.step, device=self.episodes.device
+        )
+        return self.episodes.slots_by_age(size - 1 - order)
+
+    def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
+        """Forgets the stored rows.
+
+        Args:
+            empty_write_count: whether to count writes from zero again.
+            keep_steps: how many of the last steps of each lane stay, such as the overlap on which a
+                recurrent network is warmed up. Their priorities start anew.
+
+        Raises:
+            ValueError: `keep_steps` is negative.
+        """
+        if keep_steps < 0:
+            raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
+        if not (keep_steps and len(self)):
+            super().empty(empty_write_count)
+            if self._recorder is not None:
+                self._recorder.reset()
+            return
+        with self._replay_lock, self._write_lock:
+            self.sampler._empty()
+            self.sampler.extend(self.writer.restart(keep_steps, empty_write_count))
 
     # Care
 
@@ -185,10 +306,12 @@ class ReplayStorage(TensorDictReplayBuffer):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _see(transform: Transform, batch: TensorDictBase, storage: Storage) -> TensorDictBase:
-    """Applies a transform, handing the storage to those that ask for it."""
+def _see(
+    transform: Transform, batch: TensorDictBase, storage: Storage | None
+) -> TensorDictBase:
+    """Applies a transform, handing the storage to those that ask for it, or leaving these out."""
     if isinstance(transform, ReplayTransform):
-        return transform.replay(batch, storage)
+        return batch if storage is None else transform.replay(batch, storage)
     if isinstance(transform, Compose):
         for part in transform:
             batch = _see(part, batch, storage)

@@ -197,6 +197,22 @@ class EpisodeWriter(RoundRobinWriter):
             self._storage._len = steps * self.num_envs
         self._cursor = int(episodes.num_steps_written[0]) % episodes.steps_per_lane * self.num_envs
 
+    def restart(self, keep_steps: int, empty_write_count: bool = True) -> torch.Tensor:
+        """Forgets every row but the last `keep_steps` of each lane.
+
+        Returns:
+            int64 slots where the kept rows are now.
+        """
+        old, new = self._episodes.clear(keep_steps)
+        rows = self._storage.get(old)
+        self._storage.set(new, rows, set_cursor=False)
+        if empty_write_count:
+            self._write_count = 0
+        self._count(0)
+        self._bump_generation(new, rows)
+        self._mark_update_entities(new)
+        return new
+
     # State
 
     def _empty(self, empty_write_count: bool = True) -> None:
