@@ -147,7 +147,9 @@ class HERReplayStorage(UniformReplayStorage):
         info_keys: InfoKeys = (),
         **options: Any,
     ) -> None:
-        names = sorted(map(str, observation_space.keys())) if hasattr(observation_space, "keys") else []
+        names = (
+            sorted(map(str, observation_space.keys())) if hasattr(observation_space, "keys") else []
+        )
         missing = {keys.ACHIEVED_GOAL, keys.DESIRED_GOAL}.difference(names)
         if missing:
             raise KeyError(

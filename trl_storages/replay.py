@@ -261,9 +261,7 @@ class ReplayStorage(TensorDictReplayBuffer):
         """Returns the slots of a slice of the history, the oldest first."""
         size = len(self.episodes)
         steps = range(size)[which]
-        order = torch.arange(
-            steps.start, steps.stop, steps.step, device=self.episodes.device
-        )
+        order = torch.arange(steps.start, steps.stop, steps.step, device=self.episodes.device)
         return self.episodes.slots_by_age(size - 1 - order)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
@@ -306,9 +304,7 @@ class ReplayStorage(TensorDictReplayBuffer):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _see(
-    transform: Transform, batch: TensorDictBase, storage: Storage | None
-) -> TensorDictBase:
+def _see(transform: Transform, batch: TensorDictBase, storage: Storage | None) -> TensorDictBase:
     """Applies a transform, handing the storage to those that ask for it, or leaving these out."""
     if isinstance(transform, ReplayTransform):
         return batch if storage is None else transform.replay(batch, storage)

@@ -17,7 +17,9 @@ from trl_storages.transforms import GoalRelabel
 TITLE = "trl_storages"
 
 
-def goal_reward(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Mapping) -> torch.Tensor:
+def goal_reward(
+    achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Mapping
+) -> torch.Tensor:
     distance = (achieved_goal - desired_goal).square().sum(-1)
     return (distance < 0.05**2).float() - 1
 
