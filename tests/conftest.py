@@ -15,6 +15,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     max_examples=200,
+    stateful_step_count=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("search", settings.get_profile("fixed"), derandomize=False)

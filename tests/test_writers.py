@@ -187,3 +187,161 @@ class StockStorageMachine(WriterMachine):
 TestPackedStorage = WriterMachine.TestCase
 TestStockStorage = StockStorageMachine.TestCase
 TestStockStorage.settings = settings(max_examples=60)
+
+
+def block(*shape, first_lane=0):
+    """A block of rows without an end: tags are lane, step, 0."""
+    lanes, steps = torch.meshgrid(
+        torch.arange(shape[0]) + first_lane, torch.arange(shape[-1]), indexing="ij"
+    )
+    if len(shape) == 1:
+        lanes, steps = torch.zeros(shape).long(), torch.arange(shape[0])
+    tags = torch.stack([lanes, steps, torch.zeros_like(steps)], -1)
+    return transitions(tags, torch.zeros(tags.shape[:-1], dtype=torch.bool))
+
+
+class TestTrajectoryIds:
+    def test_whole_trajectories_one_after_another(self):
+        """What a collector with `trajs_per_batch` sends: the last row of each may lack `done`."""
+        buffer = ReplayStorage(storage=PackedStorage(10))
+        data = block(7)
+        data["collector", "traj_ids"] = torch.tensor([4, 4, 4, 9, 9, 2, 2])
+        buffer.writer.keys = None
+        slots = buffer.extend(data)
+        assert buffer.episodes.behind(slots).tolist() == [0, 1, 2, 0, 1, 0, 1]
+        assert buffer.episodes.ahead(slots).tolist() == [2, 1, 0, 1, 0, 1, 0]
+        assert not buffer.episodes.is_finished(slots).any()
+
+    def test_a_trajectory_goes_on_in_the_next_batch(self):
+        buffer = ReplayStorage(storage=PackedStorage(10))
+        for ids in ([3, 3, 5], [5, 5, 8]):
+            data = block(3)
+            data["collector", "traj_ids"] = torch.tensor(ids)
+            slots = buffer.extend(data)
+        assert buffer.episodes.behind(slots).tolist() == [1, 2, 0]
+
+    def test_of_several_lanes(self):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        data = block(2, 3)
+        data["collector", "traj_ids"] = torch.tensor([[0, 0, 0], [1, 2, 2]])
+        slots = buffer.extend(data)
+        assert buffer.episodes.behind(slots).tolist() == [[0, 1, 2], [0, 0, 1]]
+
+    def test_of_a_collector_that_names_them_otherwise(self):
+        writer = EpisodeWriter(traj_key="run", done_key=("next", "over"))
+        buffer = ReplayStorage(storage=PackedStorage(10), writer=writer)
+        data = block(4).rename_key_(("next", "done"), ("next", "over"))
+        data["next", "over"][1] = True
+        data["run"] = torch.tensor([0, 0, 0, 1])
+        slots = buffer.extend(data)
+        assert buffer.episodes.ahead(slots).tolist() == [1, 0, 0, 0]
+        assert buffer.episodes.is_finished(slots).tolist() == [True, True, False, False]
+
+
+class TestRefused:
+    """Nothing is written before all is checked, and the message says what to pass."""
+
+    def check(self, buffer, write, error, match):
+        storage, writer = buffer.storage, buffer.writer
+        before = storage[:].clone(), storage.episodes.state_dict(), writer._write_count
+        with pytest.raises(error, match=match):
+            write()
+        assert (storage[:] == before[0]).all()
+        for name, tensor in storage.episodes.state_dict().items():
+            assert torch.equal(tensor, before[1][name])
+        assert writer._write_count == before[2]
+        storage.episodes.validate()
+
+    @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
+    @pytest.mark.parametrize(
+        ("num_envs", "shape", "match"),
+        [
+            (1, (4, 5), "num_envs=4"),
+            (3, (4, 5), "num_envs=4"),
+            (3, (2, 3), "num_envs=2"),
+            (3, (5,), r"\[3, T\].*\[3\].*\[5\].*num_envs=1"),
+            (3, (3, 2, 2), r"\[3, 2, 2\]"),
+        ],
+    )
+    def test_wrong_number_of_lanes(self, storage_type, num_envs, shape, match):
+        buffer = ReplayStorage(storage=storage_type(12), writer=EpisodeWriter(num_envs))
+        buffer.extend(block(num_envs, 2) if num_envs > 1 else block(2))
+        data = block(3, 2).unsqueeze(-1).expand(shape) if len(shape) == 3 else block(*shape)
+        self.check(buffer, lambda: buffer.extend(data), ValueError, match)
+
+    def test_a_single_transition_for_several_lanes(self):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(3))
+        buffer.extend(block(3, 2))
+        self.check(buffer, lambda: buffer.add(block(1)[0]), ValueError, "lanes")
+
+    @pytest.mark.parametrize("lanes", [[0, 0], [0, 3], [-1, 0], [1], [0, 1, 2]])
+    def test_lanes_that_do_not_match_the_rows(self, lanes):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(3))
+        buffer.extend(block(3, 2))
+        data = block(2, 2)
+        self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lanes")
+
+    @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
+    def test_without_done(self, storage_type):
+        buffer = ReplayStorage(storage=storage_type(12))
+        buffer.extend(block(2))
+        data = block(2).exclude(("next", "done"))
+        self.check(buffer, lambda: buffer.extend(data), KeyError, r"done[\s\S]*observation")
+
+    @pytest.mark.parametrize(
+        "done", [torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.bool)], ids=["float", "two"]
+    )
+    def test_done_that_is_no_flag(self, done):
+        buffer = ReplayStorage(storage=PackedStorage(12))
+        buffer.extend(block(2))
+        data = block(2)
+        data["next", "done"] = done
+        self.check(buffer, lambda: buffer.extend(data), (ValueError, TypeError), "done.*bool")
+
+    @pytest.mark.parametrize(
+        ("spoil", "named"),
+        [
+            (lambda data: data.exclude("tag"), "tag"),
+            (lambda data: data.set("velocity", torch.zeros(2, 2)), "velocity"),
+            (lambda data: data.set("tag", data["tag"].int()), "tag.*int64.*int32"),
+            (lambda data: data.set("tag", data["tag"][..., :1]), "tag.*3.*1"),
+        ],
+        ids=["missing key", "extra key", "wrong dtype", "wrong shape"],
+    )
+    def test_rows_that_do_not_fit(self, spoil, named):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer.extend(block(2, 3))
+        data = spoil(block(2, 2))
+        errors = (KeyError, TypeError, ValueError)
+        self.check(buffer, lambda: buffer.extend(data), errors, named)
+        self.check(buffer, lambda: buffer.add(data[:, 0]), errors, named)
+
+    def test_a_first_write_that_is_refused_fixes_nothing(self):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        with pytest.raises(ValueError, match="num_envs=3"):
+            buffer.extend(block(3, 2))
+        with pytest.raises(KeyError, match="done"):
+            buffer.extend(block(2, 2).exclude(("next", "done")))
+        assert not buffer.storage.initialized
+        assert len(buffer) == 0
+        buffer.extend(block(2, 2).exclude("tag"))
+        assert len(buffer) == 4
+
+    def test_no_rows(self):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer.extend(block(2, 2))
+        self.check(buffer, lambda: buffer.extend(block(2, 2)[:, :0]), ValueError, "nothing")
+
+    def test_storage_smaller_than_the_number_of_lanes(self):
+        with pytest.raises(ValueError, match=r"num_envs.*2.*3"):
+            ReplayStorage(storage=PackedStorage(2), writer=EpisodeWriter(3))
+
+    def test_no_lanes(self):
+        with pytest.raises(ValueError, match=r"num_envs.*0"):
+            EpisodeWriter(0)
+
+    def test_storages_of_more_dimensions(self):
+        with pytest.raises(ValueError, match=r"ndim=1.*num_envs"):
+            ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=EpisodeWriter(3))
+        with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*EpisodeWriter\(num_envs\)"):
+            PackedStorage(12, ndim=2)
