@@ -91,11 +91,15 @@ class GoalRelabel(ReplayTransform):
             )
         goal_index, mask = batch.get(keys.GOAL_INDEX), batch.get(keys.HER_MASK)
         drawn = read_fields(storage, goal_index, [self.next_achieved_goal_key])
-        goal = _blend(
-            mask, drawn[self.next_achieved_goal_key], self._entry(batch, self.desired_goal_key)
-        )
+        drawn_goal = drawn[self.next_achieved_goal_key]
+        goal = _blend(mask, drawn_goal, self._entry(batch, self.desired_goal_key))
+        next_goal = batch.get(keys.next_key(self.desired_goal_key), None)
         batch.set(self.desired_goal_key, goal)
-        batch.set(keys.next_key(self.desired_goal_key), goal)
+        batch.set(
+            keys.next_key(self.desired_goal_key),
+            # A task that moves its goals stores another one after the step than before it.
+            goal if next_goal is None else _blend(mask, drawn_goal, next_goal),
+        )
 
         arguments = (
             self._entry(batch, self.next_achieved_goal_key),
@@ -210,8 +214,14 @@ def _blend(mask: torch.Tensor, new: torch.Tensor, stored: torch.Tensor) -> torch
 
 def _column(result: Any, stored: torch.Tensor, name: str) -> torch.Tensor:
     """Brings what a goal function returned, `[B]` or `[B, 1]`, to the stored entry's shape."""
-    result = torch.as_tensor(result, device=stored.device)
     batch = stored.shape[0]
+    try:
+        result = torch.as_tensor(result, device=stored.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must return a tensor or an array of numbers, shape [{batch}] or [{batch}, 1]; "
+            f"got {type(result).__name__}."
+        ) from error
     if result.shape not in ((batch,), (batch, 1)):
         raise ValueError(
             f"{name} must return one value a row, shape [{batch}] or [{batch}, 1]; got "
