@@ -11,8 +11,10 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import GymEnv, GymWrapper
 
-import trl_storages  # noqa: F401
 from trl_storages.gym import GymRecorder, transition_fields
+from trl_storages.replay import ReplayStorage
+from trl_storages.storages.packed import PackedStorage
+from trl_storages.writers import EpisodeWriter
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
@@ -90,7 +92,7 @@ def single_loop(seed, num_steps, **kwargs):
     return torch.stack(rows)
 
 
-def vector_loop(envs, recorder, num_steps, convert=lambda value: value):
+def vector_loop(envs, recorder, num_steps, convert=lambda value: value, stack=True):
     """What the recorder makes of a plain loop over a vector: a list of rows for each lane."""
     by_lane = [[] for _ in range(envs.num_envs)]
     obs, _ = envs.reset(seed=list(range(envs.num_envs)))
@@ -108,7 +110,7 @@ def vector_loop(envs, recorder, num_steps, convert=lambda value: value):
         if envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and done.any():
             then, _ = envs.reset(options={"reset_mask": done})
         obs = then
-    return [torch.stack(rows) for rows in by_lane]
+    return [torch.stack(rows) for rows in by_lane] if stack else None
 
 
 def assert_same(rows, expected):
@@ -169,6 +171,30 @@ def test_a_single_environment_equals_the_loop():
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_modes_as_strings(mode):
     assert GymRecorder(2, autoreset_mode=mode).autoreset_mode is AutoresetMode(mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_storage_records_each_lane_in_order(mode):
+    envs = SyncVectorEnv([CountingEnv for _ in range(3)], autoreset_mode=mode)
+    storage = ReplayStorage(
+        storage=PackedStorage(3 * 40),
+        writer=EpisodeWriter(num_envs=3),
+        batch_size=4,
+        autoreset_mode=mode,
+        info_keys=INFO_KEYS,
+    )
+    slots = [[] for _ in range(3)]
+
+    class Record:
+        """Stands where the recorder stands: a storage takes the same arguments."""
+
+        def rows(self, *step):
+            for slot in [] if (written := storage.record(*step)) is None else written.tolist():
+                slots[slot % 3].append(slot)
+
+    vector_loop(envs, Record(), 30, stack=False)
+    for seed in range(3):
+        assert_same(storage.storage[torch.tensor(slots[seed])], single_loop(seed, len(slots[seed])))
 
 
 # Golden values: two environments, one observation number, worked out by hand.
@@ -256,8 +282,20 @@ def test_reset_forgets_who_ended():
     recorder.rows(**step(terminated=(True, True)))
     recorder.reset(np.array([False, True]))
     assert recorder.rows(**step())[1].tolist() == [1]
-    with pytest.raises(ValueError, match=r"mask must hold 2 flags, got the shape \[3\]"):
-        recorder.reset([True, True, False])
+    for lanes in ([0], torch.tensor([0]), None, []):
+        recorder.rows(**step(terminated=(True, True)))
+        recorder.reset(lanes)
+        recorded = recorder.rows(**step())
+        if lanes == []:
+            assert recorded is None
+        elif lanes is None:
+            assert recorded[1] is None
+        else:
+            assert recorded[1].tolist() == [0]
+        recorder.reset()
+    for lanes in ([True, True, False], [2], [-1]):
+        with pytest.raises(ValueError, match=r"numbers from 0 to 1 or 2 flags, got \["):
+            recorder.reset(lanes)
 
 
 def test_the_state_is_saved_and_loaded():

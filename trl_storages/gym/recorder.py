@@ -142,20 +142,24 @@ class GymRecorder:
         self._layout, self._ended = layout, ended
         return _transitions(columns, len(lanes)), index
 
-    def reset(self, mask: Any = None) -> None:
+    def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, as after a `reset` of the environments by hand.
 
         Args:
-            mask: `[E]` bool, those that were reset; None for all.
+            lanes: those that were reset: numbers, or `[E]` bool; None for all.
+
+        Raises:
+            ValueError: there is no such environment.
         """
-        kept = (
-            np.zeros(self.num_envs, dtype=bool) if mask is None else ~np.asarray(mask, dtype=bool)
-        )
-        if kept.shape != (self.num_envs,):
+        which = np.asarray(self._all_lanes if lanes is None else lanes)
+        size = self.num_envs
+        is_mask = which.dtype == bool
+        if which.shape != (size,) if is_mask else not np.isin(which, self._all_lanes).all():
             raise ValueError(
-                f"mask must hold {self.num_envs} flags, got the shape {list(kept.shape)}"
+                f"lanes must be numbers from 0 to {size - 1} or {size} flags, got {lanes!r}"
             )
-        self._ended = self._ended & kept
+        self._ended = self._ended.copy()
+        self._ended[which if is_mask else which.astype(np.int64)] = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""
