@@ -179,9 +179,7 @@ def test_a_storage_records_each_lane_in_order(mode):
     storage = ReplayStorage(
         storage=PackedStorage(3 * 40),
         writer=EpisodeWriter(num_envs=3),
-        batch_size=4,
-        autoreset_mode=mode,
-        info_keys=INFO_KEYS,
+        recorder=GymRecorder(3, autoreset_mode=mode, info_keys=INFO_KEYS),
     )
     slots = [[] for _ in range(3)]
 
