@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from oracles import RingOracle
 from scipy import stats
 from tensordict import TensorDict
@@ -419,6 +420,109 @@ def test_pickling_keeps_the_phase():
     copy = pickle.loads(pickle.dumps(sampler))
     assert copy.state_dict() == sampler.state_dict()
     assert copy._rng is None
+
+
+class EmphasisMachine(RuleBasedStateMachine):
+    """Writes, draws, phases, parameters, clears and saves, against phases counted by hand."""
+
+    @initialize(num_envs=st.sampled_from([1, 3]), capacity=st.integers(3, 12))
+    def make(self, num_envs, capacity):
+        self.num_envs, self.capacity = num_envs, capacity
+        self.buffer = self.new_buffer(seed=capacity)
+        self.model = RingOracle(capacity, num_envs)
+        self.eta, self.c_min, self.length = 0.999, 2, None
+        self.k = self.num_updates = 0
+
+    def new_buffer(self, seed):
+        return make_buffer(
+            ERESampler(0.999, c_min=2),
+            capacity=self.capacity,
+            num_envs=self.num_envs,
+            batch_size=400,
+            seed=seed,
+        )
+
+    @property
+    def sampler(self):
+        return self.buffer.sampler
+
+    def begin(self, num_updates):
+        self.k, self.num_updates = 0, num_updates
+
+    def begin_next(self):
+        self.begin(self.length or max(1000, self.k))
+
+    @rule(num_steps=st.integers(1, 6), data=st.data())
+    def write(self, num_steps, data):
+        lanes = None
+        if self.num_envs > 1:
+            lanes = data.draw(
+                st.none() | st.lists(st.integers(0, self.num_envs - 1), min_size=1, unique=True)
+            )
+        num_lanes = self.num_envs if lanes is None else len(lanes)
+        rows = transitions(num_lanes * num_steps)
+        done = rows["next", "done"].view(num_lanes, num_steps)
+        self.model.append(done.tolist(), lanes=lanes)
+        rows = rows if self.num_envs == 1 else rows.view(num_lanes, num_steps)
+        self.buffer.writer.extend(rows, lanes=lanes)
+        self.sampler.extend(torch.arange(num_steps))
+        if self.k >= self.num_updates:
+            self.begin_next()
+
+    @precondition(lambda self: self.model.live())
+    @rule()
+    def draw(self):
+        if not self.num_updates:
+            self.begin_next()
+        self.k += 1
+        newest = [self.model.slot(row) for row in self.model.by_age()]
+        k = min(self.k, self.num_updates)
+        window = window_of(len(newest), self.eta, k, self.num_updates, self.c_min)
+        # One of 12 rows is missed with a probability below 12 * (11 / 12)^400 < 1e-14.
+        assert set(self.buffer.sample()["index"].tolist()) == set(newest[:window])
+
+    @precondition(lambda self: not self.model.live())
+    @rule()
+    def draw_from_nothing(self):
+        with pytest.raises(RuntimeError, match="empty"):
+            self.buffer.sample()
+
+    @rule(num_updates=st.integers(1, 5))
+    def begin_phase(self, num_updates):
+        self.sampler.begin_phase(num_updates)
+        self.begin(num_updates)
+
+    @rule(
+        eta=st.sampled_from([0.99, 0.999, 0.9999, 1.0]),
+        c_min=st.integers(1, 13),
+        length=st.none() | st.integers(1, 4),
+    )
+    def set_parameters(self, eta, c_min, length):
+        self.sampler.eta, self.eta = eta, eta
+        self.sampler.c_min, self.c_min = c_min, c_min
+        self.sampler.updates_per_phase, self.length = length, length
+
+    @rule()
+    def clear(self):
+        self.buffer.empty()
+        self.model.clear()
+        self.begin(0)
+
+    @rule()
+    def save_and_load(self):
+        loaded = self.new_buffer(seed=0)
+        if self.model.live():
+            # A storage learns its fields from the first write.
+            loaded.writer.extend(transitions(self.num_envs))
+            loaded.load_state_dict(self.buffer.state_dict())
+        else:
+            loaded.sampler.load_state_dict(self.sampler.state_dict())
+        self.buffer = loaded
+
+
+TestEmphasisMachine = EmphasisMachine.TestCase
+TestEmphasisMachine.settings = settings(max_examples=40, stateful_step_count=25)
+TestEmphasisMachine = pytest.mark.requirement("ere-window")(TestEmphasisMachine)
 
 
 # Devices
