@@ -43,6 +43,9 @@ class ReplayStorage(TensorDictReplayBuffer):
         recorder: turns steps of gymnasium loops into transitions, for `record`; None takes steps as
             they are given, without autoreset.
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
+
+    Raises:
+        ValueError: `dim_extend` is not 0, or the writer does not fit the storage.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class ReplayStorage(TensorDictReplayBuffer):
         recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("dim_extend"):
+            raise ValueError(
+                f"dim_extend must be 0, got {kwargs['dim_extend']}: batches come as [num_envs, T] and "
+                "the writer interleaves them; pass writer=EpisodeWriter(num_envs)."
+            )
         super().__init__(
             storage=storage,
             sampler=UniformSampler if sampler is None else sampler,
