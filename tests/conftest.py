@@ -1,10 +1,12 @@
 """One profile of hypothesis, one thread of torch and one skip of missing GPUs for all tests."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.set_num_threads(1)
 
@@ -34,3 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def generator() -> torch.Generator:
     """A generator with a fixed seed, so that statistics never flicker."""
     return torch.Generator().manual_seed(20)
+
+
+@pytest.fixture
+def simulated_gpu() -> Iterator[torch.device]:
+    """A GPU without one: mixed-up devices raise, and so does every read of its data on the host."""
+    if not torch.backends.cuda.is_built():
+        pytest.skip("needs a build of torch for CUDA, on any machine")
+    with FakeTensorMode():
+        yield torch.device("cuda:0")

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from oracles import RingOracle
 from scipy import stats
 from tensordict import TensorDict
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import (
     LazyTensorStorage,
     RandomSampler,
@@ -530,21 +529,16 @@ TestEmphasisMachine = pytest.mark.requirement("ere-window")(TestEmphasisMachine)
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("reference", ["stored", "capacity"])
-def test_sampling_never_waits_for_the_gpu(num_envs, reference):
-    with FakeTensorMode():
-        episodes = EpisodeIndex(30, num_envs, device="cuda:0")
-        episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device="cuda:0"))
+def test_sampling_never_waits_for_the_gpu(simulated_gpu, num_envs, reference):
+    class Storage(SimpleNamespace):
+        def __len__(self):
+            return 4 * num_envs
 
-        class Storage:
-            def __len__(self):
-                return 4 * num_envs
-
-        storage = Storage()
-        storage.episodes = episodes
-        sampler = ERESampler(0.99, c_min=2, reference=reference)
-        index, _ = sampler.sample(storage, 8)
-        assert index.device == torch.device("cuda:0")
-        assert index.dtype is torch.int64
+    storage = Storage(episodes=EpisodeIndex(30, num_envs, device=simulated_gpu))
+    storage.episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=simulated_gpu))
+    index, _ = ERESampler(0.99, c_min=2, reference=reference).sample(storage, 8)
+    assert index.device == simulated_gpu
+    assert index.dtype is torch.int64
 
 
 # The adaptive rule

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import RingOracle
 from tensordict import TensorDict
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 
@@ -197,17 +196,16 @@ def test_a_sequence_has_one_goal(history):
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_growing_never_waits_for_the_gpu(num_envs):
-    with FakeTensorMode():
-        episodes = EpisodeIndex(30, num_envs, device="cuda:0")
-        episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device="cuda:0"))
-        anchors = episodes.random_slots(8)
-        info = {"goal_index": anchors, "her_mask": anchors > 2}
-        unit = EpisodeSequence(3, burn_in=2, bootstrap=1)
-        index, info = unit.expand(anchors, info, SimpleNamespace(episodes=episodes))
-        for value in (index, *info.values()):
-            assert value.device == torch.device("cuda:0")
-            assert value.shape == (48,)
+def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs):
+    episodes = EpisodeIndex(30, num_envs, device=simulated_gpu)
+    episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=simulated_gpu))
+    anchors = episodes.random_slots(8)
+    info = {"goal_index": anchors, "her_mask": anchors > 2}
+    unit = EpisodeSequence(3, burn_in=2, bootstrap=1)
+    index, info = unit.expand(anchors, info, SimpleNamespace(episodes=episodes))
+    for value in (index, *info.values()):
+        assert value.device == simulated_gpu
+        assert value.shape == (48,)
 
 
 @pytest.mark.parametrize(
