@@ -6,6 +6,7 @@ release that changes one fails there, by name, and not in a training run.
 Imported below:
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
+- `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 
 Attributes that subclasses here read or override, with the class that owns them:
@@ -14,10 +15,10 @@ Attributes that subclasses here read or override, with the class that owns them:
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 
-__all__ = ["PRIVATE_ATTRIBUTES", "dispatch_td_nn_modules", "new_tensordict"]
+__all__ = ["PRIVATE_ATTRIBUTES", "dispatch_td_nn_modules", "new_tensordict", "set_entry"]
 
 #: Owner -> attributes and methods used.
 PRIVATE_ATTRIBUTES = {
@@ -58,3 +59,9 @@ def new_tensordict(
 ) -> TensorDict:
     """Builds a TensorDict from a dict of tensors and TensorDicts that are known to fit."""
     return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)
+
+
+def set_entry(data: TensorDictBase, key: NestedKey, value: torch.Tensor) -> None:
+    """Sets a tensor that is known to fit the batch size and the device of `data`."""
+    path = (key,) if isinstance(key, str) else key
+    data._set_tuple(path, value, inplace=False, validated=True, non_blocking=False)

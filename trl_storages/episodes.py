@@ -89,7 +89,8 @@ class EpisodeIndex:
         # The table has one row more than there can be live episodes: masked scatters that must write
         # nothing write there, which spares a data-dependent shape.
         self._void = self.capacity
-        self._bounds = zeros(self.capacity + 1, 2, dtype=slot_dtype)
+        self._first = zeros(self.capacity + 1, dtype=slot_dtype)
+        self._last = zeros(self.capacity + 1, dtype=slot_dtype)
         self._first_step = zeros(self.capacity + 1)
         self._finished = zeros(self.capacity + 1, dtype=torch.bool)
         self._begun = zeros(num_envs)
@@ -201,13 +202,13 @@ class EpisodeIndex:
         # Live episodes of a lane bear consecutive numbers and are at most T, so T entries suffice.
         entry = lane_column * self.steps_per_lane + number % self.steps_per_lane
         last = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
-        bound = slots.to(self._bounds.dtype)
+        bound = slots.to(self._first.dtype)
         self._episode[slots] = entry.to(self._episode.dtype)
         opened = torch.where(begins, entry, self._void)
-        self._bounds[opened, 0] = bound
+        self._first[opened] = bound
         self._first_step[opened] = first_step
         newest = torch.where(last, entry, self._void)
-        self._bounds[newest, 1] = bound
+        self._last[newest] = bound
         self._finished[newest] = done
 
         self._begun[lane] = number[:, -1] + 1
@@ -232,7 +233,7 @@ class EpisodeIndex:
         slots = oldest % self.steps_per_lane * self.num_envs + lane
         # While a lane is not full its oldest row is step 0, and nothing was overwritten.
         entry = torch.where(oldest > 0, self._episode[slots].long(), self._void)
-        self._bounds[entry, 0] = slots.to(self._bounds.dtype)
+        self._first[entry] = slots.to(self._first.dtype)
 
     def _lanes(self, lanes: Lanes) -> torch.Tensor:
         """Checks `lanes` on the host and returns them as an int64 tensor on the device."""
@@ -302,25 +303,28 @@ class EpisodeIndex:
         Returns:
             two int64 tensors of shape B.
         """
-        bounds = _take(self._bounds, _take(self._episode, slots))
-        # Both differences count slots, E to a step.
-        behind = (slots - bounds[..., 0]) % self.capacity
-        ahead = (bounds[..., 1] - slots) % self.capacity
-        if self.num_envs == 1:
-            return behind, ahead
-        return behind // self.num_envs, ahead // self.num_envs
+        entry = _take(self._episode, slots)
+        behind = self._steps_between(_take(self._first, entry), slots)
+        return behind, self._steps_between(slots, _take(self._last, entry))
+
+    def _steps_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """Returns how many steps `stop` comes after `start` in the same lane."""
+        # Neighbours of a lane lie E slots apart.
+        distance = (stop - start) % self.capacity
+        return distance if self.num_envs == 1 else distance // self.num_envs
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
-        return self.extent(slots)[0]
+        return self._steps_between(_take(self._first, _take(self._episode, slots)), slots)
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of the same episode lie after each slot, int64."""
-        return self.extent(slots)[1]
+        return self._steps_between(slots, _take(self._last, _take(self._episode, slots)))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
         """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked."""
-        return (slots + steps * self.num_envs) % self.capacity
+        distance = steps if self.num_envs == 1 else steps * self.num_envs
+        return (slots + distance) % self.capacity
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
@@ -513,7 +517,8 @@ class EpisodeIndex:
             "cursors": self.cursors,
             "num_rows": self.num_rows,
             "episode": self._episode,
-            "bounds": self._bounds,
+            "first": self._first,
+            "last": self._last,
             "first_step": self._first_step,
             "finished": self._finished,
             "begun": self._begun,

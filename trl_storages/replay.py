@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
-from trl_storages._torchrl import dispatch_td_nn_modules
+from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.samplers import UniformSampler
@@ -173,7 +173,7 @@ class ReplayStorage(TensorDictReplayBuffer):
                 info["index_generation"] = self._writer.generations_of(index)
             batch = self._storage.get(index)
             for key, value in info.items():
-                batch.set(key, value.to(batch.device))
+                set_entry(batch, key, value.to(batch.device))
             if len(self._transform):
                 with dispatch_td_nn_modules(True):
                     batch = _see(self._transform, batch, self._storage)

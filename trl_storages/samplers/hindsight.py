@@ -106,20 +106,17 @@ class HERSampler(WrappingSampler):
             return torch.ones(batch_size, dtype=torch.bool, device=device)
         if batch_size == 1 and k:
             return random_below(k + 1, 1, generator=self._rng, device=device) < k
-        mask = torch.zeros(batch_size, dtype=torch.bool, device=device)
-        mask[: batch_size * k // (k + 1)] = True  # type: ignore[misc]
-        return mask
+        return torch.arange(batch_size, device=device) < batch_size * k // (k + 1)
 
     def _goal_rows(self, episodes: EpisodeIndex, index: torch.Tensor) -> torch.Tensor:
         if self.strategy == "random":
             return episodes.random_slots(index.shape[0], self._rng)
-        behind, ahead = episodes.extent(index)
         if self.strategy == "final":
-            return episodes.shift(index, final_offset(ahead))
+            return episodes.shift(index, final_offset(episodes.ahead(index)))
         noise = random_integers(index.shape[0], generator=self._rng, device=index.device)
         if self.strategy == "future":
-            return episodes.shift(index, future_offset(noise, ahead))
-        return episodes.shift(index, episode_offset(noise, behind, ahead))
+            return episodes.shift(index, future_offset(noise, episodes.ahead(index)))
+        return episodes.shift(index, episode_offset(noise, *episodes.extent(index)))
 
     def _own_state(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "num_goals": self.num_goals}

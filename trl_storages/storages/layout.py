@@ -88,16 +88,19 @@ class Layout:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
 
-    def _group(self) -> list[tuple[torch.dtype, list[int], list[Field]]]:
-        """Prepares one split per dtype: `(dtype, sizes, fields)` that cut a row seen as the dtype."""
+    def _group(self) -> list[tuple[torch.dtype, list[int], list[tuple[int, Field]]]]:
+        """Prepares one split per dtype: `(dtype, sizes, [(which part, field)])` of a row seen so."""
         groups = []
         for dtype in dict.fromkeys(field.dtype for field in self.fields):
             sizes, fields, position = [], [], 0
             for field in (field for field in self.fields if field.dtype is dtype):
-                sizes += [field.start - position, field.size]
-                fields.append(field)
+                # What lies between fields is a part as well, but an empty part costs as much.
+                sizes += [field.start - position] if field.start > position else []
+                fields.append((len(sizes), field))
+                sizes.append(field.size)
                 position = field.start + field.size
-            sizes.append(self.row_nbytes // dtype.itemsize - position)
+            end = self.row_nbytes // dtype.itemsize
+            sizes += [end - position] if end > position else []
             groups.append((dtype, sizes, fields))
         return groups
 
@@ -107,9 +110,8 @@ class Layout:
         views = {}
         for dtype, sizes, fields in self._by_dtype:
             parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            # Every second part is a field, the others are what lies between them.
-            for field, part in zip(fields, parts[1::2], strict=True):
-                plain = len(field.shape) == 1
+            for place, field in fields:
+                part, plain = parts[place], len(field.shape) == 1
                 views[field.key] = part if plain else part.view(*batch, *field.shape)
         return views
 

@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Storage
 
 from trl_storages import keys
+from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
 from trl_storages.storages import read_fields
 from trl_storages.transforms.base import ReplayTransform
@@ -72,6 +73,7 @@ class GoalRelabel(ReplayTransform):
         self.info_keys = tuple(info_keys)
         self.next_achieved_goal_key = keys.next_key(achieved_goal_key)
         self.desired_goal_key = desired_goal_key
+        self.next_desired_goal_key = keys.next_key(desired_goal_key)
         self.reward_key = reward_key
         self.done_key = done_key
         self.terminated_key = terminated_key
@@ -93,13 +95,11 @@ class GoalRelabel(ReplayTransform):
         drawn = read_fields(storage, goal_index, [self.next_achieved_goal_key])
         drawn_goal = drawn[self.next_achieved_goal_key]
         goal = _blend(mask, drawn_goal, self._entry(batch, self.desired_goal_key))
-        next_goal = batch.get(keys.next_key(self.desired_goal_key), None)
-        batch.set(self.desired_goal_key, goal)
-        batch.set(
-            keys.next_key(self.desired_goal_key),
-            # A task that moves its goals stores another one after the step than before it.
-            goal if next_goal is None else _blend(mask, drawn_goal, next_goal),
-        )
+        next_goal = batch.get(self.next_desired_goal_key, None)
+        # A task that moves its goals stores another one after the step than before it.
+        next_goal = goal if next_goal is None else _blend(mask, drawn_goal, next_goal)
+        set_entry(batch, self.desired_goal_key, goal)
+        set_entry(batch, self.next_desired_goal_key, next_goal)
 
         arguments = (
             self._entry(batch, self.next_achieved_goal_key),
@@ -108,7 +108,7 @@ class GoalRelabel(ReplayTransform):
         )
         stored = self._entry(batch, self.reward_key)
         reward = _column(self.reward_fn(*arguments), stored, "reward_fn")
-        batch.set(self.reward_key, _blend(mask, reward, stored))
+        set_entry(batch, self.reward_key, _blend(mask, reward, stored))
         if self.terminated_fn is not None:
             stored = self._entry(batch, self.terminated_key)
             reached = _column(self.terminated_fn(*arguments), stored, "terminated_fn")
