@@ -213,6 +213,15 @@ class TestRead:
         assert all(value.device == torch.device("cuda:0") for value in batch.values(True, True))
         assert_same_data(batch.cpu(), host.get(index))
 
+    @pytest.mark.gpu
+    def test_batches_that_cross_to_the_gpu(self):
+        data, index = transitions(9), torch.tensor([[8, 0], [3, 3]])
+        storage = PackedStorage(9, out_device="cuda:0")
+        storage.set(range(9), data)
+        batch = storage.get(index)
+        assert all(value.device == torch.device("cuda:0") for value in batch.values(True, True))
+        assert_same_data(batch.cpu(), data[index])
+
 
 def buffers(make_storage, max_size=20, **kwargs):
     """The same stock buffer over a stock and over a packed storage."""

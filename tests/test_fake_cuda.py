@@ -1,0 +1,135 @@
+"""The sampling path on a simulated GPU: no device mix-up, and nothing waits for the host.
+
+Under `FakeTensorMode` tensors have shapes and devices but no data, so whatever asks for the data on
+the host (`.item()`, a boolean mask, `nonzero`) raises, on any machine.
+"""
+
+import pytest
+import torch
+from goal_data import distance_reward, goal_transitions
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torchrl.data import LazyTensorStorage
+
+from trl_storages.replay import ReplayStorage
+from trl_storages.samplers import HERSampler, UniformSampler
+from trl_storages.storages import PackedStorage, read_fields
+from trl_storages.transforms import GoalRelabel
+from trl_storages.writers import EpisodeWriter
+
+STRATEGIES = ["future", "final", "episode", "random"]
+each_storage = pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
+each_number_of_lanes = pytest.mark.parametrize("num_envs", [1, 3])
+
+
+def make_buffer(device, num_envs, storage_type=PackedStorage, **kwargs):
+    """A buffer with five steps in each lane."""
+    storage = storage_type(24, device=device)
+    buffer = ReplayStorage(storage=storage, writer=EpisodeWriter(num_envs), **kwargs)
+    steps = torch.arange(5, device=device).expand(num_envs, 5)
+    lanes = torch.arange(num_envs, device=device).unsqueeze(1).expand(num_envs, 5)
+    # The writer counts on the host, which a simulation cannot: its parts are called one by one.
+    rows = goal_transitions(lanes, steps, steps == 3).reshape(-1)
+    slots = buffer.episodes.next_slots(5).reshape(-1)
+    storage.set(slots, rows, set_cursor=False)
+    storage._len = 5 * num_envs
+    buffer.episodes.append(steps == 3)
+    return buffer
+
+
+def check(batch, device, size):
+    for key, value in batch.items(True, True):
+        assert isinstance(value, FakeTensor), key
+        assert value.device == device, key
+        assert value.shape[0] == size, key
+
+
+def test_the_simulation_catches_what_it_must(simulated_gpu):
+    index = torch.arange(3, device=simulated_gpu)
+    with pytest.raises(DataDependentOutputException):
+        int(index[0])
+    with pytest.raises(RuntimeError, match="device"):
+        index + torch.arange(3)
+
+
+@pytest.mark.requirement("devices")
+@each_number_of_lanes
+def test_packed_rows(simulated_gpu, num_envs):
+    storage = make_buffer(simulated_gpu, num_envs).storage
+    for shape in ((4,), (2, 3)):
+        index = torch.zeros(shape, dtype=torch.int64, device=simulated_gpu)
+        check(storage.get(index), simulated_gpu, shape[0])
+        fields = read_fields(storage, index, ["effort", ("next", "achieved_goal")])
+        assert all(field.device == simulated_gpu for field in fields.values())
+        assert fields["effort"].shape == (*shape, 1)
+
+
+@pytest.mark.requirement("devices")
+@each_storage
+@each_number_of_lanes
+def test_uniform(simulated_gpu, num_envs, storage_type):
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=UniformSampler())
+    check(buffer.sample(8), simulated_gpu, 8)
+
+
+@pytest.mark.requirement("devices")
+@each_storage
+@each_number_of_lanes
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_goals", [0, 4, float("inf")])
+def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
+    relabel = GoalRelabel(
+        lambda achieved, desired, transition: (
+            distance_reward(achieved, desired, None) - transition["effort"].squeeze(-1).float()
+        ),
+        terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1),
+        info_keys=["effort"],
+    )
+    sampler = HERSampler(strategy, num_goals)
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=sampler, transform=relabel)
+    for size in (1, 8):
+        batch = buffer.sample(size)
+        check(batch, simulated_gpu, size)
+        assert batch["desired_goal"].shape == (size, 3)
+        assert batch["next", "reward"].shape == (size, 1)
+        assert batch["next", "done"].dtype == torch.bool
+
+
+@pytest.mark.requirement("devices")
+@each_number_of_lanes
+def test_answers_of_the_index(simulated_gpu, num_envs):
+    index = make_buffer(simulated_gpu, num_envs).episodes
+    slots = index.random_slots(6)
+    answers = [
+        index.behind(slots),
+        index.ahead(slots),
+        index.shift(slots, index.ahead(slots)),
+        index.ages(slots),
+        index.slots_by_age(slots),
+        index.episode_id(slots),
+        index.is_finished(slots),
+        index.is_whole(slots),
+        index.num_rows.expand(6),
+    ]
+    assert all(answer.device == simulated_gpu and answer.shape == (6,) for answer in answers)
+
+
+@pytest.mark.gpu
+@pytest.mark.requirement("devices")
+@each_number_of_lanes
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_a_real_gpu(num_envs, strategy):
+    """The same, where a synchronisation raises for real."""
+    device = torch.device("cuda:0")
+    generator = torch.Generator(device).manual_seed(0)
+    sampler, relabel = HERSampler(strategy), GoalRelabel(distance_reward)
+    options = {"sampler": sampler, "transform": relabel, "generator": generator}
+    buffer = make_buffer(device, num_envs, **options)
+    buffer.sample(8)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = buffer.sample(64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mask = batch["her_mask"]
+    goals = read_fields(buffer.storage, batch["goal_index"], [("next", "achieved_goal")])
+    assert torch.equal(batch["desired_goal"][mask], goals["next", "achieved_goal"][mask])
