@@ -7,7 +7,7 @@ it ever got; what survives is a slice of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["RingOracle", "Row"]
@@ -18,7 +18,7 @@ class Row:
     """One transition in the life of a lane."""
 
     lane: int
-    step: int  # absolute: the first row a lane ever gets is step 0
+    step: int  # the first row that a lane gets is step 0
     episode: int  # unique over all lanes and all time
     done: bool
     payload: Any = None
@@ -31,13 +31,12 @@ class RingOracle:
     capacity: int
     num_envs: int = 1
     lanes: list[list[Row]] = field(init=False)
-    forgotten: list[int] = field(init=False)  # rows before this step were cleared away
+    torn: set[int] = field(default_factory=set)  # episodes that lost rows when it was cleared
     episodes_begun: int = 0
 
     def __post_init__(self) -> None:
         self.places = self.capacity // self.num_envs
         self.lanes = [[] for _ in range(self.num_envs)]
-        self.forgotten = [0] * self.num_envs
 
     def append(
         self,
@@ -52,11 +51,7 @@ class RingOracle:
             history = self.lanes[lane]
             slots.append([])
             for s, row_done in enumerate(done[i]):
-                goes_on = (
-                    len(history) > self.forgotten[lane]
-                    and not history[-1].done
-                    and not (cut is not None and cut[i][s])
-                )
+                goes_on = history and not history[-1].done and not (cut is not None and cut[i][s])
                 if not goes_on:
                     self.episodes_begun += 1
                 episode = history[-1].episode if goes_on else self.episodes_begun
@@ -67,12 +62,12 @@ class RingOracle:
         return slots
 
     def clear(self, keep_steps: int = 0) -> None:
-        """Forgets all but the last `keep_steps` rows of each lane."""
-        if keep_steps == 0:
-            self.lanes = [[] for _ in range(self.num_envs)]
-            self.forgotten = [0] * self.num_envs
-        for lane, history in enumerate(self.lanes):
-            self.forgotten[lane] = max(self.forgotten[lane], len(history) - keep_steps)
+        """Forgets all but the last `keep_steps` rows of each lane, which begin its life anew."""
+        for lane in range(self.num_envs):
+            kept = self.surviving(lane)[-keep_steps:] if keep_steps else []
+            self.torn |= {row.episode for row in kept if not self.is_whole(row)}
+            self.torn |= {row.episode for row in kept if self.episode(row)[0] not in kept}
+            self.lanes[lane] = [replace(row, step=step) for step, row in enumerate(kept)]
 
     def slot(self, row: Row) -> int:
         """Where the row lies in the ring."""
@@ -80,8 +75,7 @@ class RingOracle:
 
     def surviving(self, lane: int) -> list[Row]:
         """The rows of a lane that are not overwritten, oldest first."""
-        history = self.lanes[lane]
-        return history[max(self.forgotten[lane], len(history) - self.places) :]
+        return self.lanes[lane][-self.places :]
 
     def live(self) -> dict[int, Row]:
         """Every surviving row, by its slot."""
@@ -108,7 +102,7 @@ class RingOracle:
     def is_whole(self, row: Row) -> bool:
         """Whether no row of the episode is lost."""
         ever = sum(other.episode == row.episode for other in self.lanes[row.lane])
-        return ever == len(self.episode(row))
+        return ever == len(self.episode(row)) and row.episode not in self.torn
 
     def by_age(self) -> list[Row]:
         """The live rows, newest first: steps behind the lane's cursor, fuller lane, higher lane."""

@@ -188,6 +188,20 @@ class EpisodeMachine(RuleBasedStateMachine):
         self.index.clear()
         self.oracle.clear()
 
+    @rule(keep=st.integers(1, 9))
+    def clear_but_the_last_steps(self, keep):
+        """The kept rows move to the start of the ring, in the order that `clear` returns."""
+        before = self.oracle.live()
+        old, new = self.index.clear(keep_steps=keep)
+        self.oracle.clear(keep)
+        after = self.oracle.live()
+        assert sorted(new.tolist()) == sorted(after)
+        for source, target in zip(old.tolist(), new.tolist(), strict=True):
+            assert before[source].episode == after[target].episode
+            age = len(self.oracle.lanes[after[target].lane]) - after[target].step
+            newest = max(row.step for row in before.values() if row.lane == before[source].lane)
+            assert age == newest + 1 - before[source].step
+
     @rule()
     def reload(self):
         other = EpisodeIndex(self.size, self.oracle.num_envs)

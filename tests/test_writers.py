@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import RingOracle
 from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -32,8 +32,8 @@ def transitions(tags, done, trajectories=None):
 class WriterMachine(RuleBasedStateMachine):
     """Writes of every shape into a buffer and into the model; all rows are compared after each.
 
-    Rows carry their lane, absolute step and a running number, and in half of the runs the ids of
-    trajectories that may change without `done`, as a collector's do.
+    Rows carry their lane, the number of their write and their step in it, and in half of the runs
+    the ids of trajectories that may change without `done`, as a collector's do.
     """
 
     storage_type = PackedStorage
@@ -44,10 +44,12 @@ class WriterMachine(RuleBasedStateMachine):
         places=st.integers(1, 6),
         spare=st.integers(0, 3),
         with_trajectories=st.booleans(),
+        buffer_type=st.sampled_from([ReplayStorage, TensorDictReplayBuffer]),
     )
-    def start(self, num_envs, places, spare, with_trajectories):
+    def start(self, num_envs, places, spare, with_trajectories, buffer_type):
         self.size = num_envs * places + min(spare, num_envs - 1)
         self.oracle = RingOracle(self.size, num_envs)
+        self.buffer_type = buffer_type
         self.written = 0
         self.trajectory = [0] * num_envs if with_trajectories else None
         self.buffer = self.make_buffer()
@@ -55,18 +57,15 @@ class WriterMachine(RuleBasedStateMachine):
     def make_buffer(self):
         # Trajectory ids are told to the writer but not stored.
         writer = EpisodeWriter(self.oracle.num_envs, keys=self.keys)
-        return TensorDictReplayBuffer(storage=self.storage_type(self.size), writer=writer)
+        return self.buffer_type(storage=self.storage_type(self.size), writer=writer)
 
     def block(self, data, lanes, steps):
         """Draws flags [L][S] for the lanes and makes the rows, and tells the model of them."""
         row = st.lists(st.sampled_from([False, False, True]), min_size=steps, max_size=steps)
         rows = st.lists(row, min_size=len(lanes), max_size=len(lanes))
         done = data.draw(rows)
-        tags = []
-        for lane in lanes:
-            first = len(self.oracle.lanes[lane])
-            tags.append([[lane, first + step, self.written + step] for step in range(steps)])
-        self.written += steps
+        tags = [[[lane, self.written, step] for step in range(steps)] for lane in lanes]
+        self.written += 1
         cut = None if self.trajectory is None else data.draw(rows)
         self.oracle.append(done, cut, lanes, payload=tags)
         ids = None if cut is None else self.trajectory_ids(lanes, cut)
@@ -143,6 +142,12 @@ class WriterMachine(RuleBasedStateMachine):
     def empty(self):
         self.buffer.empty()
         self.oracle.clear()
+
+    @precondition(lambda self: self.buffer_type is ReplayStorage)
+    @rule(keep=st.integers(1, 7))
+    def empty_but_the_last_steps(self, keep):
+        self.buffer.empty(keep_steps=keep)
+        self.oracle.clear(keep)
 
     @rule()
     def reload(self):
