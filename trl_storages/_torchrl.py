@@ -8,6 +8,8 @@ Imported below:
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
+- `native_sum_tree`: the compiled sum tree behind TorchRL's `PrioritizedSampler`; None where
+  TorchRL's native part does not load, as it does with one release of torch only.
 
 Attributes that subclasses here read or override, with the class that owns them:
 """
@@ -18,7 +20,18 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 
-__all__ = ["PRIVATE_ATTRIBUTES", "dispatch_td_nn_modules", "new_tensordict", "set_entry"]
+try:
+    from torchrl._torchrl import SumSegmentTreeFp64 as native_sum_tree  # noqa: N813
+except ImportError:
+    native_sum_tree = None
+
+__all__ = [
+    "PRIVATE_ATTRIBUTES",
+    "dispatch_td_nn_modules",
+    "native_sum_tree",
+    "new_tensordict",
+    "set_entry",
+]
 
 #: Owner -> attributes and methods used.
 PRIVATE_ATTRIBUTES = {

@@ -395,6 +395,32 @@ class EpisodeIndex:
         step = _take(self.cursors, lane) - 1 - age
         return step % self.steps_per_lane * self.num_envs + lane
 
+    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
+        """Counts how many of the `window` newest rows each lane holds.
+
+        Args:
+            window: `[]` int64, rows by the order of `ages`.
+
+        Returns:
+            `[E]` int64: the newest so many rows of each lane make up the window.
+        """
+        if self._in_step:
+            # Whole steps, and of one step more the last lanes.
+            length = (window + self._lane_ids) // self.num_envs
+            return torch.minimum(length, self.cursors.clamp(max=self.steps_per_lane))
+        fill, lanes = self._by_fill()
+        # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
+        end = fill.cumsum(0) + fill * (self.num_envs - 1 - self._lane_ids)
+        emptied = torch.searchsorted(end, window, right=True)
+        whole = torch.cat([fill.new_zeros(1), fill.cumsum(0)])[emptied]
+        sharing = (self.num_envs - emptied).clamp(min=1)
+        left = window - whole
+        # Of equally old rows, those of the fullest lanes come first.
+        place = self.num_envs - 1 - self._lane_ids
+        share = left // sharing + (place < left % sharing)
+        length = torch.where(self._lane_ids < emptied, fill, share)
+        return torch.empty_like(length).scatter_(0, lanes, length)
+
     def _by_fill(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the lanes' numbers of live rows, ascending, and the lanes in that order."""
         return torch.sort(self.cursors.clamp(max=self.steps_per_lane), stable=True)

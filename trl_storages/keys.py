@@ -12,6 +12,7 @@ __all__ = [
     "INDEX",
     "MASK",
     "OBSERVATION",
+    "PRIORITY_STAMP",
     "PRIORITY_WEIGHT",
     "REWARD",
     "STEPS_TO_NEXT_OBS",
@@ -37,6 +38,7 @@ MASK: NestedKey = ("collector", "mask")
 GOAL_INDEX: NestedKey = "goal_index"
 HER_MASK: NestedKey = "her_mask"
 PRIORITY_WEIGHT: NestedKey = "priority_weight"
+PRIORITY_STAMP: NestedKey = "priority_stamp"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 

@@ -3,6 +3,7 @@
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalStrategy, HERSampler
+from trl_storages.samplers.prioritized import PERSampler
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.uniform import UniformSampler
 
@@ -10,6 +11,7 @@ __all__ = [
     "ERESampler",
     "GoalStrategy",
     "HERSampler",
+    "PERSampler",
     "ReturnImprovementEta",
     "UniformSampler",
     "WindowSampler",

@@ -48,10 +48,10 @@ class WrappingSampler(Sampler):
         self.base.mark_update(index, storage=storage)
 
     def update_priority(
-        self, index: Any, priority: Any, *, storage: Storage | None = None
+        self, index: Any, priority: Any, *, storage: Storage | None = None, **options: Any
     ) -> dict | None:
         """Passes priorities on to the base."""
-        return self.base.update_priority(index, priority, storage=storage)
+        return self.base.update_priority(index, priority, storage=storage, **options)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Returns whether the base can draw the requested batch."""

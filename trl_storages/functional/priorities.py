@@ -1,0 +1,106 @@
+"""Priorities: how likely a transition is drawn, how its loss weighs, what a sequence is worth.
+
+Letters: B batch, T steps of a sequence.
+
+The first two formulas use operators only, so that they take tensors and NumPy arrays alike.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+__all__ = ["draw_weight", "importance_weight", "sequence_priority"]
+
+Array = TypeVar("Array", torch.Tensor, np.ndarray)
+
+
+def draw_weight(priority: Array, *, alpha: float, eps: float) -> Array:
+    """Turns priorities into what the draws are proportional to.
+
+        P(i) = w_i / sum_j w_j,   w = (p + eps)^alpha
+
+    Args:
+        priority: p, of any shape, at least 0; float64 where sums of millions must be exact.
+        alpha: how much priorities count: 0 draws uniformly, 1 in proportion.
+        eps: above 0; keeps a transition without error drawable.
+
+    Returns:
+        w, of the shape of `priority`.
+
+    Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952, eq. 1.
+
+    >>> draw_weight(torch.tensor([0.0, 3.0]), alpha=0.5, eps=1.0)
+    tensor([1., 2.])
+    """
+    return (priority + eps) ** alpha
+
+
+def importance_weight(
+    priority: Array, least: Array | float, *, alpha: float, beta: float, eps: float
+) -> Array:
+    """Weighs the loss of a drawn transition, to correct for how often it is drawn.
+
+        (N P(i))^-beta / max_j (N P(j))^-beta  =  (w_min / w_i)^beta,   w = (p + eps)^alpha
+
+    so the least likely transition that could have been drawn has weight 1, and no other more.
+
+    Args:
+        priority: p of the drawn transitions, of any shape.
+        least: p_min, the least priority among all that could have been drawn.
+        alpha: the exponent of the draws.
+        beta: how much is corrected: 0 nothing, 1 all of it.
+        eps: as in `draw_weight`.
+
+    Returns:
+        weights in (0, 1], of the shape of `priority`.
+
+    Reference: Schaul et al. 2016, arXiv:1511.05952, section 3.4.
+
+    >>> importance_weight(torch.tensor([1.0, 4.0]), 1.0, alpha=0.5, beta=1.0, eps=0.0)
+    tensor([1.0000, 0.5000])
+    """
+    return ((least + eps) / (priority + eps)) ** (alpha * beta)
+
+
+def sequence_priority(
+    td_error: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mixes the errors of a sequence into one priority: mostly its largest, partly its mean.
+
+        p = eta * max_t |delta_t| + (1 - eta) * mean_t |delta_t|
+
+    The mean alone would wash out a single surprise in a long sequence. The exponent alpha belongs
+    to the sampler, which applies it afterwards.
+
+    Args:
+        td_error: delta, `[..., T]`.
+        eta: share of the maximum, in [0, 1].
+        mask: bool `[..., T]`, False on steps that do not count, such as padding and burn-in; None
+            counts all. A sequence of which no step counts has priority 0.
+
+    Returns:
+        `[...]` priorities.
+
+    Raises:
+        ValueError: `eta` is outside [0, 1], or `mask` has another shape than `td_error`.
+
+    Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement
+    Learning (R2D2), section 2.3.
+
+    >>> sequence_priority(torch.tensor([0.0, 0.0, 0.0, -1.0]))
+    tensor(0.9250)
+    """
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta must be in [0, 1], got {eta}.")
+    error = td_error.abs()
+    if mask is None:
+        return eta * error.amax(-1) + (1 - eta) * error.mean(-1)
+    if mask.shape != td_error.shape:
+        raise ValueError(
+            f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
+        )
+    # where, not a product: an error of a step that does not count may be NaN.
+    error = torch.where(mask, error, 0.0)
+    count = mask.sum(-1).clamp(min=1)
+    return eta * error.amax(-1) + (1 - eta) * error.sum(-1) / count
