@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import RingOracle
