@@ -12,8 +12,11 @@ step counter is compared, nothing overflows, and overwriting touches one table e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -25,6 +28,7 @@ __all__ = ["EpisodeIndex", "episodes_of"]
 _PATIENCE = 32
 _LONG_AGO = -(2**62)
 
+Array = Any  # a tensor, or NumPy's view of one
 Lanes = Sequence[int] | torch.Tensor | None
 
 
@@ -41,6 +45,29 @@ def episodes_of(storage: Any) -> EpisodeIndex:
             "EpisodeWriter; pass writer=EpisodeWriter(num_envs) to the replay buffer."
         )
     return index
+
+
+class Tables(NamedTuple):
+    """The state of an `EpisodeIndex`: M slots, as many entries for episodes and a void one, E lanes."""
+
+    episode: Array
+    """`[M]` the entry of each slot's episode."""
+    first: Array
+    """`[M + 1]` the first surviving slot of each episode."""
+    last: Array
+    """`[M + 1]` the last slot of each episode, so far."""
+    first_step: Array
+    """`[M + 1]` int64, the step of its lane with which the episode began."""
+    finished: Array
+    """`[M + 1]` bool, whether `done` ended it."""
+    begun: Array
+    """`[E]` int64, how many episodes the lane has begun."""
+    open: Array
+    """`[E]` bool, whether the lane's next row continues its last episode."""
+    cursors: Array
+    """`[E]` int64, steps written to the lane."""
+    num_rows: Array
+    """`[]` int64, live rows."""
 
 
 class EpisodeIndex:
@@ -85,24 +112,40 @@ class EpisodeIndex:
 
         # 4 bytes a slot while slot numbers fit.
         slot_dtype = torch.int32 if self.capacity < 2**31 else torch.int64
-        self._episode = zeros(self.capacity, dtype=slot_dtype)
-        # The table has one row more than there can be live episodes: masked scatters that must write
-        # nothing write there, which spares a data-dependent shape.
+        # The table of episodes has one entry more than there can be live ones: masked writes that
+        # must change nothing go there, which spares a shape that depends on the data.
         self._void = self.capacity
-        self._first = zeros(self.capacity + 1, dtype=slot_dtype)
-        self._last = zeros(self.capacity + 1, dtype=slot_dtype)
-        self._first_step = zeros(self.capacity + 1)
-        self._finished = zeros(self.capacity + 1, dtype=torch.bool)
-        self._begun = zeros(num_envs)
-        self._open = zeros(num_envs, dtype=torch.bool)
+        self._tables = Tables(
+            episode=zeros(self.capacity, dtype=slot_dtype),
+            first=zeros(self.capacity + 1, dtype=slot_dtype),
+            last=zeros(self.capacity + 1, dtype=slot_dtype),
+            first_step=zeros(self.capacity + 1),
+            finished=zeros(self.capacity + 1, dtype=torch.bool),
+            begun=zeros(num_envs),
+            open=zeros(num_envs, dtype=torch.bool),
+            cursors=zeros(num_envs),
+            num_rows=zeros(),
+        )
         self._lane_ids = torch.arange(num_envs, device=self.device)
-        #: `[E]` int64, on the device: steps written to each lane since the beginning.
-        self.cursors = zeros(num_envs)
-        #: `[]` int64, on the device: rows that are live now.
-        self.num_rows = zeros()
-        # What the host must know, without asking the device. On the CPU they are the same tensors.
-        on_host = self.device.type == "cpu"
-        self._host_cursors = self.cursors if on_host else torch.zeros(num_envs, dtype=torch.int64)
+        # What the host must know without asking the device. On the CPU the tensor is the same.
+        self._host_cursors = (
+            self.cursors if self._xp is np else torch.zeros(num_envs, dtype=torch.int64)
+        )
+
+    @cached_property
+    def _arrays(self) -> Tables:
+        """The tables as what they are written with: NumPy's view of them on the CPU."""
+        return Tables(*map(self._own, self._tables))
+
+    @property
+    def cursors(self) -> torch.Tensor:
+        """`[E]` int64, on the device: steps written to each lane since the beginning."""
+        return self._tables.cursors
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """`[]` int64, on the device: rows that are live now."""
+        return self._tables.num_rows
 
     # Size
 
@@ -177,63 +220,78 @@ class EpisodeIndex:
             )
         if cut is not None and cut.shape != shape:
             raise ValueError(f"cut must have done's shape {list(shape)}, got {list(cut.shape)}.")
-        done = done.to(self.device).reshape(lane.shape[0], -1)
-        num_steps, kept = done.shape[1], min(done.shape[1], self.steps_per_lane)
-        if not num_steps:
+        if not done.numel():
             return torch.empty(shape, dtype=torch.int64, device=self.device)
+        xp, table = self._xp, self._arrays
+        done = self._own(done).reshape(shape[0], -1)
+        lane, num_steps = self._own(lane)[:, None], done.shape[1]
+        kept = min(num_steps, self.steps_per_lane)
 
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
-        begins = torch.cat([~self._open[lane].unsqueeze(1), done[:, :-1]], 1)
+        begins = xp.concatenate([~table.open[lane], done[:, :-1]], 1)
         if cut is not None:
-            begins |= cut.to(self.device).reshape(begins.shape)
-        number = self._begun[lane].unsqueeze(1) + begins.cumsum(1) - 1
-        lane_column = lane.unsqueeze(1)
-        step = self.cursors[lane_column] + torch.arange(num_steps, device=self.device)
+            begins |= self._own(cut).reshape(begins.shape)
+        number = table.begun[lane] + begins.cumsum(1) - 1
+        step = table.cursors[lane] + self._range(num_steps)
         first_step = step
         if kept < num_steps:
             # Only the newest T steps find room. The first of them opens its episode's entry even
             # when the episode began earlier: a first step that is gone marks it as not whole.
-            first_step = torch.where(begins, step, step - 1)[:, -kept:]
-            begins = begins[:, -kept:].clone()
-            begins[:, 0] = True
-        done, number, step = done[:, -kept:], number[:, -kept:], step[:, -kept:]
+            first_step = xp.where(begins, step, step - 1)[:, -kept:]
+            begins[:, -kept] = True
+            begins, done = begins[:, -kept:], done[:, -kept:]
+            number, step = number[:, -kept:], step[:, -kept:]
+        # Whether a row is the last of its episode among those written now.
+        last = xp.ones_like(begins)
+        last[:, :-1] = begins[:, 1:]
 
-        slots = step % self.steps_per_lane * self.num_envs + lane_column
+        slots = step % self.steps_per_lane * self.num_envs + lane
         # Live episodes of a lane bear consecutive numbers and are at most T, so T entries suffice.
-        entry = lane_column * self.steps_per_lane + number % self.steps_per_lane
-        last = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
-        bound = slots.to(self._first.dtype)
-        self._episode[slots] = entry.to(self._episode.dtype)
-        opened = torch.where(begins, entry, self._void)
-        self._first[opened] = bound
-        self._first_step[opened] = first_step
-        newest = torch.where(last, entry, self._void)
-        self._last[newest] = bound
-        self._finished[newest] = done
-
-        self._begun[lane] = number[:, -1] + 1
-        self._open[lane] = ~done[:, -1]
-        self._advance(lanes, num_steps)
+        entry = lane * self.steps_per_lane + number % self.steps_per_lane
+        opened = xp.where(begins, entry, self._void)
+        newest = xp.where(last, entry, self._void)
+        _put(table.episode, slots, entry)
+        _put(table.first, opened, slots)
+        _put(table.first_step, opened, first_step)
+        _put(table.last, newest, slots)
+        _put(table.finished, newest, done)
+        _put(table.begun, lane, number[:, -1:] + 1)
+        _put(table.open, lane, ~done[:, -1:])
+        table.cursors[lane] += num_steps
+        if self._host_cursors is not self.cursors:
+            self._host_cursors[slice(None) if lanes is None else self._lanes(lanes).cpu()] += (
+                num_steps
+            )
         self._behead(lane)
+        slots = torch.as_tensor(slots)
         if kept < num_steps:
             lost = slots.new_full((slots.shape[0], num_steps - kept), -1)
             slots = torch.cat([lost, slots], 1)
         return slots.reshape(shape)
 
-    def _advance(self, lanes: Lanes, num_steps: int) -> None:
-        rows = slice(None) if lanes is None else self._lanes(lanes)
-        self.cursors[rows] += num_steps
-        if self._host_cursors is not self.cursors:
-            self._host_cursors[rows if lanes is None else rows.cpu()] += num_steps
-        torch.sum(self.cursors.clamp(max=self.steps_per_lane), 0, out=self.num_rows)
-
-    def _behead(self, lane: torch.Tensor) -> None:
-        """Moves the first slot of the oldest surviving episode of each lane to what survives."""
-        oldest = self.cursors[lane] - self.steps_per_lane
+    def _behead(self, lane: Array) -> None:
+        """Moves the first slot of each lane's oldest surviving episode to what survives of it."""
+        xp, table = self._xp, self._arrays
+        oldest = table.cursors[lane] - self.steps_per_lane
         slots = oldest % self.steps_per_lane * self.num_envs + lane
         # While a lane is not full its oldest row is step 0, and nothing was overwritten.
-        entry = torch.where(oldest > 0, self._episode[slots].long(), self._void)
-        self._first[entry] = slots.to(self._first.dtype)
+        _put(table.first, xp.where(oldest > 0, table.episode[slots], self._void), slots)
+        table.num_rows[...] = table.cursors.clip(max=self.steps_per_lane).sum()
+
+    # Writing happens in NumPy where the tables lie on the CPU, whose operations on a few numbers
+    # cost a third of torch's; these three are all that differs.
+
+    @property
+    def _xp(self) -> ModuleType:
+        return np if self.device.type == "cpu" else torch
+
+    def _own(self, tensor: torch.Tensor) -> Array:
+        """Brings a tensor to the device, as the kind of array that the tables are written with."""
+        tensor = tensor.to(self.device)
+        return tensor.numpy() if self._xp is np else tensor
+
+    def _range(self, stop: int) -> Array:
+        return np.arange(stop) if self._xp is np else torch.arange(stop, device=self.device)
 
     def _lanes(self, lanes: Lanes) -> torch.Tensor:
         """Checks `lanes` on the host and returns them as an int64 tensor on the device."""
@@ -259,7 +317,7 @@ class EpisodeIndex:
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
-        self._open[self._lanes(lanes)] = False
+        self._tables.open[self._lanes(lanes)] = False
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
@@ -277,17 +335,17 @@ class EpisodeIndex:
             behind, ahead = self.extent(slots)
             done = self.is_finished(slots) & (ahead == 0)
             torn = not bool((self.is_whole(slots) & (behind == 0))[:1].all())
-            kept.append((slots, done, behind == 0, torn, self._open[lane].clone()))
-        for tensor in self._state().values():
+            kept.append((slots, done, behind == 0, torn, self._tables.open[lane].clone()))
+        for tensor in self._tables:
             tensor.zero_()
         self._host_cursors.zero_()
         for lane, (slots, done, cut, torn, is_open) in enumerate(kept):
             if len(slots):
                 self.append(done.unsqueeze(0), cut.unsqueeze(0), [lane])
-                self._open[lane] = is_open
+                self._tables.open[lane] = is_open
                 if torn:
                     # The episode of the first kept row lost its beginning, for good.
-                    self._first_step[self._episode[lane].long()] = _LONG_AGO
+                    self._tables.first_step[self._tables.episode[lane].long()] = _LONG_AGO
         old = torch.cat([slots for slots, *_ in kept])
         new = [torch.arange(len(slots)) * self.num_envs + at for at, (slots, *_) in enumerate(kept)]
         return old, torch.cat(new).to(self.device)
@@ -303,9 +361,9 @@ class EpisodeIndex:
         Returns:
             two int64 tensors of shape B.
         """
-        entry = _take(self._episode, slots)
-        behind = self._steps_between(_take(self._first, entry), slots)
-        return behind, self._steps_between(slots, _take(self._last, entry))
+        entry = _take(self._tables.episode, slots)
+        behind = self._steps_between(_take(self._tables.first, entry), slots)
+        return behind, self._steps_between(slots, _take(self._tables.last, entry))
 
     def _steps_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
         """Returns how many steps `stop` comes after `start` in the same lane."""
@@ -315,11 +373,15 @@ class EpisodeIndex:
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
-        return self._steps_between(_take(self._first, _take(self._episode, slots)), slots)
+        return self._steps_between(
+            _take(self._tables.first, _take(self._tables.episode, slots)), slots
+        )
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of the same episode lie after each slot, int64."""
-        return self._steps_between(slots, _take(self._last, _take(self._episode, slots)))
+        return self._steps_between(
+            slots, _take(self._tables.last, _take(self._tables.episode, slots))
+        )
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
         """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked."""
@@ -328,15 +390,15 @@ class EpisodeIndex:
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return _take(self._episode, slots).long()
+        return _take(self._tables.episode, slots).long()
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
-        return _take(self._finished, _take(self._episode, slots))
+        return _take(self._tables.finished, _take(self._tables.episode, slots))
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been overwritten, bool."""
-        first_step = _take(self._first_step, _take(self._episode, slots))
+        first_step = _take(self._tables.first_step, _take(self._tables.episode, slots))
         return first_step >= _take(self.cursors, slots % self.num_envs) - self.steps_per_lane
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
@@ -445,11 +507,11 @@ class EpisodeIndex:
             RuntimeError: there is no such episode.
         """
         lanes = self._lane_ids
-        begun = self._begun
+        begun = self._tables.begun
         # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
         start = (self.cursors - self.steps_per_lane).clamp(min=0)
         start_slot = start % self.steps_per_lane * self.num_envs + lanes
-        entry = self._episode[start_slot].long() - lanes * self.steps_per_lane
+        entry = self._tables.episode[start_slot].long() - lanes * self.steps_per_lane
         oldest = begun - 1 - (begun - 1 - entry) % self.steps_per_lane
         oldest += ~self.is_whole(start_slot)
         counts = torch.where(self.cursors > 0, begun - oldest, 0).clamp(min=0)
@@ -461,10 +523,10 @@ class EpisodeIndex:
             lane = torch.searchsorted(ends, draw, right=True)
             number = oldest[lane] + draw - (ends - counts)[lane]
             drawn = lane * self.steps_per_lane + number % self.steps_per_lane
-            usable = self._finished[drawn] & (found == self._void)
+            usable = self._tables.finished[drawn] & (found == self._void)
             found = torch.where(usable, drawn, found)
             if bool((found != self._void).all()):
-                return self._bounds[found, 0].long()
+                return self._tables.first[found].long()
         episodes = self.episodes()
         first = episodes["first"][episodes["finished"] & episodes["whole"]]
         if not len(first):
@@ -538,22 +600,9 @@ class EpisodeIndex:
             if entry[begins].unique().numel() != int(begins.sum()):
                 raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {
-            "cursors": self.cursors,
-            "num_rows": self.num_rows,
-            "episode": self._episode,
-            "first": self._first,
-            "last": self._last,
-            "first_step": self._first_step,
-            "finished": self._finished,
-            "begun": self._begun,
-            "open": self._open,
-        }
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns copies of all tensors of the index."""
-        return {name: tensor.clone() for name, tensor in self._state().items()}
+        return {name: tensor.clone() for name, tensor in self._tables._asdict().items()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Restores what `state_dict` returned.
@@ -561,21 +610,30 @@ class EpisodeIndex:
         Raises:
             ValueError: the state is that of an index of another size or number of lanes.
         """
-        for name, tensor in self._state().items():
+        for name, tensor in self._tables._asdict().items():
             if state_dict[name].shape != tensor.shape:
                 raise ValueError(
                     f"the saved index has {name} of shape {list(state_dict[name].shape)}, this one "
                     f"{list(tensor.shape)}: capacity and num_envs must be those it was saved with."
                 )
-        for name, tensor in self._state().items():
+        for name, tensor in self._tables._asdict().items():
             tensor.copy_(state_dict[name])
         self._host_cursors.copy_(self.cursors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views are made again, or they would be pickled as copies.
+        return {key: value for key, value in self.__dict__.items() if key != "_arrays"}
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "
             f"device={self.device})"
         )
+
+
+def _put(array: Array, index: Array, value: Array) -> None:
+    """Writes to an array, converting as NumPy does."""
+    array[index] = value.to(array.dtype) if isinstance(array, torch.Tensor) else value
 
 
 def _take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

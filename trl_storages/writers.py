@@ -115,27 +115,38 @@ class EpisodeWriter(RoundRobinWriter):
             KeyError: `done_key` is missing. Nothing is written then.
         """
         num_lanes, num_steps = self._shape(data.batch_size, lanes)
-        shape = data.batch_size
-        data = self._select(data)
+        shape, episodes = data.batch_size, self._episodes
         done = self._flag(data, self.done_key, (num_lanes, num_steps))
         cut, last_trajectory = self._cuts(data, lanes, (num_lanes, num_steps))
-        if self.keys is not None:
-            data = data.select(*self.keys, strict=False)
-
-        episodes, kept = self._episodes, min(num_steps, self._episodes.steps_per_lane)
-        rows = data.reshape(num_lanes, num_steps)[:, -kept:].reshape(-1)
-        ahead = episodes.next_slots(num_steps, lanes)[:, -kept:]
+        kept = min(num_steps, episodes.steps_per_lane)
+        slots = episodes.next_slots(num_steps, lanes)[:, -kept:]
+        rows = data
+        if kept < num_steps:
+            rows = data.reshape(num_lanes, num_steps)[:, -kept:]
         # Rows first: if they do not fit the storage, nothing has changed.
-        self._storage.set(ahead.reshape(-1), rows)
-        slots = episodes.append(done, cut, lanes)
+        self._set(slots.reshape(rows.batch_size), rows)
+        written = episodes.append(done, cut, lanes)
         if last_trajectory is not None:
-            written = slice(None) if lanes is None else torch.as_tensor(lanes)
-            self._last_trajectory[written] = last_trajectory  # type: ignore[index]
+            which = slice(None) if lanes is None else torch.as_tensor(lanes)
+            self._last_trajectory[which] = last_trajectory  # type: ignore[index]
         self._count(num_lanes * num_steps)
-        flat = ahead.reshape(-1)
-        self._bump_generation(flat, rows)
-        self._mark_update_entities(flat)
-        return slots.reshape(shape)
+        slots = slots.reshape(-1)
+        self._bump_generation(slots, rows)
+        self._mark_update_entities(slots)
+        return written.reshape(shape)
+
+    def _set(self, slots: torch.Tensor, rows: TensorDictBase) -> None:
+        """Writes the entries that are wanted of rows of any batch size."""
+        if self.keys is None and "index" in rows.keys():  # noqa: SIM118
+            # Replay buffers set it on the data that they have written.
+            rows = rows.exclude("index")
+        packed = isinstance(self._storage, PackedStorage)
+        if self.keys is not None and not (packed and self._storage.layout):
+            rows = rows.select(*self.keys)
+        if packed:
+            self._storage.set(slots, rows, strict=self.keys is None)
+        else:
+            self._storage.set(slots.reshape(-1), rows.reshape(-1))
 
     def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
@@ -156,10 +167,6 @@ class EpisodeWriter(RoundRobinWriter):
             f"a batch for {num_lanes} lanes must be [{num_lanes}, T] (time last) or [{num_lanes}] (one "
             f"step of each), got {list(batch_size)}; {remedy}."
         )
-
-    def _select(self, data: TensorDictBase) -> TensorDictBase:
-        """Leaves out `index`, which replay buffers set on data that they have written."""
-        return data.exclude("index") if "index" in data.keys() else data  # noqa: SIM118
 
     def _flag(self, data: TensorDictBase, key: NestedKey, shape: tuple[int, int]) -> torch.Tensor:
         flag = data.get(key, None)

@@ -101,9 +101,9 @@ class HERSampler(WrappingSampler):
         return index, info
 
     def _mask(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        k = self.num_goals
-        if k == math.inf:
+        if self.num_goals == math.inf:
             return torch.ones(batch_size, dtype=torch.bool, device=device)
+        k = int(self.num_goals)
         if batch_size == 1 and k:
             return random_below(k + 1, 1, generator=self._rng, device=device) < k
         return torch.arange(batch_size, device=device) < batch_size * k // (k + 1)

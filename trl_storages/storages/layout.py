@@ -129,25 +129,32 @@ class Layout:
             node[key[-1]] = view
         return _wrap(nested, batch, device)
 
-    def leaves_of(self, data: TensorDictBase, batch_size: torch.Size) -> list[torch.Tensor]:
-        """Returns the leaves of `data` in the order of `fields`, if they fit the layout exactly.
+    def leaves_of(
+        self, data: TensorDictBase, batch_size: torch.Size, *, strict: bool = True
+    ) -> list[torch.Tensor]:
+        """Returns the leaves of `data` in the order of `fields`, if they fit the layout.
 
         Args:
             data: TensorDict whose leaves have shape `[*batch_size, *field.shape]`.
             batch_size: its leading dimensions.
+            strict: whether a leaf that is not in the layout is an error; it is left out otherwise.
 
         Raises:
-            KeyError: a field is missing, or one is not in the layout.
+            KeyError: a field is missing, or, if `strict`, one is not in the layout.
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        leaves = _leaves(data)
+        if strict:
+            leaves = _leaves(data)
+            self._check_no_more(leaves)
+        else:
+            leaves = {field.key: data.get(field.key, None) for field in self.fields}
         for field in self.fields:
             leaf = leaves.get(field.key)
             if leaf is None:
                 raise KeyError(
                     f"the data lacks {field.key!r}, which every row holds as {field}; its keys are "
-                    f"{sorted(map(str, leaves))}."
+                    f"{sorted(map(str, _leaves(data)))}."
                 )
             if leaf.dtype is not field.dtype:
                 raise TypeError(
@@ -159,14 +166,16 @@ class Layout:
                     f"{field.key!r} must have shape {list(batch_size + field.shape)} (batch "
                     f"{list(batch_size)}, field {list(field.shape)}), got {list(leaf.shape)}."
                 )
-        if len(leaves) > len(self.fields):
-            extra = [key for key in leaves if key not in self._by_key]
+        return [leaves[field.key] for field in self.fields]
+
+    def _check_no_more(self, leaves: dict[NestedKey, torch.Tensor]) -> None:
+        extra = [key for key in leaves if key not in self._by_key]
+        if extra:
             raise KeyError(
                 f"the data holds {extra}, which the rows have no room for: their fields are "
                 f"{[field.key for field in self.fields]}. Leave it out, or pass "
                 "EpisodeWriter(keys=...) to store some entries only."
             )
-        return [leaves[field.key] for field in self.fields]
 
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
@@ -228,15 +237,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _leaves(data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+def _leaves(data: TensorDictBase, path: tuple[str, ...] = ()) -> dict[NestedKey, torch.Tensor]:
     """Returns the tensors of `data` by unravelled key; anything but tensors is an error."""
-    leaves = {}
-    for key, value in data.items(include_nested=True, leaves_only=True):
-        if not isinstance(value, torch.Tensor):
+    leaves: dict[NestedKey, torch.Tensor] = {}
+    for name, value in data.items():
+        key = (*path, name) if path else name
+        if isinstance(value, torch.Tensor):
+            leaves[key] = value
+        elif isinstance(value, TensorDictBase):
+            leaves |= _leaves(value, (*path, name))
+        else:
             raise TypeError(
                 f"{key!r} must be a tensor, got {type(value).__name__}: rows hold tensors only."
             )
-        leaves[key] = value
     return leaves
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage, TensorStorage
@@ -90,6 +91,7 @@ class PackedStorage(LazyTensorStorage):
         #: Where each field lies in a row; None until it is fixed.
         self.layout: Layout | None = None
         self._views: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray] = []
         if self.scratch_dir is not None:
             self._refuse_foreign_rows(self.scratch_dir)
         self.out_device = None if out_device is None else torch.device(out_device)
@@ -148,18 +150,21 @@ class PackedStorage(LazyTensorStorage):
         self.layout, self.rows = layout, rows
         views = layout.views(rows)
         self._views = [views[field.key] for field in layout.fields]
+        self._arrays = [_array(view) for view in self._views] if rows.device.type == "cpu" else []
         self._storage = layout.tensordict(rows)
         self.initialized = True
 
     # Writing
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True, strict: bool = True) -> None:
         """Writes transitions at the slots `cursor`.
 
         Args:
             cursor: an int for one transition, else slots as a tensor, slice, range or list.
             data: TensorDict whose batch size is that of `cursor`, or a list of transitions.
             set_cursor: whether the write counts as new rows; false for a write in place.
+            strict: whether entries that the rows have no room for are an error; they are left out
+                otherwise.
 
         Raises:
             KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
@@ -179,15 +184,24 @@ class PackedStorage(LazyTensorStorage):
                 f"got a batch {list(data.batch_size)}."
             )
         layout = self.layout or self._first_layout(data, len(batch_size))
-        leaves = layout.leaves_of(data, batch_size)
+        leaves = layout.leaves_of(data, batch_size, strict=strict)
         if not self.initialized:
             self._allocate(layout)
         if set_cursor:
             self._set_last_cursor(cursor)
-            self._len = min(self._len + batch_size.numel(), self.max_size)
-        for view, leaf in zip(self._views, leaves, strict=True):
-            view[cursor] = leaf.to(self.device)
+            self._len = min(len(self) + batch_size.numel(), self.max_size)
+        self._write(cursor, leaves)
         self._bump_mutation_revision()
+
+    def _write(self, cursor: Any, leaves: list[torch.Tensor]) -> None:
+        if self.device.type != "cpu":
+            for view, leaf in zip(self._views, leaves, strict=True):
+                view[cursor] = leaf.to(self.device)
+            return
+        # NumPy writes a few rows in a third of torch's time.
+        slots = cursor.numpy() if isinstance(cursor, torch.Tensor) else cursor
+        for array, leaf in zip(self._arrays, leaves, strict=True):
+            array[slots] = _array(leaf.cpu())
 
     def _slots(self, cursor: Any) -> tuple[Any, torch.Size]:
         """Returns what indexes the views for `cursor`, and the shape of the slots it names."""
@@ -292,7 +306,7 @@ class PackedStorage(LazyTensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
-        state["_storage"], state["_views"] = None, []
+        state["_storage"], state["_views"], state["_arrays"] = None, [], []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -307,6 +321,13 @@ class PackedStorage(LazyTensorStorage):
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
             f"row_nbytes={self.row_nbytes}, in {where})"
         )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Sees a tensor on the CPU as an array, to copy its bits."""
+    tensor = tensor.detach()
+    # NumPy has no bfloat16.
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def read_fields(
