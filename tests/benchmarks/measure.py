@@ -38,10 +38,15 @@ class Result:
     high: float
 
 
+# A library that takes so long for a few samples needs no more of them to have a median.
+TURN_SECONDS = 0.2
+
+
 def time_samples(buffer: Buffer, steps: Iterator, batch_size: int, calls: int) -> list[float]:
-    """Times `calls` samples, with a write of one step before each that is not timed."""
-    times = []
-    for _ in range(calls):
+    """Times up to `calls` samples, with a write of one step before each that is not timed."""
+    times: list[float] = []
+    end = time.perf_counter() + TURN_SECONDS
+    while len(times) < calls and (len(times) < 2 or time.perf_counter() < end):
         buffer.write(next(steps))
         begin = time.perf_counter()
         buffer.sample(batch_size)
@@ -69,7 +74,7 @@ def measure_sampling(
         batch_sizes: of the samples.
         peers: the adapters, by name.
         rounds: how many turns each library gets, after one that is thrown away.
-        calls: how many samples a turn has.
+        calls: how many samples a turn has, or fewer where they take long.
 
     Yields:
         a result for each batch size and library.

@@ -1,0 +1,28 @@
+"""What the README shows runs, and its commands are there for `.ci/run` to take."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mktestdocs import check_md_file
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+# The example's collector warns about options of its own that are to change.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_python_blocks_run_one_after_another():
+    check_md_file(README, memory=True)
+
+
+def test_there_are_exactly_two_commands():
+    commands = "".join(
+        re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    )
+
+    train, test = commands.strip().splitlines()
+
+    assert train.startswith("python3 -m venv .venv && .venv/bin/pip install")
+    assert train.endswith(".venv/bin/python tutorials/train_her.py")
+    assert test.startswith("python3 -m venv .venv && .venv/bin/pip install")
+    assert test.endswith(".venv/bin/python -m pytest")
