@@ -21,7 +21,7 @@ from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.samplers import UniformSampler
-from trl_storages.transforms import ReplayTransform
+from trl_storages.transforms import ReplayTransform, SeenRows
 from trl_storages.writers import EpisodeWriter
 
 __all__ = ["ReplayStorage"]
@@ -176,7 +176,7 @@ class ReplayStorage(TensorDictReplayBuffer):
                 set_entry(batch, key, value.to(batch.device))
             if len(self._transform):
                 with dispatch_td_nn_modules(True):
-                    batch = _see(self._transform, batch, self._storage)
+                    batch, _ = _see(self._transform, batch, SeenRows(self._storage))
         return batch, info
 
     def sample_episodes(self, n: int) -> TensorDictBase:
@@ -209,7 +209,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             batch.set(keys.MASK, mask)
             if len(self._transform):
                 with dispatch_td_nn_modules(True):
-                    batch = _see(self._transform, batch, None)
+                    batch, _ = _see(self._transform, batch, None)
         return batch
 
     def batches(
@@ -312,12 +312,19 @@ class ReplayStorage(TensorDictReplayBuffer):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _see(transform: Transform, batch: TensorDictBase, storage: Storage | None) -> TensorDictBase:
-    """Applies a transform, handing the storage to those that ask for it, or leaving these out."""
-    if isinstance(transform, ReplayTransform):
-        return batch if storage is None else transform.replay(batch, storage)
+def _see(
+    transform: Transform, batch: TensorDictBase, rows: SeenRows | None
+) -> tuple[TensorDictBase, SeenRows | None]:
+    """Applies a transform to a batch, and to the rows that later ones read beside it.
+
+    Without rows, transforms that read them are left out.
+    """
     if isinstance(transform, Compose):
         for part in transform:
-            batch = _see(part, batch, storage)
-        return batch
-    return transform(batch)
+            batch, rows = _see(part, batch, rows)
+        return batch, rows
+    if not isinstance(transform, ReplayTransform):
+        batch = transform(batch)
+    elif rows is not None:
+        batch = transform.replay(batch, rows)
+    return batch, None if rows is None else rows.through(transform)

@@ -5,7 +5,7 @@ Letters: N rows, W words a row, B any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages._torchrl import new_tensordict
 
-__all__ = ["Field", "Layout"]
+__all__ = ["Field", "Layout", "Span", "nest"]
 
 _WORD = 8  # bytes
+# Fields with no more between them are fetched together: a gather costs more than these bytes.
+_GAP = 128  # bytes
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,58 @@ class Field:
         """Number of elements."""
         return self.shape.numel()
 
+    @property
+    def start_byte(self) -> int:
+        """Where the field begins in the row."""
+        return self.start * self.dtype.itemsize
+
+    @property
+    def stop_byte(self) -> int:
+        """Where the field ends in the row."""
+        return (self.start + self.size) * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{_name(self.dtype)} {list(self.shape)}"
+
+
+class Span:
+    """The words of a row that hold some neighbouring fields, to be fetched in one gather.
+
+    Args:
+        fields: at least one, in the order of the row.
+    """
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        # Whole elements of the widest type, or the fields could not be seen in what is fetched.
+        unit = max(_WORD, *(field.dtype.itemsize for field in fields))
+        start = fields[0].start_byte // unit * unit
+        stop = -(-max(field.stop_byte for field in fields) // unit) * unit
+        #: Which words of a row.
+        self.words = slice(start // _WORD, stop // _WORD)
+        # One split per dtype, `(dtype, sizes, [(which part, field)])`, of the words seen as that dtype.
+        self._splits: list[tuple[torch.dtype, list[int], list[tuple[int, Field]]]] = []
+        for dtype in dict.fromkeys(field.dtype for field in fields):
+            sizes, placed, position = [], [], start // dtype.itemsize
+            for field in (field for field in fields if field.dtype is dtype):
+                # What lies between fields is a part as well, but an empty part costs as much.
+                sizes += [field.start - position] if field.start > position else []
+                placed.append((len(sizes), field))
+                sizes.append(field.size)
+                position = field.start + field.size
+            end = stop // dtype.itemsize
+            sizes += [end - position] if end > position else []
+            self._splits.append((dtype, sizes, placed))
+
+    def views(self, words: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Sees each field of `[*B, words]` int64 as a tensor `[*B, *shape]` that shares its memory."""
+        batch = words.shape[:-1]
+        views = {}
+        for dtype, sizes, fields in self._splits:
+            parts = words.view(dtype).split_with_sizes(sizes, -1)
+            for place, field in fields:
+                part, plain = parts[place], len(field.shape) == 1
+                views[field.key] = part if plain else part.view(batch + field.shape)
+        return views
 
 
 class Layout:
@@ -73,8 +125,10 @@ class Layout:
         unit = max(_WORD, described[0][1].itemsize)
         self.row_nbytes = max(unit, -(-offset // unit) * unit)
         self.padding = self.row_nbytes - offset
-        self._by_key = {field.key: field for field in self.fields}
-        self._by_dtype = self._group()
+        #: The keys of the fields.
+        self.keys = tuple(field.key for field in self.fields)
+        self._whole = Span(self.fields)
+        self._spans: dict[tuple[NestedKey, ...], list[Span]] = {}
 
     @classmethod
     def of(cls, data: TensorDictBase, batch_dims: int) -> Layout:
@@ -88,46 +142,56 @@ class Layout:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
 
-    def _group(self) -> list[tuple[torch.dtype, list[int], list[tuple[int, Field]]]]:
-        """Prepares one split per dtype: `(dtype, sizes, [(which part, field)])` of a row seen so."""
-        groups = []
-        for dtype in dict.fromkeys(field.dtype for field in self.fields):
-            sizes, fields, position = [], [], 0
-            for field in (field for field in self.fields if field.dtype is dtype):
-                # What lies between fields is a part as well, but an empty part costs as much.
-                sizes += [field.start - position] if field.start > position else []
-                fields.append((len(sizes), field))
-                sizes.append(field.size)
-                position = field.start + field.size
-            end = self.row_nbytes // dtype.itemsize
-            sizes += [end - position] if end > position else []
-            groups.append((dtype, sizes, fields))
-        return groups
-
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
-        batch = rows.shape[:-1]
-        views = {}
-        for dtype, sizes, fields in self._by_dtype:
-            parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            for place, field in fields:
-                part, plain = parts[place], len(field.shape) == 1
-                views[field.key] = part if plain else part.view(*batch, *field.shape)
-        return views
+        return self._whole.views(rows)
+
+    def read(
+        self, rows: torch.Tensor, slots: torch.Tensor, keys: Iterable[NestedKey]
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some fields of `[N, W]` int64 rows, with as few gathers as pay.
+
+        Args:
+            rows: all rows.
+            slots: int64 of any shape B.
+            keys: the fields.
+
+        Returns:
+            key -> tensor `[*B, *shape]` in new memory.
+
+        Raises:
+            KeyError: there is no such field; the message lists those that are there.
+        """
+        keys = tuple(keys)
+        spans = self._spans.get(keys)
+        if spans is None:
+            spans = self._spans[keys] = self._find_spans(keys)
+        flat, fields = slots.reshape(-1), {}
+        for span in spans:
+            words = rows[:, span.words].index_select(0, flat)
+            fields |= span.views(words if slots.ndim == 1 else words.view(*slots.shape, -1))
+        return {key: fields[key] for key in keys}
+
+    def _find_spans(self, keys: tuple[NestedKey, ...]) -> list[Span]:
+        unknown = set(keys).difference(self.keys)
+        if unknown:
+            raise KeyError(
+                f"the rows have no field {min(unknown, key=str)!r}; they have "
+                f"{sorted(map(str, self.keys))}."
+            )
+        runs: list[list[Field]] = []
+        for field in self.fields:
+            if field.key not in keys:
+                continue
+            if runs and field.start_byte - runs[-1][-1].stop_byte <= _GAP:
+                runs[-1].append(field)
+            else:
+                runs.append([field])
+        return [Span(run) for run in runs]
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
-        batch, device = rows.shape[:-1], rows.device
-        nested: dict[str, Any] = {}
-        for key, view in self.views(rows).items():
-            if isinstance(key, str):
-                nested[key] = view
-                continue
-            node = nested
-            for part in key[:-1]:
-                node = node.setdefault(part, {})
-            node[key[-1]] = view
-        return _wrap(nested, batch, device)
+        return nest(self.views(rows), rows.shape[:-1], rows.device)
 
     def leaves_of(
         self, data: TensorDictBase, batch_size: torch.Size, *, strict: bool = True
@@ -169,11 +233,11 @@ class Layout:
         return [leaves[field.key] for field in self.fields]
 
     def _check_no_more(self, leaves: dict[NestedKey, torch.Tensor]) -> None:
-        extra = [key for key in leaves if key not in self._by_key]
+        extra = [key for key in leaves if key not in self.keys]
         if extra:
             raise KeyError(
                 f"the data holds {extra}, which the rows have no room for: their fields are "
-                f"{[field.key for field in self.fields]}. Leave it out, or pass "
+                f"{list(self.keys)}. Leave it out, or pass "
                 "EpisodeWriter(keys=...) to store some entries only."
             )
 
@@ -251,6 +315,22 @@ def _leaves(data: TensorDictBase, path: tuple[str, ...] = ()) -> dict[NestedKey,
                 f"{key!r} must be a tensor, got {type(value).__name__}: rows hold tensors only."
             )
     return leaves
+
+
+def nest(
+    fields: Mapping[NestedKey, torch.Tensor], batch: torch.Size, device: torch.device
+) -> TensorDict:
+    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`."""
+    nested: dict[str, Any] = {}
+    for key, field in fields.items():
+        if isinstance(key, str):
+            nested[key] = field
+            continue
+        node = nested
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = field
+    return _wrap(nested, batch, device)
 
 
 def _wrap(nested: dict[str, Any], batch: torch.Size, device: torch.device) -> TensorDict:

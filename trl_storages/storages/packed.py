@@ -6,7 +6,7 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage, TensorStorage
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.storages.layout import Layout
 
-__all__ = ["PackedStorage", "read_fields"]
+__all__ = ["PackedStorage", "field_keys", "read_fields"]
 
 _ROWS_FILE = "rows.bin"
 _LAYOUT_FILE = "layout.json"
@@ -251,7 +251,7 @@ class PackedStorage(LazyTensorStorage):
         torch.index_select(rows, 0, slots, out=block)
         return block.to(self.out_device, non_blocking=True)
 
-    def read(self, index: torch.Tensor, keys: Sequence[NestedKey]) -> dict[NestedKey, torch.Tensor]:
+    def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.
 
         Args:
@@ -264,7 +264,7 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        return read_fields(self, index, keys)
+        return self.layout.read(self.rows, index, keys)  # type: ignore[union-attr,arg-type]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
@@ -331,7 +331,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def read_fields(
-    storage: TensorStorage, index: torch.Tensor, keys: Sequence[NestedKey]
+    storage: TensorStorage, index: torch.Tensor, keys: Iterable[NestedKey]
 ) -> dict[NestedKey, torch.Tensor]:
     """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
 
@@ -346,6 +346,8 @@ def read_fields(
     Raises:
         KeyError: there is no such field; the message lists those that are there.
     """
+    if isinstance(storage, PackedStorage):
+        return storage.read(index, keys)
     data: TensorDictBase = storage._storage
     fields = {}
     for key in keys:
@@ -356,3 +358,10 @@ def read_fields(
         picked = column.index_select(0, index.reshape(-1))
         fields[key] = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
     return fields
+
+
+def field_keys(storage: TensorStorage) -> Collection[NestedKey]:
+    """Returns the keys of all fields of a storage, whether its rows are packed or TorchRL's own."""
+    if isinstance(storage, PackedStorage):
+        return storage.layout.keys  # type: ignore[union-attr]
+    return storage._storage.keys(include_nested=True, leaves_only=True)

@@ -1,35 +1,72 @@
-"""Transforms that look at other rows of the storage than the sampled ones."""
+"""Transforms that look at other rows of the storage than the sampled ones.
+
+Letters: B samples of a batch, n further rows of each.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Storage
 from torchrl.envs.transforms import Transform
 
-__all__ = ["ReplayTransform"]
+from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.storages import field_keys, read_fields
+
+__all__ = ["ReplayTransform", "SeenRows"]
+
+Fields = dict[NestedKey, torch.Tensor]
 
 
 class ReplayTransform(Transform):
-    """A transform that a `ReplayStorage` hands its storage to.
+    """A transform that a `ReplayStorage` hands its rows to.
 
     It runs where any other transform of the replay buffer would, in the same order, under the replay
     lock, and finds the sampler's entries (`index`, `goal_index`, ...) in the batch. A transform of
     one's own that reads further rows subclasses this and implements `replay`.
+
+    A transform that shows the sampled rows in another light must show further rows in the same one,
+    or those that run after it would mix the two: it names what it changes in `changed_keys` and
+    implements `show`.
     """
 
+    #: Entries of a row that this transform shows differently from what is stored.
+    changed_keys: frozenset[NestedKey] = frozenset()
+
     @abstractmethod
-    def replay(self, batch: TensorDictBase, storage: Storage) -> TensorDictBase:
+    def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Changes a sampled batch.
 
         Args:
             batch: `[B]` transitions in memory of their own, with the sampler's entries.
-            storage: where they came from; it must not be changed.
+            rows: the rows of the storage, as the transforms before this one show them.
 
         Returns:
             the batch to train on.
         """
+
+    def show(
+        self,
+        batch: TensorDictBase,
+        slots: torch.Tensor,
+        wanted: Collection[NestedKey],
+        rows: SeenRows,
+    ) -> Fields:
+        """Reads further rows for the transforms that run after this one.
+
+        Args:
+            batch: `[B]` transitions that `replay` has changed.
+            slots: `[B]` or `[B, n]` int64: the further rows of each of them.
+            wanted: the entries to read.
+            rows: the rows as the transforms before this one show them.
+
+        Returns:
+            key -> `[B, ...]` or `[B, n, ...]`, at least the wanted ones.
+        """
+        return rows.read(batch, slots, wanted)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Refuses to run where there is no storage to read.
@@ -40,4 +77,75 @@ class ReplayTransform(Transform):
         raise RuntimeError(
             f"{type(self).__name__} reads rows beside the sampled ones, so it works as the transform of "
             "a ReplayStorage only; this one was called without a storage."
+        )
+
+
+class SeenRows:
+    """The rows of a storage, as the transforms that have run so far show them.
+
+    Each transform sees the rows through those before it, so a reward that is read ten steps after
+    a sampled row is the one for the goal that this row was given.
+
+    Args:
+        storage: holds the rows; it must not be changed.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._below: SeenRows | None = None
+        self._transform: Transform | None = None
+
+    def through(self, transform: Transform) -> SeenRows:
+        """Returns the rows as a transform shows them that has just run."""
+        seen = SeenRows(self.storage)
+        seen._below, seen._transform = self, transform
+        return seen
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The episode index of the storage."""
+        return episodes_of(self.storage)
+
+    @property
+    def keys(self) -> Collection[NestedKey]:
+        """The entries of a row."""
+        return field_keys(self.storage)
+
+    def changes(self, key: NestedKey) -> bool:
+        """Returns whether an entry may be shown differently from what is stored."""
+        if self._below is None:
+            return False
+        own = getattr(self._transform, "changed_keys", ())
+        return key in own or self._below.changes(key)
+
+    def read(
+        self, batch: TensorDictBase, slots: torch.Tensor, wanted: Collection[NestedKey]
+    ) -> Fields:
+        """Reads some entries of further rows of each sample.
+
+        Args:
+            batch: `[B]` the sampled transitions.
+            slots: `[B]` or `[B, n]` int64, on any device.
+            wanted: the entries.
+
+        Returns:
+            key -> `[B, ...]` or `[B, n, ...]` on the device of the batch, at least the wanted ones.
+
+        Raises:
+            KeyError: the rows have no such entry.
+            RuntimeError: a transform that knows nothing of further rows has changed the sampled ones.
+        """
+        if self._below is None:
+            # With rows on the CPU and batches on a GPU, slots that are read from the batch cross.
+            fields = read_fields(self.storage, slots.to(self.storage.device), wanted)
+            device = batch.device
+            if device is None or device == self.storage.device:
+                return fields
+            return {key: field.to(device, non_blocking=True) for key, field in fields.items()}
+        if isinstance(self._transform, ReplayTransform):
+            return self._transform.show(batch, slots, wanted, self._below)
+        raise RuntimeError(
+            f"{type(self._transform).__name__} has changed the sampled rows, but it cannot show further "
+            "rows in the same way: put it behind the transforms that read further rows (GoalRelabel, "
+            "NStep)."
         )

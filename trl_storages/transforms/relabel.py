@@ -1,23 +1,22 @@
 """Shows transitions as if a goal that was reached had been the goal all along.
 
-Letters: B batch, G goal shape.
+Letters: B batch, n further rows of each transition, G goal shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.data import Storage
+from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
 from trl_storages.storages import read_fields
-from trl_storages.transforms.base import ReplayTransform
+from trl_storages.transforms.base import ReplayTransform, SeenRows
 
 __all__ = ["GoalRelabel", "RelabelAudit"]
 
@@ -31,6 +30,9 @@ class GoalRelabel(ReplayTransform):
     of the row `goal_index`, and the reward is `reward_fn(next achieved goal, goal, transition)`. The
     flags stay as stored unless `terminated_fn` is given; then `terminated` is recomputed, and `done` is
     terminated or truncated. Other rows of the batch, and the storage, are never changed.
+
+    Transforms behind this one see further rows of a relabelled transition with its goal too, so that
+    `Compose(GoalRelabel(...), NStep(...))` sums rewards for one goal.
 
     Args:
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`;
@@ -70,16 +72,27 @@ class GoalRelabel(ReplayTransform):
             raise TypeError(f"terminated_fn must be callable, got {type(terminated_fn).__name__}.")
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
-        self.info_keys = tuple(info_keys)
-        self.next_achieved_goal_key = keys.next_key(achieved_goal_key)
-        self.desired_goal_key = desired_goal_key
-        self.next_desired_goal_key = keys.next_key(desired_goal_key)
-        self.reward_key = reward_key
-        self.done_key = done_key
-        self.terminated_key = terminated_key
-        self.truncated_key = truncated_key
+        self.info_keys = tuple(unravel_key(key) for key in info_keys)
+        self.next_achieved_goal_key = unravel_key(keys.next_key(achieved_goal_key))
+        self.desired_goal_key = unravel_key(desired_goal_key)
+        self.next_desired_goal_key = keys.next_key(self.desired_goal_key)
+        self.reward_key = unravel_key(reward_key)
+        self.done_key = unravel_key(done_key)
+        self.terminated_key = unravel_key(terminated_key)
+        self.truncated_key = unravel_key(truncated_key)
 
-    def replay(self, batch: TensorDictBase, storage: Storage) -> TensorDictBase:
+        self._flag_keys = frozenset({self.terminated_key, self.done_key})
+        self._always_changed = frozenset(
+            {self.desired_goal_key, self.next_desired_goal_key, self.reward_key}
+        )
+
+    @property
+    def changed_keys(self) -> frozenset[NestedKey]:  # type: ignore[override]
+        """The entries that are seen differently from what is stored."""
+        flags = frozenset() if self.terminated_fn is None else self._flag_keys
+        return self._always_changed | flags
+
+    def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Relabels the rows of `batch` where `her_mask` is true.
 
         Raises:
@@ -91,32 +104,96 @@ class GoalRelabel(ReplayTransform):
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        goal_index, mask = batch.get(keys.GOAL_INDEX), batch.get(keys.HER_MASK)
-        drawn = read_fields(storage, goal_index, [self.next_achieved_goal_key])
-        drawn_goal = drawn[self.next_achieved_goal_key]
-        goal = _blend(mask, drawn_goal, self._entry(batch, self.desired_goal_key))
-        next_goal = batch.get(self.next_desired_goal_key, None)
-        # A task that moves its goals stores another one after the step than before it.
-        next_goal = goal if next_goal is None else _blend(mask, drawn_goal, next_goal)
-        set_entry(batch, self.desired_goal_key, goal)
-        set_entry(batch, self.next_desired_goal_key, next_goal)
-
-        arguments = (
-            self._entry(batch, self.next_achieved_goal_key),
-            goal,
-            {key: self._entry(batch, key) for key in self.info_keys},
-        )
-        stored = self._entry(batch, self.reward_key)
-        reward = _column(self.reward_fn(*arguments), stored, "reward_fn")
-        set_entry(batch, self.reward_key, _blend(mask, reward, stored))
-        if self.terminated_fn is not None:
-            stored = self._entry(batch, self.terminated_key)
-            reached = _column(self.terminated_fn(*arguments), stored, "terminated_fn")
-            terminated = _blend(mask, reached, stored)
-            done = terminated | self._entry(batch, self.truncated_key)
-            batch.set(self.terminated_key, terminated)
-            batch.set(self.done_key, _blend(mask, done, self._entry(batch, self.done_key)))
+        drawn = rows.read(batch, batch.get(keys.GOAL_INDEX), [self.next_achieved_goal_key])
+        goal = drawn[self.next_achieved_goal_key]
+        pursued = self._entry(batch, self.desired_goal_key)
+        if goal.shape != pursued.shape:
+            raise ValueError(
+                f"the achieved goal must have the desired goal's shape {list(pursued.shape)}, got "
+                f"{list(goal.shape)}."
+            )
+        changed, mask = self.changed_keys, batch.get(keys.HER_MASK)
+        # Rows without a next desired goal pursue one goal throughout.
+        next_pursued = batch.get(self.next_desired_goal_key, pursued)
+        reads = self._reads(changed) - {self.next_desired_goal_key}
+        fields = {key: self._entry(batch, key) for key in reads}
+        fields[self.next_desired_goal_key] = next_pursued
+        for key, field in self._relabel(fields, changed, goal, mask, mask.shape).items():
+            set_entry(batch, key, field)
         return batch
+
+    def show(
+        self,
+        batch: TensorDictBase,
+        slots: torch.Tensor,
+        wanted: Collection[NestedKey],
+        rows: SeenRows,
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Reads further rows of each transition, seen with the goal that it was given.
+
+        Raises:
+            KeyError, ValueError: as in `replay`.
+        """
+        changed = self.changed_keys.intersection(wanted)
+        if not changed:
+            return rows.read(batch, slots, wanted)
+        goal = batch.get(self.desired_goal_key)
+        if slots.ndim > 1:
+            goal = goal.unsqueeze(1).expand(*slots.shape, *goal.shape[1:])
+        lacking = {self.next_desired_goal_key}.difference(rows.keys)
+        reads = self._reads(changed).union(wanted) - lacking
+        fields = rows.read(batch, slots, reads) | dict.fromkeys(lacking, goal)
+        shown = self._relabel(fields, changed, goal, batch.get(keys.HER_MASK), slots.shape)
+        return fields | shown
+
+    def _reads(self, changed: Collection[NestedKey]) -> set[NestedKey]:
+        """Returns the entries of a row that it takes to relabel those in `changed`."""
+        reads = set(changed)
+        if not self._flag_keys.isdisjoint(changed):
+            reads |= {self.next_achieved_goal_key, self.truncated_key, *self.info_keys}
+        elif self.reward_key in changed:
+            reads |= {self.next_achieved_goal_key, *self.info_keys}
+        return reads
+
+    def _relabel(
+        self,
+        fields: Mapping[NestedKey, torch.Tensor],
+        changed: Collection[NestedKey],
+        goal: torch.Tensor,
+        mask: torch.Tensor,
+        shape: torch.Size,
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Returns the entries `changed` of rows `[B]` or `[B, n]`, for one goal each.
+
+        Args:
+            fields: what is stored in these rows: `changed`, and what `_reads` says.
+            changed: some of `changed_keys`.
+            goal: `[B, *G]` or `[B, n, *G]`.
+            mask: `[B]` bool, the others are as stored.
+            shape: `[B]` or `[B, n]`.
+        """
+        seen = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
+
+        def judge(name: str, function: GoalFunction) -> torch.Tensor:
+            # The function sees one flat batch, however many rows of a transition there are.
+            achieved, desired, *infos = (
+                field.reshape(-1, *field.shape[len(shape) :])
+                for field in (
+                    fields[self.next_achieved_goal_key],
+                    goal,
+                    *(fields[key] for key in self.info_keys),
+                )
+            )
+            transition = dict(zip(self.info_keys, infos, strict=True))
+            return _judge(name, function, achieved, desired, transition).view(*shape, 1)
+
+        if self.reward_key in changed:
+            seen[self.reward_key] = judge("reward_fn", self.reward_fn)
+        if self.terminated_fn is not None and not self._flag_keys.isdisjoint(changed):
+            terminated = judge("terminated_fn", self.terminated_fn).bool()
+            seen[self.terminated_key] = terminated
+            seen[self.done_key] = terminated | fields[self.truncated_key]
+        return {key: _blend(mask, seen[key], fields[key]) for key in changed}
 
     def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         entry = batch.get(key, None)
@@ -147,19 +224,21 @@ class GoalRelabel(ReplayTransform):
             raise RuntimeError("there are no rows to audit: write transitions first.")
         ranks = torch.arange(min(num_rows, len(episodes)), device=episodes.device)
         slots = episodes.slots_by_age(ranks)
-        next_goal_key = keys.next_key(self.desired_goal_key)
-        wanted = [self.next_achieved_goal_key, next_goal_key, self.reward_key, *self.info_keys]
+        wanted = [
+            self.next_achieved_goal_key,
+            self.next_desired_goal_key,
+            self.reward_key,
+            *self.info_keys,
+        ]
         fields = read_fields(storage, slots, wanted)
         stored = fields[self.reward_key]
-        computed = _column(
-            self.reward_fn(
-                fields[self.next_achieved_goal_key],
-                fields[next_goal_key],
-                {key: fields[key] for key in self.info_keys},
-            ),
-            stored,
+        computed = _judge(
             "reward_fn",
-        )
+            self.reward_fn,
+            fields[self.next_achieved_goal_key],
+            fields[self.next_desired_goal_key],
+            {key: fields[key] for key in self.info_keys},
+        ).to(stored.dtype)
         differs = ~torch.isclose(computed, stored, rtol=1e-5, atol=1e-6).reshape(-1)
         return RelabelAudit(
             num_rows=slots.shape[0],
@@ -203,20 +282,22 @@ class RelabelAudit:
 
 
 def _blend(mask: torch.Tensor, new: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns `new` where `mask`, `stored` elsewhere, both `[B, ...]` of one shape."""
-    if new.shape != stored.shape:
-        raise ValueError(
-            f"the achieved goal must have the desired goal's shape {list(stored.shape)}, got "
-            f"{list(new.shape)}."
-        )
+    """Returns `new` where `mask` `[B]`, `stored` `[B, ...]` elsewhere."""
     return torch.where(mask.view(-1, *(1,) * (stored.ndim - 1)), new.to(stored.dtype), stored)
 
 
-def _column(result: Any, stored: torch.Tensor, name: str) -> torch.Tensor:
-    """Brings what a goal function returned, `[B]` or `[B, 1]`, to the stored entry's shape."""
-    batch = stored.shape[0]
+def _judge(
+    name: str,
+    function: GoalFunction,
+    achieved_goal: torch.Tensor,
+    desired_goal: torch.Tensor,
+    transition: Mapping[NestedKey, torch.Tensor],
+) -> torch.Tensor:
+    """Calls a goal function on `[B, *G]` and brings what it returned to `[B, 1]`."""
+    batch = achieved_goal.shape[0]
+    result = function(achieved_goal, desired_goal, transition)
     try:
-        result = torch.as_tensor(result, device=stored.device)
+        result = torch.as_tensor(result, device=achieved_goal.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must return a tensor or an array of numbers, shape [{batch}] or [{batch}, 1]; "
@@ -227,4 +308,4 @@ def _column(result: Any, stored: torch.Tensor, name: str) -> torch.Tensor:
             f"{name} must return one value a row, shape [{batch}] or [{batch}, 1]; got "
             f"{list(result.shape)}."
         )
-    return result.reshape(stored.shape).to(stored.dtype)
+    return result.reshape(batch, 1)
