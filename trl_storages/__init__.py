@@ -3,23 +3,48 @@
 # Imported for what it registers: the test environments.
 import trl_storages.envs  # noqa: F401
 from trl_storages.episodes import EpisodeIndex
-from trl_storages.recipes import HERReplayStorage, UniformReplayStorage
+from trl_storages.functional.priorities import sequence_priority
+from trl_storages.recipes import (
+    EpisodeReplayStorage,
+    EREReplayStorage,
+    HERReplayStorage,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    UniformReplayStorage,
+)
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import HERSampler, UniformSampler
+from trl_storages.sample_units import EpisodeSequence
+from trl_storages.samplers import (
+    ERESampler,
+    HERSampler,
+    PERSampler,
+    ReturnImprovementEta,
+    UniformSampler,
+)
 from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel, ReplayTransform, gym_reward
+from trl_storages.transforms import GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writers import EpisodeWriter
 
 __all__ = [
+    "EREReplayStorage",
+    "ERESampler",
     "EpisodeIndex",
+    "EpisodeReplayStorage",
+    "EpisodeSequence",
     "EpisodeWriter",
     "GoalRelabel",
     "HERReplayStorage",
     "HERSampler",
+    "NStep",
+    "NStepReplayStorage",
+    "PERSampler",
     "PackedStorage",
+    "PrioritizedReplayStorage",
     "ReplayStorage",
     "ReplayTransform",
+    "ReturnImprovementEta",
     "UniformReplayStorage",
     "UniformSampler",
     "gym_reward",
+    "sequence_priority",
 ]

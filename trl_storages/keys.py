@@ -5,11 +5,13 @@ from tensordict import NestedKey
 __all__ = [
     "ACHIEVED_GOAL",
     "ACTION",
+    "ANCHOR_INDEX",
     "DESIRED_GOAL",
     "DONE",
     "GOAL_INDEX",
     "HER_MASK",
     "INDEX",
+    "LEARNING_MASK",
     "MASK",
     "OBSERVATION",
     "PRIORITY_STAMP",
@@ -19,6 +21,7 @@ __all__ = [
     "TERMINATED",
     "TRAJECTORY_IDS",
     "TRUNCATED",
+    "VALIDITY_MASK",
     "next_key",
 ]
 
@@ -39,6 +42,9 @@ GOAL_INDEX: NestedKey = "goal_index"
 HER_MASK: NestedKey = "her_mask"
 PRIORITY_WEIGHT: NestedKey = "priority_weight"
 PRIORITY_STAMP: NestedKey = "priority_stamp"
+ANCHOR_INDEX: NestedKey = "anchor_index"
+VALIDITY_MASK: NestedKey = "validity_mask"
+LEARNING_MASK: NestedKey = "learning_mask"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 

@@ -1,16 +1,16 @@
 """Ready-made storages: choose one, give it the spaces of an environment, write and sample.
 
-Each is a `ReplayStorage` over packed rows. They differ in their defaults only; every option works in
+Each is a `ReplayStorage` over packed rows. They differ in their defaults only: every option works in
 each of them, alone and together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
@@ -18,13 +18,26 @@ from trl_storages import keys
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.gym.fields import InfoKeys
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import GoalStrategy, HERSampler, UniformSampler
+from trl_storages.samplers import (
+    ERESampler,
+    GoalStrategy,
+    HERSampler,
+    PERSampler,
+    UniformSampler,
+)
 from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
 from trl_storages.writers import EpisodeWriter
 
-__all__ = ["HERReplayStorage", "UniformReplayStorage"]
+__all__ = [
+    "EREReplayStorage",
+    "EpisodeReplayStorage",
+    "HERReplayStorage",
+    "NStepReplayStorage",
+    "PrioritizedReplayStorage",
+    "UniformReplayStorage",
+]
 
 
 class UniformReplayStorage(ReplayStorage):
@@ -43,6 +56,12 @@ class UniformReplayStorage(ReplayStorage):
         batch_size: B, transitions a sample.
         device: where batches arrive. The rows live there too, unless `path` is given.
         path: directory of memory-mapped rows; None keeps them in memory.
+        n_step: n of the n-step returns; 1 shows transitions as they are.
+        discount: gamma of the n-step returns.
+        alpha: how strongly priorities count; 0 draws without priorities.
+        beta: how far importance weights correct for priorities.
+        eta: recency strength in (0, 1]; 1 draws from the whole storage.
+        c_min: the smallest window of recent rows.
         prefetch: batches that are drawn ahead, in threads.
         seed: seed of the draws; None follows torch's default generator.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
@@ -75,37 +94,48 @@ class UniformReplayStorage(ReplayStorage):
         batch_size: int = 256,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
         prefetch: int = 0,
         seed: int | None = None,
         info_keys: InfoKeys = (),
         autoreset_mode: Any = None,
-        _draw: Callable[[Sampler], Sampler] = lambda sampler: sampler,
-        _see: Sequence[Transform] = (),
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
         if storage_size < num_envs:
             raise ValueError(
-                f"storage_size counts transitions over all environments, so it must be at least "
+                "storage_size counts transitions over all environments, so it must be at least "
                 f"num_envs={num_envs}; got {storage_size}."
             )
         fields = transition_fields(observation_space, action_space, info_keys)
-        device = torch.device(device)
+        capacity = storage_size // num_envs * num_envs
         storage = PackedStorage(
-            storage_size // num_envs * num_envs,
+            capacity,
             fields=fields,
             device=device if path is None else "cpu",
             scratch_dir=path,
             out_device=device,
         )
+        sampler: Sampler = UniformSampler()
+        if alpha:
+            sampler = PERSampler(capacity, alpha=alpha, beta=beta)
+        if eta != 1:
+            sampler = ERESampler(eta, c_min, base=sampler)
+        transforms: list[Transform] = [NStep(n_step, discount)] if n_step != 1 else []
+        sampler, transforms = self._with_goals(sampler, transforms)
         generator = None
         if seed is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
         super().__init__(
             storage=storage,
             writer=EpisodeWriter(num_envs, keys=list(fields)),
-            sampler=_draw(UniformSampler()),
-            transform=Compose(*_see) if _see else None,
+            sampler=sampler,
+            transform=Compose(*transforms) if transforms else None,
             batch_size=batch_size,
             prefetch=prefetch or None,
             generator=generator,
@@ -113,6 +143,101 @@ class UniformReplayStorage(ReplayStorage):
                 num_envs, fields=fields, autoreset_mode=autoreset_mode, info_keys=info_keys
             ),
         )
+
+    def _with_goals(
+        self, sampler: Sampler, transforms: list[Transform]
+    ) -> tuple[Sampler, list[Transform]]:
+        """Lets a subclass add to what draws and what shows."""
+        return sampler, transforms
+
+
+class NStepReplayStorage(UniformReplayStorage):
+    """Shows transitions over n steps, 3 unless said otherwise.
+
+    Args:
+        observation_space: as in `UniformReplayStorage`.
+        action_space: as in `UniformReplayStorage`.
+        n_step: n of the n-step returns.
+        **options: as in `UniformReplayStorage`.
+    """
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, *, n_step: int = 3, **options: Any
+    ) -> None:
+        super().__init__(observation_space, action_space, n_step=n_step, **options)
+
+
+class PrioritizedReplayStorage(UniformReplayStorage):
+    """Draws transitions by priority; `update_tensordict_priority(batch)` sets them from `td_error`.
+
+    Args:
+        observation_space: as in `UniformReplayStorage`.
+        action_space: as in `UniformReplayStorage`.
+        alpha: how strongly priorities count.
+        **options: as in `UniformReplayStorage`.
+
+    Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
+    """
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, *, alpha: float = 0.6, **options: Any
+    ) -> None:
+        super().__init__(observation_space, action_space, alpha=alpha, **options)
+
+
+class EREReplayStorage(UniformReplayStorage):
+    """Emphasises recent experience, within phases of updates.
+
+    Args:
+        observation_space: as in `UniformReplayStorage`.
+        action_space: as in `UniformReplayStorage`.
+        eta: recency strength in (0, 1].
+        **options: as in `UniformReplayStorage`.
+
+    Reference: Wang & Ross 2019, arXiv:1906.04009.
+    """
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, *, eta: float = 0.996, **options: Any
+    ) -> None:
+        super().__init__(observation_space, action_space, eta=eta, **options)
+
+
+class EpisodeReplayStorage(UniformReplayStorage):
+    """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
+
+    Args:
+        observation_space: as in `UniformReplayStorage`.
+        action_space: as in `UniformReplayStorage`.
+        batch_size: episodes a sample.
+        **options: as in `UniformReplayStorage`.
+    """
+
+    def __init__(
+        self, observation_space: Any, action_space: Any, *, batch_size: int = 16, **options: Any
+    ) -> None:
+        super().__init__(observation_space, action_space, batch_size=batch_size, **options)
+
+    def extend(
+        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None
+    ) -> torch.Tensor:
+        """Writes steps, such as a whole episode.
+
+        Raises:
+            ValueError: there are more steps than a lane has room for, so that no episode among them
+                could stay whole. Nothing is written then.
+        """
+        steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
+        if steps > room:
+            raise ValueError(
+                f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "
+                "Make storage_size larger."
+            )
+        return super().extend(tensordicts, update_priority=update_priority)
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        batch = self.sample_episodes(batch_size)
+        return batch, {"index": batch.get(keys.INDEX)}
 
 
 class HERReplayStorage(UniformReplayStorage):
@@ -147,25 +272,20 @@ class HERReplayStorage(UniformReplayStorage):
         info_keys: InfoKeys = (),
         **options: Any,
     ) -> None:
-        names = (
-            sorted(map(str, observation_space.keys())) if hasattr(observation_space, "keys") else []
-        )
-        missing = {keys.ACHIEVED_GOAL, keys.DESIRED_GOAL}.difference(names)
+        there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
+        missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
             raise KeyError(
-                f"hindsight needs a dict observation space with {sorted(missing)}; this one has {names}."
+                f"hindsight needs a dict observation space with {missing}; this one has {there}."
             )
-        super().__init__(
-            observation_space,
-            action_space,
-            info_keys=info_keys,
-            _draw=lambda base: HERSampler(goal_selection_strategy, num_goals, base=base),
-            _see=[
-                GoalRelabel(
-                    reward_fn,
-                    terminated_fn=terminated_fn,
-                    info_keys=tuple(info_keys),
-                )
-            ],
-            **options,
+        self._hindsight = HERSampler(goal_selection_strategy, num_goals)
+        self._relabel = GoalRelabel(
+            reward_fn, terminated_fn=terminated_fn, info_keys=tuple(info_keys)
         )
+        super().__init__(observation_space, action_space, info_keys=info_keys, **options)
+
+    def _with_goals(
+        self, sampler: Sampler, transforms: list[Transform]
+    ) -> tuple[Sampler, list[Transform]]:
+        self._hindsight.base = sampler
+        return self._hindsight, [self._relabel, *transforms]

@@ -20,11 +20,19 @@ from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
-from trl_storages.samplers import UniformSampler
+from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.transforms import ReplayTransform, SeenRows
 from trl_storages.writers import EpisodeWriter
 
 __all__ = ["ReplayStorage"]
+
+# TorchRL's names for how several priorities of one row become one.
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+    "median": lambda priority, dim: priority.median(dim).values,
+}
 
 
 class ReplayStorage(TensorDictReplayBuffer):
@@ -140,6 +148,50 @@ class ReplayStorage(TensorDictReplayBuffer):
             self.episodes.end_episodes(lanes)
             if self._recorder is not None:
                 self._recorder.reset(lanes)
+
+    # Priorities
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Gives the rows of a sampled batch the priorities that it holds as `priority_key`.
+
+        Rows that were overwritten since they were drawn are left alone. Of a batch of sequences each
+        anchor gets the largest priority of its valid learning steps. Nothing happens if no sampler
+        draws by priority, so that a training loop need not know.
+
+        Args:
+            data: a sampled batch; its priorities are `[B]`, or `[B, ...]` to be reduced by the
+                sampler's `reduction`.
+
+        Raises:
+            KeyError: the batch was drawn by priority, and holds none.
+            ValueError: a priority is NaN, negative or infinite. Nothing is changed then.
+        """
+        sampler = self._sampler
+        while isinstance(sampler, WrappingSampler):
+            sampler = sampler.base
+        if not isinstance(sampler, PERSampler):
+            super().update_tensordict_priority(data)
+            return
+        priority = data.get(self.priority_key, None)
+        stamp = data.get(keys.PRIORITY_STAMP, None)
+        if priority is None:
+            if stamp is None:
+                return  # A new row, as `add` passes it: the writer has given it its priority.
+            raise KeyError(
+                f"the batch lacks {self.priority_key!r}: the loss writes it, or set it to the absolute "
+                "temporal-difference errors."
+            )
+        priority = priority.detach().reshape(data.numel(), -1)
+        priority = _REDUCTIONS[sampler.reduction](priority, 1)
+        index = data.get(keys.INDEX)
+        if data.get(keys.ANCHOR_INDEX, None) is not None:
+            steps = self._sample_unit.num_steps
+            learnt = data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)
+            priority = torch.where(learnt, priority, 0).reshape(-1, steps).amax(1)
+            index = data.get(keys.ANCHOR_INDEX).reshape(-1, steps)[:, 0]
+            stamp = None if stamp is None else stamp.reshape(-1, steps)[:, 0]
+        with self._replay_lock, self._write_lock:
+            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
 

@@ -166,7 +166,8 @@ class Layout:
         spans = self._spans.get(keys)
         if spans is None:
             spans = self._spans[keys] = self._find_spans(keys)
-        flat, fields = slots.reshape(-1), {}
+        flat = slots.reshape(-1)
+        fields: dict[NestedKey, torch.Tensor] = {}
         for span in spans:
             words = rows[:, span.words].index_select(0, flat)
             fields |= span.views(words if slots.ndim == 1 else words.view(*slots.shape, -1))

@@ -273,11 +273,11 @@ class RelabelAudit:
             f"reward_fn differs from the stored reward on {len(self.slots)} of {self.num_rows} rows:"
         ]
         worst = (self.stored - self.computed).abs().argsort(descending=True)[:5]
-        for at in worst.tolist():
-            lines.append(
-                f"  slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
-                f"{float(self.computed[at]):g}"
-            )
+        lines += [
+            f"  slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
+            f"{float(self.computed[at]):g}"
+            for at in worst.tolist()
+        ]
         return "\n".join(lines)
 
 
