@@ -12,9 +12,13 @@ from tensordict import TensorDict
 __all__ = [
     "ACTION_SIZE",
     "DISCOUNT",
+    "FLAT_SIZE",
     "GOAL_SIZE",
     "HINDSIGHT_GOALS",
+    "N_STEPS",
     "OBSERVATION_SIZE",
+    "PRIORITY_ALPHA",
+    "PRIORITY_BETA",
     "Columns",
     "flat_columns",
     "goal_columns",
@@ -28,7 +32,10 @@ OBSERVATION_SIZE = 25
 GOAL_SIZE = 3
 ACTION_SIZE = 4
 EPISODE_LENGTH = 50
+FLAT_SIZE = OBSERVATION_SIZE + 2 * GOAL_SIZE
 DISCOUNT = 0.99
+N_STEPS = 3
+PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4
 # Relabelled rows for each one left as it was: 4 of 5, the ratio of the paper and of every library.
 HINDSIGHT_GOALS = 4
 

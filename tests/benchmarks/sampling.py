@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from tests.benchmarks.data import goal_columns
+from tests.benchmarks.data import flat_columns, goal_columns
 from tests.benchmarks.measure import SPARE_ROWS, measure_sampling
 from tests.benchmarks.peers import PEERS, load_peer
 from tests.benchmarks.tables import format_header, format_line, format_machine
@@ -21,14 +21,19 @@ from tests.benchmarks.tables import format_header, format_line, format_machine
 WORKS = {
     "uniform": "uniform draws",
     "her": "hindsight (future), 4 of 5 rows relabelled",
+    "n_step": "3-step returns of flat observations",
+    "priorities": "draws by priority and the update of the priorities, flat observations",
+    "recent": "draws that emphasise recent experience, flat observations",
+    "everything": "hindsight x 3-step x priorities x recency, with update; others: hindsight alone",
 }
+FLAT = ("n_step", "priorities", "recent")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sampling")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--rows", nargs="+", type=int, default=[10**4, 10**5, 10**6])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[256])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--unequal", action="store_true", help="episodes of 1 to 99 steps, not 50")
     parser.add_argument("--threads", type=int, default=1)
@@ -62,6 +67,7 @@ def main() -> None:
         print(format_header([peer.TITLE for peer in taking_part.values()]))
         for rows in arguments.rows:
             columns = goal_columns(rows + SPARE_ROWS, unequal=arguments.unequal)
+            columns = flat_columns(columns) if work in FLAT else columns
             results = measure_sampling(
                 work,
                 columns,

@@ -1,7 +1,7 @@
 """One file a library: how it is filled, written to and sampled from, doing the same work.
 
-A file has a `TITLE` and `WORKS`, which maps the name of a work ("uniform", "her", ...) to a
-`Buffer`. The libraries are optional; one that is not installed is left out with a line of advice.
+A file has a `TITLE` and `WORKS`, which maps the name of a work to a `Buffer`, as far as the library
+does it. The libraries are optional; one that is not installed is left out with a line of advice.
 """
 
 import importlib

@@ -1,21 +1,36 @@
-"""cpprb: `ReplayBuffer`, `HindsightReplayBuffer`."""
+"""cpprb: `ReplayBuffer`, `HindsightReplayBuffer`, `PrioritizedReplayBuffer`."""
+
+from collections.abc import Iterator
 
 import numpy as np
-from cpprb import HindsightReplayBuffer, ReplayBuffer
+from cpprb import HindsightReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
 from tests.benchmarks.data import (
     ACTION_SIZE,
+    DISCOUNT,
     GOAL_SIZE,
     HINDSIGHT_GOALS,
+    N_STEPS,
     OBSERVATION_SIZE,
+    PRIORITY_ALPHA,
+    PRIORITY_BETA,
     Columns,
     goal_reward,
     single_rows,
+    take_rows,
 )
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "cpprb"
 FLAGS = ("reward", "done", "terminated", "truncated")
+
+
+def stretches(columns: Columns) -> Iterator[Columns]:
+    """Cuts rows into episodes, the last of which may be unfinished."""
+    ends = (np.flatnonzero(columns["done"]) + 1).tolist()
+    for start, stop in zip([0, *ends], [*ends, len(columns["done"])], strict=True):
+        if start < stop:
+            yield take_rows(columns, start, stop)
 
 
 class Uniform(Buffer):
@@ -26,8 +41,11 @@ class Uniform(Buffer):
             name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
             for name, column in columns.items()
         }
-        self.buffer = ReplayBuffer(capacity, fields)
+        self.buffer = self.make(capacity, fields)
         self.buffer.add(**columns)
+
+    def make(self, capacity: int, fields: dict) -> ReplayBuffer:
+        return ReplayBuffer(capacity, fields)
 
     @staticmethod
     def prepare(rows: Columns) -> list[Columns]:
@@ -69,15 +87,10 @@ class Hindsight(Buffer):
             additional_goals=HINDSIGHT_GOALS,
             prioritized=False,
         )
-        ends = np.flatnonzero(columns["done"])
-        starts = np.concatenate([[0], ends + 1])
-        steps = self.columns(columns)
-        for start, stop in zip(starts, [*starts[1:], len(columns["done"])], strict=True):
-            if start == stop:
-                continue
-            self.buffer.add(**{name: step[start:stop] for name, step in steps.items()})
-            if columns["done"][stop - 1]:
-                self.buffer.on_episode_end(columns["desired_goal"][start])
+        for episode in stretches(columns):
+            self.buffer.add(**self.columns(episode))
+            if episode["done"][-1]:
+                self.buffer.on_episode_end(episode["desired_goal"][0])
 
     @staticmethod
     def columns(rows: Columns) -> Columns:
@@ -120,4 +133,42 @@ class Hindsight(Buffer):
         }
 
 
-WORKS = {"uniform": Uniform, "her": Hindsight}
+class NStep(Uniform):
+    """Flat observations, folded when they are written."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        fields = {
+            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
+            for name, column in columns.items()
+        }
+        fold = {"size": N_STEPS, "gamma": DISCOUNT, "rew": "reward", "next": "next_observation"}
+        self.buffer = ReplayBuffer(capacity, fields, Nstep=fold)
+        self.write(list(stretches(columns)))
+
+    def write(self, prepared: list[Columns]) -> None:
+        for steps in prepared:
+            # The rewards are summed in place, in the caller's array.
+            self.buffer.add(**(steps | {"reward": steps["reward"].copy()}))
+            if steps["done"][-1]:
+                self.buffer.on_episode_end()
+
+
+class Prioritized(Uniform):
+    """Flat observations; a sample is a draw and the update of its priorities."""
+
+    def make(self, capacity: int, fields: dict) -> PrioritizedReplayBuffer:
+        return PrioritizedReplayBuffer(capacity, fields, alpha=PRIORITY_ALPHA)
+
+    def sample(self, batch_size: int) -> Columns:
+        batch = self.buffer.sample(batch_size, PRIORITY_BETA)
+        self.buffer.update_priorities(batch["indexes"], np.linspace(0.1, 1, batch_size))
+        return batch
+
+
+WORKS = {
+    "uniform": Uniform,
+    "her": Hindsight,
+    "n_step": NStep,
+    "priorities": Prioritized,
+    "everything": Hindsight,
+}

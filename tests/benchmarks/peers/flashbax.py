@@ -1,4 +1,4 @@
-"""flashbax: the item buffer, compiled by JAX for the CPU."""
+"""flashbax: the item buffers, compiled by JAX for the CPU."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.benchmarks.data import Columns
+from tests.benchmarks.data import PRIORITY_ALPHA, PRIORITY_BETA, Columns
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "flashbax"
@@ -18,8 +18,10 @@ TITLE = "flashbax"
 class Uniform(Buffer):
     """Uniform draws; one compiled function for each batch size."""
 
+    make_buffer: Callable = staticmethod(flashbax.make_item_buffer)
+
     def __init__(self, columns: Columns, capacity: int):
-        self.make = functools.partial(flashbax.make_item_buffer, capacity, 1)
+        self.make = functools.partial(self.make_buffer, capacity, 1)
         empty = self.make(1).init({name: column[0] for name, column in columns.items()})
         fill = jax.jit(self.make(1, add_batches=True).add, donate_argnums=0)
         self.state = fill(empty, {name: jnp.asarray(column) for name, column in columns.items()})
@@ -60,4 +62,31 @@ class Uniform(Buffer):
         return {name: np.asarray(part) for name, part in batch.items()}
 
 
-WORKS = {"uniform": Uniform}
+class Prioritized(Uniform):
+    """Flat observations; a sample is a draw and the update of its priorities, compiled together."""
+
+    make_buffer = staticmethod(
+        functools.partial(flashbax.make_prioritised_item_buffer, priority_exponent=PRIORITY_ALPHA)
+    )
+
+    def sampler(self, batch_size: int) -> Callable:
+        if batch_size not in self.samplers:
+            buffer = self.make(batch_size)
+            errors = jnp.linspace(0.1, 1, batch_size)
+
+            def sample(state: Any, key: jax.Array) -> tuple[Any, jax.Array, Any]:
+                key, used = jax.random.split(key)
+                drawn = buffer.sample(state, used)
+                weights = drawn.probabilities**-PRIORITY_BETA
+                batch = drawn.experience | {"weight": weights / weights.max()}
+                return batch, key, buffer.set_priorities(state, drawn.indices, errors)
+
+            self.samplers[batch_size] = jax.jit(sample, donate_argnums=0)
+        return self.samplers[batch_size]
+
+    def sample(self, batch_size: int) -> Columns:
+        batch, self.key, self.state = self.sampler(batch_size)(self.state, self.key)
+        return jax.block_until_ready(batch)
+
+
+WORKS = {"uniform": Uniform, "priorities": Prioritized}

@@ -1,4 +1,4 @@
-"""No library: NumPy gathers the drawn rows of each column. What any of them has to do at least."""
+"""No library: NumPy gathers uniformly drawn rows of each column, which all have to do at least."""
 
 import numpy as np
 
@@ -40,4 +40,4 @@ class Uniform(Buffer):
         return batch
 
 
-WORKS = {"uniform": Uniform}
+WORKS = dict.fromkeys(("uniform", "her", "n_step", "priorities", "recent", "everything"), Uniform)

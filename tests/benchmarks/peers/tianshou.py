@@ -1,11 +1,22 @@
-"""tianshou: `ReplayBuffer`, `HERReplayBuffer`."""
+"""tianshou: `ReplayBuffer`, `HERReplayBuffer`, `PrioritizedReplayBuffer`."""
 
 from typing import Any
 
 import numpy as np
-from tianshou.data import Batch, HERReplayBuffer, ReplayBuffer
+import torch
+from tianshou.algorithm import Algorithm
+from tianshou.data import Batch, HERReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
-from tests.benchmarks.data import HINDSIGHT_GOALS, Columns, goal_reward, single_rows
+from tests.benchmarks.data import (
+    DISCOUNT,
+    HINDSIGHT_GOALS,
+    N_STEPS,
+    PRIORITY_ALPHA,
+    PRIORITY_BETA,
+    Columns,
+    goal_reward,
+    single_rows,
+)
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "tianshou"
@@ -13,14 +24,16 @@ PARTS = ("observation", "achieved_goal", "desired_goal")
 
 
 def to_batch(rows: Columns) -> Batch:
+    flat = "achieved_goal" not in rows
+    following = {part: rows[f"next_{part}"] for part in PARTS} if not flat else {}
     return Batch(
-        obs=Batch({part: rows[part] for part in PARTS}),
+        obs=rows["observation"] if flat else Batch({part: rows[part] for part in PARTS}),
         act=rows["action"],
         rew=rows["reward"],
         terminated=rows["terminated"],
         truncated=rows["truncated"],
         done=rows["done"],
-        obs_next=Batch({part: rows[f"next_{part}"] for part in PARTS}),
+        obs_next=rows["next_observation"] if flat else Batch(following),
         info=Batch(),
     )
 
@@ -52,17 +65,17 @@ class Uniform(Buffer):
 
     @staticmethod
     def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        return (
-            {part: batch.obs[part] for part in PARTS}
-            | {f"next_{part}": batch.obs_next[part] for part in PARTS}
-            | {
-                "action": batch.act,
-                "reward": batch.rew,
-                "terminated": batch.terminated,
-                "truncated": batch.truncated,
-                "done": batch.done,
-            }
-        )
+        columns = {
+            "action": batch.act,
+            "reward": batch.rew,
+            "terminated": batch.terminated,
+            "truncated": batch.truncated,
+            "done": batch.done,
+        }
+        if not isinstance(batch.obs, Batch):
+            return columns | {"observation": batch.obs, "next_observation": batch.obs_next}
+        columns |= {part: batch.obs[part] for part in PARTS}
+        return columns | {f"next_{part}": batch.obs_next[part] for part in PARTS}
 
 
 class Hindsight(Uniform):
@@ -78,4 +91,45 @@ class Hindsight(Uniform):
         )
 
 
-WORKS = {"uniform": Uniform, "her": Hindsight}
+class NStep(Uniform):
+    """Flat observations, folded at sample time for a value function that is 0 everywhere."""
+
+    def sample(self, batch_size: int) -> Batch:
+        batch, rows = self.buffer.sample(batch_size)
+
+        def value(buffer: ReplayBuffer, last_rows: np.ndarray) -> torch.Tensor:
+            batch.obs_next = buffer.obs_next[last_rows]
+            return torch.zeros(len(last_rows))
+
+        Algorithm.compute_nstep_return(batch, self.buffer, rows, value, DISCOUNT, N_STEPS)
+        return batch
+
+    @staticmethod
+    def columns_of(batch: Any) -> dict[str, np.ndarray]:
+        return {
+            "observation": batch.obs,
+            "action": batch.act,
+            "next_observation": batch.obs_next,
+            "reward": batch.returns.numpy()[:, 0],
+        }
+
+
+class Prioritized(Uniform):
+    """Flat observations; a sample is a draw and the update of its priorities."""
+
+    def make(self, capacity: int, columns: Columns) -> PrioritizedReplayBuffer:
+        return PrioritizedReplayBuffer(capacity, PRIORITY_ALPHA, PRIORITY_BETA)
+
+    def sample(self, batch_size: int) -> Batch:
+        batch, rows = self.buffer.sample(batch_size)
+        self.buffer.update_weight(rows, np.linspace(0.1, 1, batch_size))
+        return batch
+
+
+WORKS = {
+    "uniform": Uniform,
+    "her": Hindsight,
+    "n_step": NStep,
+    "priorities": Prioritized,
+    "everything": Hindsight,
+}

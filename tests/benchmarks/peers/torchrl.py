@@ -1,11 +1,25 @@
-"""TorchRL: `TensorDictReplayBuffer` over `LazyTensorStorage`, `HERReplayBuffer`."""
+"""TorchRL: its replay buffers over `LazyTensorStorage`."""
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import HERReplayBuffer, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import (
+    HERReplayBuffer,
+    LazyTensorStorage,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import MultiStepTransform
 
-from tests.benchmarks.data import HINDSIGHT_GOALS, Columns, to_tensordict
+from tests.benchmarks.data import (
+    DISCOUNT,
+    HINDSIGHT_GOALS,
+    N_STEPS,
+    PRIORITY_ALPHA,
+    PRIORITY_BETA,
+    Columns,
+    to_tensordict,
+)
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "TorchRL"
@@ -64,4 +78,42 @@ class Hindsight(Uniform):
         )
 
 
-WORKS = {"uniform": Uniform, "her": Hindsight}
+class NStep(Uniform):
+    """Flat observations, folded when they are written: the newest rows are held back."""
+
+    def make(self, capacity: int) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(capacity), transform=MultiStepTransform(N_STEPS, DISCOUNT)
+        )
+
+    def write(self, prepared: list[TensorDict]) -> None:
+        for step in prepared:
+            self.buffer.extend(step.unsqueeze(0))
+
+
+class Prioritized(Uniform):
+    """Flat observations; a sample is a draw and the update of its priorities."""
+
+    def make(self, capacity: int) -> TensorDictPrioritizedReplayBuffer:
+        return TensorDictPrioritizedReplayBuffer(
+            alpha=PRIORITY_ALPHA, beta=PRIORITY_BETA, storage=LazyTensorStorage(capacity)
+        )
+
+    def sample(self, batch_size: int) -> TensorDictBase:
+        batch = self.buffer.sample(batch_size)
+        batch.set("td_error", self.errors(batch_size))
+        self.buffer.update_tensordict_priority(batch)
+        return batch
+
+    @staticmethod
+    def errors(batch_size: int) -> torch.Tensor:
+        return torch.linspace(0.1, 1.0, batch_size)
+
+
+WORKS = {
+    "uniform": Uniform,
+    "her": Hindsight,
+    "n_step": NStep,
+    "priorities": Prioritized,
+    "everything": Hindsight,
+}
