@@ -9,11 +9,12 @@ import torch
 from goal_data import distance_reward, goal_transitions
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torchrl.data import LazyTensorStorage
+from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import HERSampler, UniformSampler
 from trl_storages.storages import PackedStorage, read_fields
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writers import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random"]
@@ -92,6 +93,38 @@ def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
         assert batch["desired_goal"].shape == (size, 3)
         assert batch["next", "reward"].shape == (size, 1)
         assert batch["next", "done"].dtype == torch.bool
+
+
+@pytest.mark.requirement("devices")
+@pytest.mark.requirement("n-step")
+@each_storage
+@each_number_of_lanes
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_n_step(simulated_gpu, num_envs, storage_type, n_steps):
+    n_step = NStep(n_steps, 0.9)
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, transform=n_step)
+    batch = buffer.sample(8)
+    check(batch, simulated_gpu, 8)
+    assert batch["steps_to_next_obs"].shape == batch["next", "reward"].shape == (8, 1)
+
+
+@pytest.mark.requirement("devices")
+@pytest.mark.requirement("her-n-step")
+@each_storage
+@each_number_of_lanes
+@pytest.mark.parametrize("ends", [False, True])
+def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
+    relabel = GoalRelabel(
+        distance_reward,
+        terminated_fn=(lambda achieved, desired, _: (achieved == desired).all(-1))
+        if ends
+        else None,
+        info_keys=["effort"],
+    )
+    transform = Compose(relabel, NStep(3, 0.9))
+    options = {"sampler": HERSampler(), "transform": transform}
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
+    check(buffer.sample(8), simulated_gpu, 8)
 
 
 @pytest.mark.requirement("devices")

@@ -94,11 +94,13 @@ class SeenRows:
         self.storage = storage
         self._below: SeenRows | None = None
         self._transform: Transform | None = None
+        self._changed: frozenset[NestedKey] = frozenset()
 
     def through(self, transform: Transform) -> SeenRows:
         """Returns the rows as a transform shows them that has just run."""
         seen = SeenRows(self.storage)
         seen._below, seen._transform = self, transform
+        seen._changed = getattr(transform, "changed_keys", frozenset())
         return seen
 
     @property
@@ -108,15 +110,15 @@ class SeenRows:
 
     @property
     def keys(self) -> Collection[NestedKey]:
-        """The entries of a row."""
-        return field_keys(self.storage)
+        """The entries of a row, stored or added by a transform."""
+        if self._below is None:
+            return field_keys(self.storage)
+        below = self._below.keys
+        return [*below, *self._changed.difference(below)]
 
     def changes(self, key: NestedKey) -> bool:
         """Returns whether an entry may be shown differently from what is stored."""
-        if self._below is None:
-            return False
-        own = getattr(self._transform, "changed_keys", ())
-        return key in own or self._below.changes(key)
+        return key in self._changed or (self._below is not None and self._below.changes(key))
 
     def read(
         self, batch: TensorDictBase, slots: torch.Tensor, wanted: Collection[NestedKey]

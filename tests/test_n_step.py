@@ -1,0 +1,477 @@
+"""NStep: folded transitions against a plain loop, and the targets that TorchRL's losses make of them."""
+
+import pytest
+import torch
+from goal_data import HISTORIES, achieved_goals, distance_reward, goal_transitions, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from n_step_oracle import assert_folded, fold
+from oracles import RingOracle
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage
+from torchrl.envs.transforms import Compose, RewardScaling
+
+from trl_storages import EpisodeWriter, GoalRelabel, HERSampler, NStep, PackedStorage, ReplayStorage
+from trl_storages.sample_units import EpisodeSequence
+
+STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
+each_storage = pytest.mark.parametrize("storage_type", STORAGES)
+each_history = pytest.mark.parametrize("name", HISTORIES)
+INFO_KEYS = ["effort", ("next", "observation")]
+
+
+def make_buffer(transform, capacity=30, num_envs=1, storage_type=PackedStorage, **kwargs):
+    return ReplayStorage(
+        storage=storage_type(capacity),
+        writer=EpisodeWriter(num_envs),
+        transform=transform,
+        generator=torch.Generator().manual_seed(3),
+        **kwargs,
+    )
+
+
+def filled(transform, name, **kwargs):
+    """A buffer with one of the histories in it, and the model of what must be there."""
+    history = HISTORIES[name]
+    buffer = make_buffer(transform, history.capacity, history.num_envs, **kwargs)
+    return buffer, history.write(buffer)
+
+
+def onward(oracle, live, slot):
+    """The row in a slot and those after it in its episode."""
+    row = live[slot]
+    return [other for other in oracle.episode(row) if other.step >= row.step]
+
+
+def folds(oracle, batch, n_steps, gamma, **functions):
+    """What the model says of each row of a batch, with the goal that it was given."""
+    live, expected = oracle.live(), []
+    goals = batch.get("goal_index", batch["index"]).tolist()
+    relabelled = batch.get("her_mask", torch.zeros(len(goals), dtype=torch.bool)).tolist()
+    for slot, goal, mask in zip(batch["index"].tolist(), goals, relabelled, strict=True):
+        options = {"goal": achieved_goals([live[goal]])[0], **functions} if mask else {}
+        expected.append(fold(onward(oracle, live, slot), n_steps, gamma, **options))
+    return expected
+
+
+def effort_reward(achieved_goal, desired_goal, transition):
+    reward = distance_reward(achieved_goal, desired_goal, None)
+    pushed = transition["effort"].squeeze(-1).float() - transition["next", "observation"][:, 0]
+    return reward + pushed / 16
+
+
+def reached(achieved_goal, desired_goal, transition):
+    """At the goal itself, and at every fifth state besides."""
+    at_goal = (achieved_goal == desired_goal).all(-1)
+    return at_goal | (transition["next", "observation"][:, 0] % 5 == 0)
+
+
+@pytest.mark.requirement("n-step")
+class TestFold:
+    @each_storage
+    @each_history
+    @pytest.mark.parametrize("n_steps", [1, 2, 3, 5, 40])
+    def test_equals_a_plain_loop(self, name, storage_type, n_steps):
+        buffer, oracle = filled(NStep(n_steps, 0.9), name, storage_type=storage_type)
+        batch = buffer.sample(64)
+        assert_folded(batch, folds(oracle, batch, n_steps, 0.9))
+
+    def test_by_hand(self):
+        """Rewards 1, 2, 4, 8 of one episode, at discount 1/2, and the next state of the last row."""
+        buffer = make_buffer(NStep(3, 0.5))
+        steps = torch.arange(4)
+        data = goal_transitions(torch.zeros(4).long(), steps, steps == 3)
+        data["next", "reward"] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+        buffer.extend(data)
+        batch = buffer.sample(200)
+        rows = {}
+        for i, slot in enumerate(batch["index"].tolist()):
+            rows[slot] = (
+                batch["next", "reward"][i].item(),
+                batch["next", "observation"][i, 0].item(),
+                batch["next", "done"][i].item(),
+                batch["steps_to_next_obs"][i].item(),
+            )
+        assert rows == {
+            0: (3.0, 3.0, False, 3),
+            1: (6.0, 4.0, True, 3),
+            2: (8.0, 4.0, True, 2),
+            3: (8.0, 4.0, True, 1),
+        }
+
+    def test_changed_between_samples(self):
+        n_step = NStep(3, 0.9)
+        buffer, oracle = filled(n_step, "wrapped")
+        for n_steps, gamma in ((3, 0.9), (7, 0.9), (1, 0.9), (2, 1.0), (2, 0.0)):
+            n_step.n_steps, n_step.gamma = n_steps, gamma
+            batch = buffer.sample(50)
+            assert_folded(batch, folds(oracle, batch, n_steps, gamma))
+
+    def test_a_cut_ends_the_window(self):
+        """Rows of another trajectory follow without a done, as from a collector's other worker."""
+        buffer, oracle = make_buffer(NStep(4, 0.9), capacity=14), RingOracle(14)
+        done = [step in (3, 9) for step in range(18)]
+        trajectory = torch.tensor([0] * 4 + [1] * 2 + [2] * 4 + [5] * 3 + [6] * 5)
+        steps = torch.arange(18)
+        data = goal_transitions(torch.zeros(18).long(), steps, torch.tensor(done))
+        data["collector", "traj_ids"] = trajectory
+        cut = [False, *(trajectory[1:] != trajectory[:-1]).tolist()]
+        for start in range(0, 18, 6):
+            buffer.extend(data[start : start + 6])
+            block = slice(start, start + 6)
+            oracle.append([done[block]], [cut[block]])
+            batch = buffer.sample(60)
+            assert_folded(batch, folds(oracle, batch, 4, 0.9))
+
+    def test_the_newest_row_ends_the_window(self):
+        """An episode that grows row by row: all of it is seen at once, nothing is held back."""
+        buffer, oracle = make_buffer(NStep(3, 0.9), capacity=8), RingOracle(8)
+        for _ in range(20):
+            write(buffer, oracle, [[False]])
+            batch = buffer.sample(60)
+            assert set(batch["index"].tolist()) == set(oracle.live())
+            assert_folded(batch, folds(oracle, batch, 3, 0.9))
+
+    def test_the_storage_and_the_root_stay(self):
+        buffer, oracle = filled(NStep(4, 0.9), "lanes")
+        slots = torch.tensor(list(oracle.live()))
+        before = buffer.storage.get(slots).clone()
+        for _ in range(50):
+            batch = buffer.sample(32)
+            for leaf in batch.values(True, True):
+                leaf.zero_()
+        after = buffer.storage.get(slots)
+        for key in before.keys(True, True):
+            assert torch.equal(before[key], after[key])
+
+    def test_sequences_are_folded_row_by_row(self):
+        unit = EpisodeSequence(4, burn_in=2)
+        buffer, oracle = filled(NStep(3, 0.9), "lanes", sample_unit=unit)
+        batch = buffer.sample(10)
+        assert batch.shape == (60,)
+        assert_folded(batch, folds(oracle, batch, 3, 0.9))
+
+    def test_rewards_in_double_precision(self):
+        buffer, steps = make_buffer(NStep(5, 0.99)), torch.arange(20)
+        data = goal_transitions(torch.zeros(20).long(), steps, steps < 0)
+        data["next", "reward"] = torch.rand(20, 1, dtype=torch.float64) * 1e9
+        buffer.extend(data)
+        batch = buffer.sample(30)
+        for slot, reward in zip(
+            batch["index"].tolist(), batch["next", "reward"].tolist(), strict=True
+        ):
+            window = data["next", "reward"][slot : slot + 5, 0].tolist()
+            assert reward == pytest.approx([sum(0.99**i * r for i, r in enumerate(window))], 1e-14)
+
+    def test_further_entries_under_next_and_other_names(self):
+        names = {
+            "reward_key": ("next", "scores", "mine"),
+            "terminated_key": ("next", "dead"),
+            "steps_to_next_obs_key": ("info", "steps"),
+        }
+        buffer, steps = make_buffer(NStep(3, 0.5, **names)), torch.arange(6)
+        next_entries = {
+            "scores": {"mine": steps.float().unsqueeze(-1), "theirs": steps.unsqueeze(-1)},
+            "image": steps.to(torch.uint8).view(6, 1, 1).expand(6, 2, 2).clone(),
+            "done": (steps == 4).unsqueeze(-1),
+            "dead": (steps == 4).unsqueeze(-1),
+            "clock": steps,
+        }
+        buffer.extend(TensorDict({"image": next_entries["image"] + 9, "next": next_entries}, [6]))
+        batch = buffer.sample(50)
+        slot = batch["index"]
+        length = torch.where(slot == 5, 1, (5 - slot).clamp(max=3))
+        last = slot + length - 1
+        assert torch.equal(batch["info", "steps"], length.unsqueeze(-1))
+        for key in (("scores", "theirs"), "image", "done", "dead", "clock"):
+            assert torch.equal(batch["next"][key], TensorDict(next_entries, [6])[key][last])
+        assert torch.equal(batch["image"], next_entries["image"][slot] + 9)
+        expected = [
+            sum(0.5**i * (s + i) for i in range(m))
+            for s, m in zip(slot.tolist(), length.tolist(), strict=True)
+        ]
+        assert batch["next", "scores", "mine"].squeeze(-1).tolist() == expected
+
+    @each_storage
+    def test_one_further_row_of_observations_is_read(self, storage_type, monkeypatch):
+        """Of the rows in between only the rewards, however long the window."""
+        from trl_storages.transforms import base
+
+        buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
+        reads, read_fields = [], base.read_fields
+
+        def spy(storage, slots, wanted):
+            reads.extend((key, tuple(slots.shape)) for key in wanted)
+            return read_fields(storage, slots, wanted)
+
+        monkeypatch.setattr(base, "read_fields", spy)
+        buffer.sample(16)
+        assert [key for key, shape in reads if shape == (16, 9)] == [("next", "reward")]
+        rest = {key for key, shape in reads if shape == (16,)}
+        assert {key[0] for key in rest} == {"next"}
+        assert ("next", "observation") in rest
+        assert len(reads) == len(rest) + 1
+
+
+flags = st.sampled_from([False, False, False, True])
+
+
+@st.composite
+def writes(draw):
+    """Capacity, lanes, and blocks of (done, cut, lanes)."""
+    num_envs = draw(st.integers(1, 3))
+    capacity = num_envs * draw(st.integers(1, 9)) + draw(st.integers(0, num_envs - 1))
+    blocks = []
+    for _ in range(draw(st.integers(1, 5))):
+        lanes = draw(
+            st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True)
+        )
+        size = draw(st.integers(1, 12))
+        rows = st.lists(
+            st.lists(flags, min_size=size, max_size=size),
+            min_size=len(lanes),
+            max_size=len(lanes),
+        )
+        blocks.append((draw(rows), draw(rows), lanes))
+    return capacity, num_envs, blocks
+
+
+def write_with_cuts(buffer, oracle, done, cut, lanes, trajectories):
+    """Writes a block in which some rows begin another trajectory; `trajectories` counts them."""
+    steps = torch.tensor(
+        [[len(oracle.lanes[lane]) + s for s in range(len(done[0]))] for lane in lanes]
+    )
+    lane_column = torch.tensor(lanes).unsqueeze(1).expand_as(steps)
+    data = goal_transitions(lane_column, steps, torch.tensor(done))
+    numbers = torch.empty_like(steps)
+    for i, lane in enumerate(lanes):
+        for s in range(len(done[i])):
+            trajectories[lane] += cut[i][s]
+            numbers[i, s] = trajectories[lane]
+    data["collector", "traj_ids"] = numbers
+    oracle.append(done, cut, lanes)
+    buffer.writer.extend(data, lanes=lanes)
+
+
+@pytest.mark.requirement("n-step")
+@pytest.mark.requirement("her-n-step")
+@settings(max_examples=100)
+@given(
+    written=writes(),
+    n_steps=st.integers(1, 6),
+    gamma=st.floats(0, 1),
+    strategy=st.sampled_from(["future", "final", "episode", "random"]),
+    ends=st.booleans(),
+)
+def test_any_writes_at_all(written, n_steps, gamma, strategy, ends):
+    capacity, num_envs, blocks = written
+    functions = {"reward_fn": effort_reward, "terminated_fn": reached if ends else None}
+    relabel = GoalRelabel(**functions, info_keys=INFO_KEYS)
+    buffer = make_buffer(
+        Compose(relabel, NStep(n_steps, gamma)), capacity, num_envs, sampler=HERSampler(strategy)
+    )
+    oracle, trajectories = RingOracle(capacity, num_envs), [0] * num_envs
+    for done, cut, lanes in blocks:
+        write_with_cuts(buffer, oracle, done, cut, lanes, trajectories)
+        batch = buffer.sample(12)
+        expected = folds(oracle, batch, n_steps, gamma, **functions, info_keys=INFO_KEYS)
+        assert_folded(batch.exclude("collector"), expected)
+
+
+@pytest.mark.requirement("her-n-step")
+class TestHindsight:
+    @each_storage
+    @each_history
+    @pytest.mark.parametrize("ends", [False, True], ids=["flags as stored", "ends at the goal"])
+    def test_one_goal_for_the_window(self, name, storage_type, ends):
+        functions = {"reward_fn": effort_reward, "terminated_fn": reached if ends else None}
+        transform = Compose(
+            GoalRelabel(**functions, info_keys=INFO_KEYS),
+            NStep(4, 0.9),
+        )
+        sampler = HERSampler("future", 2)
+        buffer, oracle = filled(transform, name, storage_type=storage_type, sampler=sampler)
+        batch = buffer.sample(60)
+        assert batch["her_mask"].sum() == 40
+        assert_folded(batch, folds(oracle, batch, 4, 0.9, **functions, info_keys=INFO_KEYS))
+
+    def test_by_hand(self):
+        """Six steps along a line; the goal of each is the last state, 0 is paid there and -1 before."""
+        position = torch.arange(7.0).unsqueeze(-1)
+        done = torch.arange(6).unsqueeze(-1) == 5
+        data = TensorDict(
+            {
+                "achieved_goal": position[:-1],
+                "desired_goal": torch.full((6, 1), 99.0),
+                "next": {
+                    "achieved_goal": position[1:],
+                    "desired_goal": torch.full((6, 1), 99.0),
+                    "reward": torch.full((6, 1), -1.0),
+                    "done": done,
+                    "terminated": torch.zeros(6, 1, dtype=torch.bool),
+                    "truncated": done,
+                },
+            },
+            [6],
+        )
+        relabel = GoalRelabel(
+            lambda achieved, desired, _: -(achieved != desired).any(-1).float(),
+            terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1),
+        )
+        transform = Compose(relabel, NStep(3, 0.5))
+        buffer = make_buffer(transform, sampler=HERSampler("final", float("inf")))
+        buffer.extend(data)
+        batch = buffer.sample(100)
+        # -1 - 1/2 - 1/4 before the goal is in reach; -1 - 1/2 + 0 where the third step reaches it.
+        expected = {
+            0: (-1.75, 3.0, 3, False),
+            1: (-1.75, 4.0, 3, False),
+            2: (-1.75, 5.0, 3, False),
+            3: (-1.5, 6.0, 3, True),
+            4: (-1.0, 6.0, 2, True),
+            5: (0.0, 6.0, 1, True),
+        }
+        for i, slot in enumerate(batch["index"].tolist()):
+            row = batch[i]["next"]
+            got = (row["reward"], row["achieved_goal"], batch["steps_to_next_obs"][i])
+            assert tuple(value.item() for value in got) == expected[slot][:3]
+            assert row["terminated"].item() == row["done"].item() == expected[slot][3]
+            assert row["desired_goal"].item() == batch["desired_goal"][i].item() == 6.0
+
+    def test_the_window_ends_where_the_goal_is_reached(self):
+        """Not where the stored episode had ended, if that was elsewhere."""
+        relabel = GoalRelabel(
+            distance_reward,
+            terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1),
+        )
+        sampler = HERSampler("future", float("inf"))
+        buffer, oracle = filled(Compose(relabel, NStep(3, 0.9)), "wrapped", sampler=sampler)
+        live, batch = oracle.live(), buffer.sample(300)
+        ended, went_on = 0, 0
+        for i, slot in enumerate(batch["index"].tolist()):
+            to_goal = live[batch["goal_index"][i].item()].step - live[slot].step + 1
+            available = len(onward(oracle, live, slot))
+            assert batch["steps_to_next_obs"][i].item() == min(3, to_goal, available)
+            assert batch["next", "terminated"][i].item() == (to_goal <= 3)
+            ended += to_goal < min(3, available)
+            went_on += to_goal > 3
+        assert ended > 20
+        assert went_on > 20
+
+    def test_both_agree_for_one_step(self):
+        relabel = GoalRelabel(effort_reward, terminated_fn=reached, info_keys=INFO_KEYS)
+        batches = []
+        for transform in (relabel, Compose(relabel, NStep(1, 0.9))):
+            buffer, _ = filled(transform, "lanes", sampler=HERSampler())
+            batches.append(buffer.sample(40))
+        one, other = batches
+        assert (other["steps_to_next_obs"] == 1).all()
+        for key in one.keys(True, True):
+            assert torch.equal(one[key], other[key])
+
+    def test_sequences_have_one_goal_each(self):
+        unit = EpisodeSequence(3)
+        transform = Compose(GoalRelabel(distance_reward), NStep(3, 0.9))
+        buffer, oracle = filled(transform, "wrapped", sampler=HERSampler(), sample_unit=unit)
+        batch = buffer.sample(10)
+        assert_folded(batch, folds(oracle, batch, 3, 0.9, reward_fn=distance_reward))
+        goals = batch["goal_index"].view(10, 3)
+        assert (goals[batch["her_mask"].view(10, 3)[:, 0]].diff() == 0).all()
+
+    def test_rows_without_a_next_desired_goal(self):
+        transform = Compose(GoalRelabel(distance_reward), NStep(3, 0.9))
+        buffer, steps = make_buffer(transform, sampler=HERSampler()), torch.arange(12)
+        data = goal_transitions(torch.zeros(12).long(), steps, steps % 6 == 5)
+        buffer.extend(data.exclude(("next", "desired_goal")))
+        batch = buffer.sample(20)
+        assert torch.equal(batch["next", "desired_goal"], batch["desired_goal"])
+        last = batch["index"] + batch["steps_to_next_obs"].squeeze(-1) - 1
+        assert torch.equal(batch["next", "observation"], data["next", "observation"][last])
+
+    def test_user_functions_see_flat_batches(self):
+        shapes = []
+
+        def reward_fn(achieved_goal, desired_goal, transition):
+            shapes.append((achieved_goal.shape, desired_goal.shape, transition["effort"].shape))
+            return distance_reward(achieved_goal, desired_goal, None)
+
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        buffer, _ = filled(Compose(relabel, NStep(4, 0.9)), "lanes", sampler=HERSampler())
+        buffer.sample(10)
+        assert shapes == [((size, 3), (size, 3), (size, 1)) for size in (10, 30)]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("n_steps", [0, -1, 1.5, "3", None, True])
+    def test_n_steps_out_of_range(self, n_steps):
+        with pytest.raises(ValueError, match=r"n_steps must be .* 1 or more; got"):
+            NStep(n_steps)
+
+    @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
+    def test_gamma_out_of_range(self, gamma):
+        with pytest.raises(ValueError, match="gamma must be from 0 to 1, got"):
+            NStep(3, gamma)
+
+    @pytest.mark.requirement("live-parameters")
+    def test_live_attributes_are_checked_and_kept(self):
+        n_step = NStep(3, 0.9)
+        with pytest.raises(ValueError, match="-2"):
+            n_step.n_steps = -2
+        with pytest.raises(ValueError, match="7"):
+            n_step.gamma = 7
+        assert (n_step.n_steps, n_step.gamma) == (3, 0.9)
+        assert repr(n_step) == "NStep(n_steps=3, gamma=0.9)"
+
+    def test_no_reward(self):
+        buffer, steps = make_buffer(NStep()), torch.arange(5)
+        buffer.extend(goal_transitions(steps, steps, steps == 4).exclude(("next", "reward")))
+        with pytest.raises(KeyError, match=r"reward[\s\S]*observation"):
+            buffer.sample(4)
+
+    @pytest.mark.parametrize("shape", [(), (2,)])
+    def test_a_reward_of_another_shape(self, shape):
+        buffer, steps = make_buffer(NStep()), torch.arange(5)
+        data = goal_transitions(steps, steps, steps == 4)
+        data["next", "reward"] = torch.zeros(5, *shape)
+        buffer.extend(data)
+        with pytest.raises(ValueError, match=r"one value a row, shape \[4, 1\]; got"):
+            buffer.sample(4)
+
+    def test_rows_that_were_folded_before_they_were_written(self):
+        buffer, steps = make_buffer(NStep()), torch.arange(5)
+        data = goal_transitions(steps, steps, steps == 4)
+        data["steps_to_next_obs"] = torch.full((5, 1), 3)
+        buffer.extend(data)
+        with pytest.raises(ValueError, match="store single steps"):
+            buffer.sample(4)
+
+    def test_before_the_relabelling(self):
+        transform = Compose(NStep(3, 0.9), GoalRelabel(distance_reward))
+        buffer, _ = filled(transform, "lanes", sampler=HERSampler())
+        with pytest.raises(RuntimeError, match=r"Compose\(GoalRelabel\(...\), NStep\(...\)\)"):
+            buffer.sample(8)
+
+    def test_behind_a_transform_of_the_sampled_rows_only(self):
+        scaling = RewardScaling(0.0, 2.0, in_keys=[("next", "reward")])
+        buffer, _ = filled(Compose(scaling, NStep(3, 0.9)), "lanes")
+        with pytest.raises(RuntimeError, match="RewardScaling has changed the sampled rows"):
+            buffer.sample(8)
+        buffer, oracle = filled(Compose(NStep(3, 0.9), scaling), "lanes")
+        batch = buffer.sample(8)
+        batch["next", "reward"] /= 2
+        assert_folded(batch, folds(oracle, batch, 3, 0.9))
+
+    def test_without_the_episode_writer(self):
+        from torchrl.data import RoundRobinWriter
+
+        buffer = ReplayStorage(
+            storage=PackedStorage(8), writer=RoundRobinWriter(), transform=NStep()
+        )
+        steps = torch.arange(5)
+        buffer.extend(goal_transitions(steps, steps, steps == 4))
+        with pytest.raises(RuntimeError, match="EpisodeWriter"):
+            buffer.sample(4)
+
+    def test_outside_of_a_replay_storage(self):
+        with pytest.raises(RuntimeError, match="ReplayStorage"):
+            NStep()(goal_transitions(*[torch.zeros(1).long()] * 2, torch.zeros(1).bool()))
