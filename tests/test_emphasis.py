@@ -658,5 +658,13 @@ def test_rules_out_of_range_raise(kwargs, message):
 
 
 def test_a_sampler_without_eta_is_refused():
-    with pytest.raises(ValueError, match="eta"):
-        ReturnImprovementEta(RandomSampler())
+    for sampler in (RandomSampler(), HERSampler()):
+        with pytest.raises(ValueError, match="eta"):
+            ReturnImprovementEta(sampler)
+
+
+def test_the_rule_finds_the_emphasis_under_other_samplers():
+    emphasis = ERESampler(eta=0.5)
+    scheduler = ReturnImprovementEta(make_buffer(HERSampler(base=emphasis)), num_returns=2)
+    scheduler.step([1.0, 0.0])
+    assert emphasis.eta == 1.0

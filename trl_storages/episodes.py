@@ -474,7 +474,8 @@ class EpisodeIndex:
         # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
         end = fill.cumsum(0) + fill * (self.num_envs - 1 - self._lane_ids)
         emptied = torch.searchsorted(end, window, right=True)
-        whole = torch.cat([fill.new_zeros(1), fill.cumsum(0)])[emptied]
+        # Not indexed: an index without dimensions would be read on the host.
+        whole = _take(torch.cat([fill.new_zeros(1), fill.cumsum(0)]), emptied)
         sharing = (self.num_envs - emptied).clamp(min=1)
         left = window - whole
         # Of equally old rows, those of the fullest lanes come first.

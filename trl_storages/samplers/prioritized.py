@@ -368,9 +368,10 @@ class PERSampler(PrioritizedSampler):
             )
         device = getattr(storage, "device", None)
         if device is not None and device != self._device and device != "auto":
-            state = self.state_dict()
+            state = self.state_dict() if self._has_rows else None
             self._place(torch.device(device))
-            self.load_state_dict(state)
+            if state is not None:
+                self.load_state_dict(state)
         if not self._has_rows and len(storage):
             episodes = getattr(storage, "episodes", None)
             rows = torch.arange(len(storage if episodes is None else episodes), device=self._device)

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
+from trl_storages.samplers.base import WrappingSampler
 
 __all__ = ["ReturnImprovementEta"]
 
@@ -30,7 +31,8 @@ class ReturnImprovementEta(ParameterScheduler):
     finite and in [eta_0, 1].
 
     Args:
-        obj: an `ERESampler`, or the replay buffer whose sampler it is. Its `eta` is eta_0.
+        obj: an `ERESampler`, a sampler that stands on one, or the replay buffer of either. Its `eta`
+            is eta_0.
         num_returns: how many of the newest returns the slope looks at, at least 2.
         decay: in (0, 1]: with each episode the steepest slopes shrink by this factor, so that what
             counts as steep adapts.
@@ -55,7 +57,11 @@ class ReturnImprovementEta(ParameterScheduler):
             raise ValueError(f"num_returns must be at least 2 for a slope, got {num_returns}.")
         if not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay}.")
-        super().__init__(obj, "eta", max_value=1.0)
+        # Samplers that stand on an ERESampler, such as HERSampler, hold it as their base.
+        sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
+        while isinstance(sampler, WrappingSampler) and not hasattr(sampler, "eta"):
+            sampler = sampler.base
+        super().__init__(sampler, "eta", max_value=1.0)
         self.initial_val = float(self.initial_val)
         self._min_val = self.initial_val
         self.num_returns = num_returns
