@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.replay import ReplayStorage
 from trl_storages.sample_units import EpisodeSequence
-from trl_storages.samplers import HERSampler
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler
 from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel
 from trl_storages.writers import EpisodeWriter
@@ -193,6 +193,31 @@ def test_a_sequence_has_one_goal(history):
         relabelled["next", "achieved_goal"], relabelled["desired_goal"], None
     ).unsqueeze(-1)
     torch.testing.assert_close(relabelled["next", "reward"], reward)
+
+
+@pytest.mark.parametrize("emphasis", [False, True])
+def test_priorities_of_rows_reach_their_anchors_only(emphasis):
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=1)
+    priorities = PERSampler(20, alpha=1.0)
+    buffer = ReplayStorage(
+        storage=PackedStorage(20),
+        writer=EpisodeWriter(),
+        sampler=ERESampler(c_min=20, base=priorities) if emphasis else priorities,
+        sample_unit=unit,
+        batch_size=6,
+    )
+    done = (torch.arange(33) % 6 == 5).unsqueeze(-1)
+    buffer.extend(TensorDict({"next": {"done": done}}, [33]))
+    batch = buffer.sample()
+    batch["td_error"] = torch.arange(1.0, 31.0)
+    buffer.update_tensordict_priority(batch)
+
+    # The largest error of the valid rows to learn from; of an anchor drawn twice, the last counts.
+    expected = [1.0] * 20
+    for line in batch.reshape(6, unit.num_steps):
+        learnt = line["validity_mask"] & line["learning_mask"]
+        expected[line["anchor_index"][0]] = line["td_error"][learnt].max().item()
+    assert priorities.priorities.tolist() == expected
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
