@@ -280,12 +280,28 @@ class TestRefused:
         buffer.extend(block(3, 2))
         self.check(buffer, lambda: buffer.add(block(1)[0]), ValueError, "lanes")
 
-    @pytest.mark.parametrize("lanes", [[0, 0], [0, 3], [-1, 0], [1], [0, 1, 2]])
+    @pytest.mark.parametrize(
+        "lanes",
+        [
+            [0, 0],
+            [0, 3],
+            [-1, 0],
+            [1],
+            [0, 1, 2],
+            [],
+            1,
+            [0.5, 1],
+            [[0, 1]],
+            [True, False, False],
+            torch.tensor([True, True]),
+        ],
+        ids=str,
+    )
     def test_lanes_that_do_not_match_the_rows(self, lanes):
         buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(3))
         buffer.extend(block(3, 2))
         data = block(2, 2)
-        self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lanes")
+        self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lane")
 
     @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
     def test_without_done(self, storage_type):

@@ -189,7 +189,7 @@ class EpisodeIndex:
         Returns:
             `[L, S]` int64 slots.
         """
-        lane = self._lanes(lanes).unsqueeze(1)
+        lane = self.lane_ids(lanes).unsqueeze(1)
         step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
         return step % self.steps_per_lane * self.num_envs + lane
 
@@ -212,7 +212,7 @@ class EpisodeIndex:
                 twice. The index is unchanged then.
         """
         shape = done.shape
-        lane = self._lanes(lanes)
+        lane = self.lane_ids(lanes)
         if done.ndim not in (1, 2) or shape[0] != lane.shape[0]:
             raise ValueError(
                 f"done must have shape [{lane.shape[0]}] or [{lane.shape[0]}, S], a row of steps for "
@@ -259,7 +259,7 @@ class EpisodeIndex:
         _put(table.open, lane, ~done[:, -1:])
         table.cursors[lane] += num_steps
         if self._host_cursors is not self.cursors:
-            self._host_cursors[slice(None) if lanes is None else self._lanes(lanes).cpu()] += (
+            self._host_cursors[slice(None) if lanes is None else self.lane_ids(lanes).cpu()] += (
                 num_steps
             )
         self._behead(lane)
@@ -293,8 +293,18 @@ class EpisodeIndex:
     def _range(self, stop: int) -> Array:
         return np.arange(stop) if self._xp is np else torch.arange(stop, device=self.device)
 
-    def _lanes(self, lanes: Lanes) -> torch.Tensor:
-        """Checks `lanes` on the host and returns them as an int64 tensor on the device."""
+    def lane_ids(self, lanes: Lanes = None) -> torch.Tensor:
+        """Returns the lanes that `lanes` names, checked on the host.
+
+        Args:
+            lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
+
+        Returns:
+            `[L]` int64.
+
+        Raises:
+            ValueError: `lanes` is something else, or names an unknown lane or one twice.
+        """
         if lanes is None:
             return self._lane_ids
         ids = torch.as_tensor(lanes, device="cpu")
@@ -304,20 +314,22 @@ class EpisodeIndex:
                     f"a mask of lanes must have shape [{self.num_envs}], got {list(ids.shape)}."
                 )
             ids = ids.nonzero().squeeze(1)
-        values = ids.tolist()
+        values = ids.reshape(-1).tolist()
         if (
             ids.ndim != 1
+            or not values
+            or ids.is_floating_point()
             or len(set(values)) != len(values)
-            or any(not 0 <= lane < self.num_envs for lane in values)
+            or not all(0 <= lane < self.num_envs for lane in values)
         ):
             raise ValueError(
-                f"lanes must be distinct numbers in 0..{self.num_envs - 1}, got {values}."
+                f"lanes must be a list of distinct numbers in 0..{self.num_envs - 1}, got {lanes}."
             )
         return ids.long().to(self.device)
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
-        self._tables.open[self._lanes(lanes)] = False
+        self._tables.open[self.lane_ids(lanes)] = False
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.

@@ -150,9 +150,7 @@ class EpisodeWriter(RoundRobinWriter):
 
     def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
-        num_lanes = self.num_envs if lanes is None else len(torch.as_tensor(lanes))
-        if isinstance(lanes, torch.Tensor) and lanes.dtype is torch.bool:
-            num_lanes = int(lanes.sum())
+        num_lanes = self.num_envs if lanes is None else len(self._episodes.lane_ids(lanes))
         if 0 in batch_size:
             raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
         if len(batch_size) == 1 and num_lanes == 1:
