@@ -75,15 +75,27 @@ def goal_transitions(lanes: Tensor, steps: Tensor, done: Tensor) -> TensorDict:
 
 
 def write(
-    buffer: Any, oracle: RingOracle, done: Sequence[Sequence[bool]], lanes: list[int] | None = None
+    buffer: Any,
+    oracle: RingOracle,
+    done: Sequence[Sequence[bool]],
+    lanes: list[int] | None = None,
+    *,
+    anew: bool = False,
 ) -> None:
-    """Writes the same block of rows, `done` [L][S], into a buffer and into the model."""
+    """Writes the same block of rows, `done` [L][S], into a buffer and into the model.
+
+    `anew` breaks off the running episodes before it.
+    """
     chosen = list(range(oracle.num_envs)) if lanes is None else lanes
     flags = torch.tensor(done, dtype=torch.bool)
     first = torch.tensor([len(oracle.lanes[lane]) for lane in chosen])
     steps = first.unsqueeze(1) + torch.arange(flags.shape[1])
     data = goal_transitions(torch.tensor(chosen).unsqueeze(1).expand_as(steps), steps, flags)
-    oracle.append(done, lanes=lanes)
+    if anew:
+        buffer.end_episodes(lanes)
+    cut = [[anew and step == 0 for step in range(len(row))] for row in done]
+    # Clearing numbers the rows that it keeps anew; what they hold stays.
+    oracle.append(done, cut, lanes, payload=steps.tolist())
     if lanes is None:
         buffer.extend(data if oracle.num_envs > 1 else data[0])
     else:

@@ -404,6 +404,16 @@ class EpisodeIndex:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
         return _take(self._tables.episode, slots).long()
 
+    def is_live(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether each slot, of any number at all, is one that holds a row, bool."""
+        inside = (slots >= 0) & (slots < self.capacity)
+        # Counted back from the cursor, a slot not yet written comes out before step 0.
+        return inside & (self.steps(slots.clamp(0, self.capacity - 1)) >= 0)
+
+    def is_end(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether each row ended its episode by `done`, bool."""
+        return self.is_finished(slots) & (self.ahead(slots) == 0)
+
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
         return _take(self._tables.finished, _take(self._tables.episode, slots))
@@ -617,18 +627,27 @@ class EpisodeIndex:
         """Returns copies of all tensors of the index."""
         return {name: tensor.clone() for name, tensor in self._tables._asdict().items()}
 
+    def check_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            ValueError: the state is that of an index of another size or number of lanes.
+        """
+        for name, tensor in self._tables._asdict().items():
+            if name not in state_dict or state_dict[name].shape != tensor.shape:
+                got = list(state_dict[name].shape) if name in state_dict else "nothing"
+                raise ValueError(
+                    f"the saved index must have {name} of shape {list(tensor.shape)}, got {got}: "
+                    "capacity and num_envs must be those it was saved with."
+                )
+
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Restores what `state_dict` returned.
 
         Raises:
             ValueError: the state is that of an index of another size or number of lanes.
         """
-        for name, tensor in self._tables._asdict().items():
-            if state_dict[name].shape != tensor.shape:
-                raise ValueError(
-                    f"the saved index has {name} of shape {list(state_dict[name].shape)}, this one "
-                    f"{list(tensor.shape)}: capacity and num_envs must be those it was saved with."
-                )
+        self.check_state_dict(state_dict)
         for name, tensor in self._tables._asdict().items():
             tensor.copy_(state_dict[name])
         self._host_cursors.copy_(self.cursors)

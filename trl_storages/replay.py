@@ -5,7 +5,10 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +21,18 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
+from trl_storages.batch_files import dump_batches, load_batches
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
+from trl_storages.history import is_key, slots_of
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.transforms import ReplayTransform, SeenRows
 from trl_storages.writers import EpisodeWriter
 
 __all__ = ["ReplayStorage"]
 
+_RECORDER_FILE = "recorder.json"
+_PREFETCH_DIRECTORY = "prefetch"
 # TorchRL's names for how several priorities of one row become one.
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
@@ -53,7 +60,8 @@ class ReplayStorage(TensorDictReplayBuffer):
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
 
     Raises:
-        ValueError: `dim_extend` is not 0, or the writer does not fit the storage.
+        ValueError: `dim_extend` is not 0, rows shall be consumed, or the writer does not fit the
+            storage.
     """
 
     def __init__(
@@ -78,9 +86,21 @@ class ReplayStorage(TensorDictReplayBuffer):
             transform=transform,
             **kwargs,
         )
+        if self._consume_after_n_samples is not None:
+            raise ValueError(
+                "rows can't be consumed, got consume_after_n_samples="
+                f"{self._consume_after_n_samples}: they leave in the order in which they came, so that "
+                "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
+            )
         self._recorder = recorder
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
+        self._prefetch_in_order()
+
+    def _prefetch_in_order(self) -> None:
+        """Draws ahead in one thread: draws wait for each other anyway, and more would mix them up."""
+        if self._prefetch:
+            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -118,7 +138,8 @@ class ReplayStorage(TensorDictReplayBuffer):
                 `autoreset_mode` says where the true one is found.
 
         Returns:
-            int64 slots of the rows that were written; None if every lane was only being reset.
+            int64 slots of the rows that were written; None if every lane was only being reset, or if a
+            transform held the rows back.
 
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
@@ -131,6 +152,10 @@ class ReplayStorage(TensorDictReplayBuffer):
         if step is None:
             return None
         rows, lanes = step
+        if any(not isinstance(part, ReplayTransform) for part in self._transform):
+            rows = self._transform.inv(rows)
+            if rows is None:
+                return None
         with self._replay_lock, self._write_lock:
             index = self.writer.extend(rows, lanes=lanes)
             self.sampler.extend(index)
@@ -142,7 +167,10 @@ class ReplayStorage(TensorDictReplayBuffer):
         For loops that reset their environments at a moment of their own.
 
         Args:
-            lanes: the lanes that were reset; None is all of them.
+            lanes: the lanes that were reset, as numbers or as a mask `[E]`; None is all of them.
+
+        Raises:
+            ValueError: there is no such lane. Nothing is changed then.
         """
         with self._replay_lock, self._write_lock:
             self.episodes.end_episodes(lanes)
@@ -209,8 +237,11 @@ class ReplayStorage(TensorDictReplayBuffer):
             sampler's other entries.
 
         Raises:
+            ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty, or no batch size is known.
         """
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
         return ReplayBuffer.sample(self, batch_size, return_info)
 
@@ -223,7 +254,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            batch = self._storage.get(index)
+            batch = self._collate_fn(self._storage.get(index))
             for key, value in info.items():
                 set_entry(batch, key, value.to(batch.device))
             if len(self._transform):
@@ -256,7 +287,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             index = episodes.shift(first, step.minimum(length - 1))
             batch = self._storage.get(index)
             mask = (step < length).to(batch.device)
-            batch = batch.apply(lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, 0))
+            batch = batch.apply(lambda leaf: leaf.masked_fill(expand_as_right(~mask, leaf), 0))
             batch.set(keys.INDEX, index.to(batch.device))
             batch.set(keys.MASK, mask)
             if len(self._transform):
@@ -286,43 +317,47 @@ class ReplayStorage(TensorDictReplayBuffer):
     # History
 
     def __getitem__(self, index: Any) -> Any:
-        """Reads stored rows; a slice is one of the history in time order, the oldest row first.
+        """Reads rows as they were stored, without transforms, into new memory.
 
-        The rows of several lanes alternate, as `EpisodeIndex.ages` orders them. A slice shows rows as
-        they were stored, without transforms. Anything else is read as TorchRL does: ints and tensors
-        are slots, strings are entries.
-        """
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        with self._replay_lock, self._write_lock:
-            return self._storage.get(self._history(index))
+        Args:
+            index: a slice of the history in time order, the oldest row first (the rows of several
+                lanes alternate, as `EpisodeIndex.ages` orders them); or slots, as an int, a list, a
+                mask or an integer tensor of any shape B; or the key of an entry of the whole history.
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Overwrites stored rows in place; a slice is one of the history, as for reading.
+        Returns:
+            TensorDict `[B]`, or the entry.
 
         Raises:
-            ValueError: an episode would end elsewhere than it does. Nothing is written then.
+            IndexError: a slot holds no row.
         """
-        if not isinstance(index, slice):
-            super().__setitem__(index, value)
-            return
         with self._replay_lock, self._write_lock:
-            slots = self._history(index)
-            done = self._storage.get(slots).get(keys.DONE, None)
-            new_done = value.get(keys.DONE, None)
-            if done is not None and new_done is not None and not torch.equal(done, new_done):
-                raise ValueError(
-                    f"rows that are overwritten must keep their {keys.DONE}, or the episodes would "
-                    "change: write another history with empty() and extend()."
-                )
-            self._storage.set(slots, value, set_cursor=False)
+            if is_key(index):
+                return self._rows(slots_of(self.episodes, slice(None)))[index]
+            return self._rows(slots_of(self.episodes, index))
 
-    def _history(self, which: slice) -> torch.Tensor:
-        """Returns the slots of a slice of the history, the oldest first."""
-        size = len(self.episodes)
-        steps = range(size)[which]
-        order = torch.arange(steps.start, steps.stop, steps.step, device=self.episodes.device)
-        return self.episodes.slots_by_age(size - 1 - order)
+    def _rows(self, slots: torch.Tensor) -> TensorDictBase:
+        # One gather, also for a single slot: its row would be a view of the storage otherwise.
+        return self._storage.get(slots.reshape(-1)).reshape(slots.shape)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Overwrites rows in place, which stay as old as they are.
+
+        Args:
+            index: as for reading.
+            value: TensorDict `[B]` of all entries, or the entry of the whole history.
+
+        Raises:
+            IndexError: a slot holds no row. Nothing is written then.
+            ValueError: an episode would end elsewhere than it does, or there are more or fewer rows
+                than slots. Nothing is written then.
+        """
+        with self._replay_lock, self._write_lock:
+            if is_key(index):
+                slots = slots_of(self.episodes, slice(None))
+                value = self._rows(slots).set(index, value)
+            else:
+                slots = slots_of(self.episodes, index)
+            self._writer.write_at(slots, value)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
         """Forgets the stored rows.
@@ -337,14 +372,85 @@ class ReplayStorage(TensorDictReplayBuffer):
         """
         if keep_steps < 0:
             raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
-        if not (keep_steps and len(self)):
-            super().empty(empty_write_count)
-            if self._recorder is not None:
-                self._recorder.reset()
-            return
-        with self._replay_lock, self._write_lock:
-            self.sampler._empty()
-            self.sampler.extend(self.writer.restart(keep_steps, empty_write_count))
+        with self._futures_lock:
+            # Batches that were drawn ahead show rows that are gone.
+            self._clear_prefetch_queue_locked()
+            with self._replay_lock, self._write_lock:
+                if keep_steps and len(self):
+                    self.sampler._empty()
+                    self.sampler.extend(self.writer.restart(keep_steps, empty_write_count))
+                    return
+                super().empty(empty_write_count)
+                if self._recorder is not None:
+                    self._recorder.reset()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that the next samples and writes depend on, in tensors and plain values."""
+        state = super().state_dict()
+        state["_recorder"] = None if self._recorder is None else self._recorder.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned.
+
+        Raises:
+            ValueError: the state is that of a storage of another size, layout or number of lanes.
+                Nothing is changed then.
+        """
+        if isinstance(self._writer, EpisodeWriter):
+            self._writer.check_state_dict(state_dict["_writer"])
+        super().load_state_dict(state_dict)
+        self._restore_recorder(state_dict.get("_recorder"))
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves all that the next samples and writes depend on, without pickling anything.
+
+        Args:
+            path: a directory, which may hold an earlier dump.
+        """
+        super().dumps(path)
+        if self._recorder is not None:
+            ended = self._recorder.state_dict()["ended"].tolist()
+            (Path(path) / _RECORDER_FILE).write_text(json.dumps({"ended": ended}))
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved.
+
+        Raises:
+            ValueError: as `load_state_dict`.
+        """
+        path = Path(path)
+        if isinstance(self._writer, EpisodeWriter):
+            self._writer.check_dump(path / "writer")
+        super().loads(path)
+        recorder = path / _RECORDER_FILE
+        self._restore_recorder(json.loads(recorder.read_text()) if recorder.exists() else None)
+
+    def _restore_recorder(self, state: dict[str, Any] | None) -> None:
+        if self._recorder is None and state is not None:
+            self._recorder = GymRecorder(self.episodes.num_envs)
+        if self._recorder is not None and state is not None:
+            self._recorder.load_state_dict(state)
+        elif self._recorder is not None:
+            self._recorder.reset()
+
+    def _dump_prefetch_state(self, path: Path, prefetch_state: dict[str, Any]) -> None:
+        dump_batches(path / _PREFETCH_DIRECTORY, prefetch_state["queue"])
+
+    def _load_prefetch_state(self, path: Path) -> dict[str, Any] | None:
+        # Fewer batches may be drawn ahead here than where they were saved: the rest is lost then.
+        queue = load_batches(path / _PREFETCH_DIRECTORY)[: self._prefetch_cap]
+        return {"version": 1, "capacity": self._prefetch_cap, "queue": queue}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An iterator that was left halfway can't be pickled, nor is it part of the state.
+        return {**super().__getstate__(), "_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prefetch_in_order()
 
     # Care
 
@@ -356,6 +462,8 @@ class ReplayStorage(TensorDictReplayBuffer):
         """
         with self._replay_lock, self._write_lock:
             self.episodes.validate()
+            if isinstance(self._writer, EpisodeWriter):
+                self._writer.validate()
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]

@@ -15,7 +15,8 @@ from torchrl.data import RoundRobinWriter, Storage
 
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
-from trl_storages.storages import PackedStorage
+from trl_storages.history import slots_of
+from trl_storages.storages import PackedStorage, read_fields
 
 __all__ = ["EpisodeWriter"]
 
@@ -135,7 +136,7 @@ class EpisodeWriter(RoundRobinWriter):
         self._mark_update_entities(slots)
         return written.reshape(shape)
 
-    def _set(self, slots: torch.Tensor, rows: TensorDictBase) -> None:
+    def _set(self, slots: torch.Tensor, rows: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Writes the entries that are wanted of rows of any batch size."""
         if self.keys is None and "index" in rows.keys():  # noqa: SIM118
             # Replay buffers set it on the data that they have written.
@@ -144,9 +145,9 @@ class EpisodeWriter(RoundRobinWriter):
         if self.keys is not None and not (packed and self._storage.layout):
             rows = rows.select(*self.keys)
         if packed:
-            self._storage.set(slots, rows, strict=self.keys is None)
+            self._storage.set(slots, rows, set_cursor=set_cursor, strict=self.keys is None)
         else:
-            self._storage.set(slots.reshape(-1), rows.reshape(-1))
+            self._storage.set(slots.reshape(-1), rows.reshape(-1), set_cursor=set_cursor)
 
     def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
@@ -202,6 +203,62 @@ class EpisodeWriter(RoundRobinWriter):
             self._storage._len = steps * self.num_envs
         self._cursor = int(episodes.num_steps_written[0]) % episodes.steps_per_lane * self.num_envs
 
+    def write_at(self, index: int | torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Overwrites rows in place: they stay where they are in their episodes.
+
+        Args:
+            index: which rows, as in `slots_of`.
+            data: TensorDict `[B]`.
+
+        Returns:
+            int64 slots `[B]`.
+
+        Raises:
+            TypeError: `data` is no TensorDict.
+            IndexError: a slot holds no row. Nothing is written then.
+            ValueError: there are more or fewer rows than slots, or an episode would end elsewhere
+                than it does. Nothing is written then.
+        """
+        index = slots_of(self._episodes, index)
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
+        if data.batch_size != index.shape:
+            raise ValueError(
+                f"the data must have one row for each of the slots {list(index.shape)}, got a batch "
+                f"{list(data.batch_size)}."
+            )
+        slots, data = index.reshape(-1), data.reshape(-1)
+        if data.get(self.done_key, None) is not None:
+            done = self._flag(data, self.done_key, (1, slots.shape[0])).to(slots.device)
+            if not torch.equal(done[0], self._episodes.is_end(slots)):
+                raise ValueError(
+                    f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
+                    "would change: write another history with empty() and extend()."
+                )
+        self._set(slots, data, set_cursor=False)
+        self._bump_generation(slots, data)
+        return index
+
+    def validate(self) -> None:
+        """Checks that episodes end where the stored rows say so, walking all rows.
+
+        Raises:
+            RuntimeError: one does not; the message names its slot.
+        """
+        episodes, storage = self._episodes, self._storage
+        data = storage._storage
+        # Writers may be told not to store the flag.
+        if not len(episodes) or data.get(self.done_key, None) is None:
+            return
+        slots = episodes.slots_by_age(torch.arange(len(episodes), device=episodes.device))
+        done = read_fields(storage, slots, [self.done_key])[self.done_key].reshape(-1)
+        wrong = slots[done != episodes.is_end(slots)]
+        if len(wrong):
+            raise RuntimeError(
+                f"the rows in the slots {wrong.tolist()} have another {self.done_key!r} than when they "
+                "were written: their episodes end elsewhere."
+            )
+
     def restart(self, keep_steps: int, empty_write_count: bool = True) -> torch.Tensor:
         """Forgets every row but the last `keep_steps` of each lane.
 
@@ -231,8 +288,22 @@ class EpisodeWriter(RoundRobinWriter):
         state["last_trajectory"] = self._last_trajectory.clone()  # type: ignore[union-attr]
         return state
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            ValueError: it is that of another kind of writer, size or number of lanes.
+        """
+        if "episodes" not in state_dict:
+            raise ValueError(
+                "the saved state must hold an episode index, and that of other writers than "
+                "EpisodeWriter has none; write the rows anew with extend()."
+            )
+        self._episodes.check_state_dict(state_dict["episodes"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
+        self.check_state_dict(state_dict)
         self._episodes.load_state_dict(state_dict["episodes"])
         self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
         super().load_state_dict(state_dict)
@@ -243,12 +314,28 @@ class EpisodeWriter(RoundRobinWriter):
         tensors = {**self._episodes.state_dict(), "last_trajectory": self._last_trajectory}
         TensorDict(tensors, []).cpu().memmap(Path(path) / "episodes")
 
+    def check_dump(self, path: str | Path) -> None:
+        """Checks that `loads` can restore what is in the directory, without changing anything.
+
+        Raises:
+            ValueError: as `check_state_dict`.
+        """
+        self.check_state_dict(self._read(path))
+
+    def _read(self, path: str | Path) -> dict[str, Any]:
+        directory = Path(path) / "episodes"
+        if not directory.exists():
+            return {}
+        tensors = TensorDict.load_memmap(directory).to_dict()
+        return {"last_trajectory": tensors.pop("last_trajectory"), "episodes": tensors}
+
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved."""
+        state = self._read(path)
+        self.check_state_dict(state)
         super().loads(path)
-        tensors = TensorDict.load_memmap(Path(path) / "episodes")
-        self._last_trajectory.copy_(tensors.pop("last_trajectory"))  # type: ignore[union-attr]
-        self._episodes.load_state_dict(tensors.to_dict())
+        self._last_trajectory.copy_(state["last_trajectory"])  # type: ignore[union-attr]
+        self._episodes.load_state_dict(state["episodes"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"

@@ -1,0 +1,71 @@
+"""Which rows an index names: slices of the history by age, slots, masks.
+
+Letters: N capacity, B any shape of slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trl_storages.episodes import EpisodeIndex
+
+__all__ = ["is_key", "slots_of"]
+
+
+def is_key(index: Any) -> bool:
+    """Returns whether an index names an entry of the rows, and not rows.
+
+    >>> is_key("reward"), is_key(("next", "reward")), is_key(3), is_key((3, 4))
+    (True, True, False, False)
+    """
+    if isinstance(index, tuple):
+        return bool(index) and all(map(is_key, index))
+    return isinstance(index, str)
+
+
+def slots_of(episodes: EpisodeIndex, index: Any) -> torch.Tensor:
+    """Returns the slots that an index names.
+
+    Args:
+        episodes: knows which rows are live, and how old they are.
+        index: a slice of the history in time order, the oldest row first; or slots, as an int, a list
+            or an integer tensor of any shape B, or as a mask.
+
+    Returns:
+        int64 slots, `[]` for an int, all of them live.
+
+    Raises:
+        IndexError: a slot holds no row.
+        TypeError: it is none of these.
+
+    >>> episodes = EpisodeIndex(4)
+    >>> _ = episodes.append(torch.zeros(1, 6, dtype=torch.bool))
+    >>> slots_of(episodes, slice(None)).tolist(), slots_of(episodes, slice(-1, None)).tolist()
+    ([2, 3, 0, 1], [1])
+    """
+    if isinstance(index, slice):
+        size = len(episodes)
+        places = range(size)[index]
+        # torch.arange(start, stop, step) refuses some of the empty ranges.
+        place = places.start + places.step * torch.arange(len(places), device=episodes.device)
+        return episodes.slots_by_age(size - 1 - place)
+    if isinstance(index, tuple) or index is None or index is Ellipsis:
+        raise TypeError(
+            f"rows have one dimension: index them by a slice, an int, a list, a mask or a tensor of "
+            f"slots, or by a key; got {index!r}."
+        )
+    slots = torch.as_tensor(index, device=episodes.device)
+    if slots.dtype is torch.bool:
+        slots = slots.nonzero().squeeze(-1)
+    if slots.numel() and (slots.is_floating_point() or slots.is_complex()):
+        raise TypeError(f"slots must be integers, got {index!r}.")
+    slots = slots.long()
+    there = episodes.is_live(slots)
+    if not bool(there.all()):
+        raise IndexError(
+            f"slots must be those of the {len(episodes)} rows stored, got {slots[~there].tolist()}; "
+            "a slice names rows by age, such as storage[-1:] for the newest."
+        )
+    return slots
