@@ -22,7 +22,7 @@ from trl_storages.samplers import (
     UniformSampler,
 )
 from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel, NStep, ReplayTransform, gym_reward
+from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writers import EpisodeWriter
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "EpisodeReplayStorage",
     "EpisodeSequence",
     "EpisodeWriter",
+    "FlattenGoal",
     "GoalRelabel",
     "HERReplayStorage",
     "HERSampler",

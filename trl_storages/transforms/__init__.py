@@ -1,8 +1,17 @@
 """How what was drawn is seen."""
 
 from trl_storages.transforms.base import ReplayTransform, SeenRows
+from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.gym_reward import gym_reward
 from trl_storages.transforms.n_step import NStep
 from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit
 
-__all__ = ["GoalRelabel", "NStep", "RelabelAudit", "ReplayTransform", "SeenRows", "gym_reward"]
+__all__ = [
+    "FlattenGoal",
+    "GoalRelabel",
+    "NStep",
+    "RelabelAudit",
+    "ReplayTransform",
+    "SeenRows",
+    "gym_reward",
+]

@@ -1,0 +1,247 @@
+"""One vector instead of an observation, a goal that is achieved and one that is desired.
+
+Letters: B any batch size, F = the sum of the three sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
+from torchrl.envs.transforms import CatTensors
+
+from trl_storages import keys
+
+__all__ = ["FlattenGoal"]
+
+
+class FlattenGoal(CatTensors):
+    """Joins observation, achieved goal and desired goal, in this order, into one flat vector, and back.
+
+    For policies and losses that read a single observation. As the transform of an environment it
+    adds the vector to every observation; as the transform of a replay storage, to the batch at the
+    root and under `next`. There it belongs behind `GoalRelabel`, so that the vector holds the drawn
+    goal. The inverse is exact: a storage with this transform splits vectors that are written to it, and
+    keeps the parts, which hindsight needs.
+
+    Args:
+        observation_space: a gymnasium `Dict` or TorchRL's `env.observation_spec`, whose entries say how
+            to split. None learns it from the environment or from what is joined first.
+        observation_key: the first part.
+        achieved_goal_key: the second part.
+        desired_goal_key: the third part, shaped as the second.
+        out_key: entry of the vector; it may be one of the three, which it then takes the place of.
+        del_keys: whether to leave the parts out.
+
+    Raises:
+        KeyError: a part is missing.
+        TypeError: the parts are not of one kind, such as floats and integers.
+        ValueError: a part has more dimensions than one, or the goals differ in shape.
+
+    >>> flatten = FlattenGoal()
+    >>> parts = {"observation": [1.0, 2.0], "achieved_goal": [3.0], "desired_goal": [4.0]}
+    >>> flat = flatten.flatten({key: torch.tensor(part) for key, part in parts.items()})
+    >>> flat, flatten.unflatten(flat)["desired_goal"]
+    (tensor([1., 2., 3., 4.]), tensor([4.]))
+    """
+
+    invertible = True
+
+    def __init__(
+        self,
+        observation_space: gymnasium.Space[Any] | TensorSpec | None = None,
+        *,
+        observation_key: NestedKey = keys.OBSERVATION,
+        achieved_goal_key: NestedKey = keys.ACHIEVED_GOAL,
+        desired_goal_key: NestedKey = keys.DESIRED_GOAL,
+        out_key: NestedKey = "observation_vector",
+        del_keys: bool = False,
+    ) -> None:
+        parts = [unravel_key(key) for key in (observation_key, achieved_goal_key, desired_goal_key)]
+        super().__init__(parts, unravel_key(out_key), del_keys=del_keys, sort=False)
+        self._shapes: list[torch.Size] | None = None
+        if observation_space is not None:
+            self._learn_space(observation_space)
+
+    # Tensors
+
+    def flatten(self, parts: Any, batch_dims: int | None = None) -> torch.Tensor:
+        """Joins the three parts.
+
+        Args:
+            parts: mapping with them, each `[*B, n]`, or `[*B]` for a single number; a TensorDict.
+            batch_dims: how many dimensions B has; None takes those of a TensorDict, otherwise all but
+                the last one of the achieved goal.
+
+        Returns:
+            `[*B, F]`.
+        """
+        there = list(
+            parts.keys(include_nested=True) if isinstance(parts, TensorDictBase) else parts
+        )
+        missing = [key for key in self.in_keys if key not in there]
+        if missing:
+            raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(map(str, there))}.")
+        values = [torch.as_tensor(parts[key]) for key in self.in_keys]
+        if batch_dims is None:
+            is_tensordict = isinstance(parts, TensorDictBase)
+            batch_dims = parts.batch_dims if is_tensordict else values[1].ndim - 1
+        shapes = [value.shape[batch_dims:] for value in values]
+        if shapes != self._shapes:
+            self._learn(shapes, [value.dtype for value in values])
+        elif len({value.dtype for value in values}) > 1:
+            self._check(shapes, [value.dtype for value in values])
+        columns = [
+            value if shape else value.unsqueeze(-1)
+            for value, shape in zip(values, shapes, strict=True)
+        ]
+        return torch.cat(columns, -1)
+
+    def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Splits what `flatten` joined.
+
+        Args:
+            flat: `[*B, F]`.
+
+        Returns:
+            key -> view of the part.
+
+        Raises:
+            RuntimeError: nothing has been joined yet, and no space was given.
+            ValueError: the vector has another size than F.
+        """
+        if self._shapes is None:
+            raise RuntimeError(
+                "FlattenGoal does not know how to split a vector before it has joined one: pass "
+                "observation_space."
+            )
+        sizes = [shape.numel() for shape in self._shapes]
+        if not flat.ndim or flat.shape[-1] != sum(sizes):
+            raise ValueError(
+                f"the vector must have the size {' + '.join(map(str, sizes))} of "
+                f"{', '.join(map(repr, self.in_keys))}, got the shape {list(flat.shape)}."
+            )
+        columns = flat.split(sizes, -1)
+        return {
+            key: column if shape else column.squeeze(-1)
+            for key, column, shape in zip(self.in_keys, columns, self._shapes, strict=True)
+        }
+
+    # TensorDicts
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        next_tensordict.set(self.out_keys[0], self.flatten(next_tensordict))
+        if self._del_keys:
+            next_tensordict.exclude(*self.keys_to_exclude, inplace=True)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Joins the parts at the root and under `next`."""
+        tensordict = self._call(tensordict)
+        following = tensordict.get("next", None)
+        if following is not None:
+            if self.in_keys[2] not in following.keys(include_nested=True):
+                # Rows without a next desired goal pursue one goal throughout.
+                following.set(self.in_keys[2], tensordict.get(self.in_keys[2]))
+            self._call(following)
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for branch in (tensordict, tensordict.get("next", None)):
+            if branch is None:
+                continue
+            flat = branch.get(self.out_keys[0], None)
+            there = branch.keys(include_nested=True)
+            # An observation that nothing was joined to is no vector, even if it bears its name.
+            if flat is None or all(key in there for key in self.keys_to_exclude):
+                continue
+            for key, part in self.unflatten(flat).items():
+                branch.set(key, part)
+            if self.out_keys[0] not in self.in_keys:
+                branch.exclude(self.out_keys[0], inplace=True)
+        return tensordict
+
+    # Spaces
+
+    def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
+        """Adds the spec of the vector."""
+        self._learn_space(observation_spec)
+        specs = [observation_spec[key] for key in self.in_keys]
+        batch_dims = len(observation_spec.shape)
+        if self._del_keys:
+            for key in self.keys_to_exclude:
+                del observation_spec[key]
+        observation_spec[self.out_keys[0]] = _joined(specs, batch_dims)
+        return observation_spec
+
+    def _learn_space(self, space: Any) -> None:
+        if not isinstance(space, (gymnasium.spaces.Dict, Composite)):
+            raise TypeError(
+                "observation_space must be a gymnasium Dict or a TorchRL Composite with "
+                f"{self.in_keys}, got {space!r}."
+            )
+        batch_dims = len(space.shape) if isinstance(space, Composite) else 0
+        parts = [_entry(space, key) for key in self.in_keys]
+        self._learn(
+            [torch.Size(shape[batch_dims:]) for shape, _ in parts], [kind for _, kind in parts]
+        )
+
+    def _learn(self, shapes: list[torch.Size], kinds: list[Any]) -> None:
+        self._check(shapes, kinds)
+        self._shapes = shapes
+
+    def _check(self, shapes: list[torch.Size], kinds: list[Any]) -> None:
+        named = dict(zip(self.in_keys, (list(shape) for shape in shapes), strict=True))
+        if len(set(kinds)) > 1:
+            raise TypeError(
+                "observation and goals must be of one kind to share a vector, got "
+                f"{dict(zip(self.in_keys, map(str, kinds), strict=True))}; convert them first."
+            )
+        if any(len(shape) > 1 for shape in shapes):
+            raise ValueError(
+                f"observation and goals must be vectors or numbers, got {named}; flatten them first, "
+                "with TorchRL's FlattenObservation."
+            )
+        if shapes[1] != shapes[2]:
+            raise ValueError(f"both goals must have one shape, got {named}.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(in_keys={self.in_keys}, out_key={self.out_keys[0]!r})"
+
+
+def _entry(space: Any, key: NestedKey) -> tuple[Any, Any]:
+    """Returns shape and kind of one part of a space."""
+    part = space
+    for name in (key,) if isinstance(key, str) else key:
+        if name not in part.keys():  # noqa: SIM118  (specs are no mappings)
+            raise KeyError(
+                f"the observation space must have {key!r}, there are {sorted(part.keys())}."
+            )
+        part = part[name]
+    if isinstance(part, gymnasium.spaces.Box):
+        # As it is stored: a box without dimensions is a vector of one.
+        return part.shape or (1,), ("Box", str(part.dtype))
+    if isinstance(part, gymnasium.Space):
+        return part.shape, (type(part).__name__, str(part.dtype))
+    family = "Box" if isinstance(part, (Bounded, Unbounded)) else type(part).__name__
+    return part.shape, (family, str(part.dtype))
+
+
+def _joined(specs: list[TensorSpec], batch_dims: int) -> TensorSpec:
+    """Returns the spec of the vector: bounded where all parts are, binary where they are."""
+    columns = [spec if len(spec.shape) > batch_dims else spec.unsqueeze(-1) for spec in specs]
+    size = sum(spec.shape[-1] for spec in columns)
+    shape = torch.Size((*columns[0].shape[:-1], size))
+    like = {"shape": shape, "dtype": specs[0].dtype, "device": specs[0].device}
+    if all(isinstance(spec, Bounded) for spec in columns):
+        low, high = (
+            torch.cat([getattr(spec.space, end).expand(spec.shape) for spec in columns], -1)
+            for end in ("low", "high")
+        )
+        return Bounded(low, high, **like)
+    if all(isinstance(spec, Binary) for spec in columns):
+        return Binary(size, **like)
+    return Unbounded(**like)
