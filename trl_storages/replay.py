@@ -23,6 +23,7 @@ from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
 from trl_storages.batch_files import dump_batches, load_batches
 from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
 from trl_storages.history import is_key, slots_of
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
@@ -453,6 +454,22 @@ class ReplayStorage(TensorDictReplayBuffer):
         self._prefetch_in_order()
 
     # Care
+
+    def explain(self, batch: TensorDictBase) -> Explanation:
+        """Says of each sample of a batch which row it is, and how it is seen; prints as a table.
+
+        Args:
+            batch: sampled from this storage, whose rows were not overwritten since.
+
+        Returns:
+            columns of slot, lane, age, episode, step and more, as in `trl_storages.explain.explain`.
+
+        Raises:
+            KeyError: the batch has no `index`.
+            ValueError: it is of rows that are not stored.
+        """
+        with self._replay_lock, self._write_lock:
+            return explain(batch, self.episodes)
 
     def validate(self) -> None:
         """Checks the invariants of storage and index, walking all rows.

@@ -1,0 +1,193 @@
+"""Which rows a batch is made of, and how it sees them.
+
+Letters: B samples of a batch, of any batch size, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from trl_storages import keys
+from trl_storages.episodes import EpisodeIndex
+
+__all__ = ["Explanation", "explain"]
+
+_ROWS_SHOWN = 10
+
+
+class Explanation:
+    """A row per sample of a batch; prints as a table.
+
+    Args:
+        columns: name -> `[B]`, as `explain` describes them.
+        num_rows: how many rows were stored.
+
+    >>> columns = {"slot": torch.tensor([7, 3]), "age": torch.tensor([0, 4])}
+    >>> print(Explanation(columns, 12))
+    2 samples of 12 rows stored
+    slot  age
+       7    0
+       3    4
+    """
+
+    def __init__(self, columns: Mapping[str, torch.Tensor], num_rows: int) -> None:
+        self.columns = dict(columns)
+        self.num_rows = num_rows
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Returns the column `[B]` of that name."""
+        if name not in self.columns:
+            raise KeyError(f"there is no column {name!r}; there are {list(self.columns)}.")
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        """B, the number of samples."""
+        return len(self.columns["slot"])
+
+    def _title(self) -> str:
+        title = f"{len(self)} samples of {self.num_rows} rows stored"
+        if "relabelled" in self.columns:
+            title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
+        return title
+
+    def _table(self) -> list[list[str]]:
+        """Returns the names of the columns, and the cells of the first samples."""
+        first = {name: column[:_ROWS_SHOWN].tolist() for name, column in self.columns.items()}
+        cells = {name: list(map(_cell, values)) for name, values in first.items()}
+        if "relabelled" in first:
+            for name in ("relabelled", "goal_slot", "goal_same_episode", "goal_offset", "goal_age"):
+                del cells[name]
+            cells["goal"] = [
+                _goal(*values)
+                for values in zip(
+                    first["relabelled"],
+                    first["goal_slot"],
+                    first["goal_same_episode"],
+                    first["goal_offset"],
+                    first["goal_age"],
+                    strict=True,
+                )
+            ]
+        return [list(cells), *map(list, zip(*cells.values(), strict=True))]
+
+    def __str__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in table
+        ]
+        hidden = len(self) - _ROWS_SHOWN
+        return "\n".join([self._title(), *lines, *([f"... {hidden} more"] if hidden > 0 else [])])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        names, *rows = self._table()
+        head = "".join(f"<th>{name}</th>" for name in names)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
+        )
+        hidden = len(self) - _ROWS_SHOWN
+        tail = f"<p>... {hidden} more</p>" if hidden > 0 else ""
+        return f"<p>{self._title()}</p><table><tr>{head}</tr>{body}</table>{tail}"
+
+
+def explain(batch: TensorDictBase, episodes: EpisodeIndex) -> Explanation:
+    """Says of each sample which row it is, and how it is seen.
+
+    The columns, int64 unless said otherwise; the last ones only where the batch holds what they show:
+
+    - `slot`, `lane`: where the row lies.
+    - `age`: its rank from the newest row, 0.
+    - `episode`: a number of its episode, and `step` and `length`: its place among the surviving rows
+      of that episode, from 0, and how many these are.
+    - `valid`: bool, whether it is a row of its own in a padded sequence or episode.
+    - `relabelled`: bool, whether it is seen with a goal that was reached; `goal_slot`, `goal_age`: the
+      row whose outcome that is (the own row where it is not relabelled); `goal_same_episode`: bool;
+      `goal_offset`: how many steps later in the lane that row lies, 0 in other episodes.
+    - `steps`: how many steps are folded into it.
+    - `weight`: float, its importance weight.
+
+    Args:
+        batch: sampled, with its `index`, and not overwritten since.
+        episodes: the index of the storage that it was sampled from. It is only read.
+
+    Returns:
+        the columns, on the device of the index.
+
+    Raises:
+        KeyError: the batch has no `index`.
+        ValueError: the index names slots that hold no row, such as those of another storage.
+    """
+    slots = _column(batch, keys.INDEX, episodes)
+    if slots is None:
+        there = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+        raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets; it has {there}.")
+    live = episodes.is_live(slots)
+    if not bool(live.all()):
+        raise ValueError(
+            f"the batch must be of rows that are stored, but the slots {slots[~live].tolist()} hold "
+            "none: explain a batch with the storage that it was sampled from, before that is emptied."
+        )
+    behind, ahead = episodes.extent(slots)
+    columns = {
+        "slot": slots,
+        "lane": slots % episodes.num_envs,
+        "age": episodes.ages(slots),
+        "episode": episodes.episode_id(slots),
+        "step": behind,
+        "length": behind + ahead + 1,
+    }
+    optional: dict[str, list[NestedKey]] = {
+        "valid": [keys.VALIDITY_MASK, keys.MASK],
+        "steps": [keys.STEPS_TO_NEXT_OBS],
+        "weight": [keys.PRIORITY_WEIGHT],
+    }
+    for name, sources in optional.items():
+        for key in sources:
+            column = _column(batch, key, episodes)
+            if column is not None:
+                columns[name] = column
+    goals = _column(batch, keys.GOAL_INDEX, episodes)
+    if goals is not None and bool(episodes.is_live(goals).all()):
+        columns.update(_goals(slots, goals, _column(batch, keys.HER_MASK, episodes), episodes))
+    return Explanation(columns, len(episodes))
+
+
+def _goals(
+    slots: torch.Tensor, goals: torch.Tensor, mask: torch.Tensor | None, episodes: EpisodeIndex
+) -> dict[str, torch.Tensor]:
+    relabelled = goals != slots if mask is None else mask
+    same = episodes.episode_id(slots) == episodes.episode_id(goals)
+    return {
+        "relabelled": relabelled,
+        "goal_slot": goals,
+        "goal_age": episodes.ages(goals),
+        "goal_same_episode": same,
+        "goal_offset": torch.where(same, episodes.steps(goals) - episodes.steps(slots), 0),
+    }
+
+
+def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> torch.Tensor | None:
+    """Returns an entry that has one value a sample as `[B]`, None if the batch has no such entry."""
+    entry = batch.get(key, None)
+    if entry is None or entry.numel() != batch.numel():
+        return None
+    return entry.detach().reshape(-1).to(episodes.device, copy=True)
+
+
+def _cell(value: float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _goal(relabelled: bool, slot: int, same_episode: bool, offset: int, age: int) -> str:
+    if not relabelled:
+        return "own"
+    where = f"{offset:+d} steps" if same_episode else "other episode"
+    return f"{where}, slot {slot}, age {age}"
