@@ -47,7 +47,9 @@ class Uniform(Buffer):
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
-        self.buffer.extend(to_tensordict(columns))
+        # MultiStepTransform takes memory that grows with the square of what is written at once.
+        for rows in to_tensordict(columns).split(1000):
+            self.buffer.extend(rows)
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity))
