@@ -47,8 +47,9 @@ def priority_tree(
         device: where the tree lives and answers.
 
     >>> tree = priority_tree(4, alpha=1.0, eps=1e-6)
-    >>> tree.set(torch.tensor([0, 2]), torch.tensor([3.0, 1.0]))
-    >>> leaf, weight = tree.draw(torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64), beta=1.0)
+    >>> tree.renew(torch.tensor([0, 2]), 1.0)
+    >>> largest = tree.set(torch.tensor([0]), torch.tensor([3.0]))
+    >>> leaf, weight, generation = tree.draw(torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64), beta=1.0)
     >>> leaf.tolist()
     [0, 0, 2]
     """

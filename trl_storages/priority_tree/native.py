@@ -17,12 +17,18 @@ __all__ = ["NativeTree"]
 _BLOCK_BITS = 8
 _BLOCK = 1 << _BLOCK_BITS
 
+# From so many draws on, sorting them costs less than it saves.
+_MANY = 1024
+
+_LEAF = np.dtype([("priority", np.float32), ("generation", np.int32)])
+
 
 class NativeTree(PriorityTree):
     """A priority tree on the CPU over TorchRL's `SumSegmentTreeFp64`.
 
     A batch of 256 has more calls than work, so everything else is NumPy on the tensors' memory,
-    whose calls cost a third of torch's.
+    whose calls cost a third of torch's. Priority and generation of a leaf lie side by side: one
+    cache miss fetches both.
 
     Minima need no second tree. Each block of leaves keeps a bound from below: a write can only
     lower it. Asked for the minimum, the block with the lowest bound is looked at; if its bound is
@@ -33,38 +39,60 @@ class NativeTree(PriorityTree):
     """
 
     def _allocate(self) -> None:
-        padded = (self.capacity + _BLOCK) // _BLOCK * _BLOCK
         # Padded to whole blocks, with at least one absent leaf behind the last.
-        self._column = np.full(padded, ABSENT, dtype=np.float32)
+        padded = (self.capacity + _BLOCK) // _BLOCK * _BLOCK
+        # Leaves are gathered as single integers, which is faster than as records.
+        self._leaves = np.zeros(padded, dtype=np.int64)
+        self._column = self._leaves.view(_LEAF)["priority"]
+        self._column[:] = ABSENT
+        self._generation = self._leaves.view(_LEAF)["generation"]
         self.priorities = torch.from_numpy(self._column)[: self.capacity]
+        self.generations = torch.from_numpy(self._generation)[: self.capacity]
         self._sums = native_sum_tree(self.capacity)
         self._bound = np.full(padded >> _BLOCK_BITS, ABSENT, dtype=np.float32)
 
-    def set(
+    def renew(
         self,
         index: torch.Tensor,
         priority: torch.Tensor | float,
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Gives leaves new priorities; see `PriorityTree.set`."""
-        at = index.numpy()
-        many = isinstance(priority, torch.Tensor)
-        new = priority.numpy() if many else priority  # type: ignore[union-attr]
+        """Takes in rows that were written; see `PriorityTree.renew`."""
+        at, new = index.numpy(), np.float32(priority)
         if keep is not None:
             at = at[keep.numpy()]
-            new = new[keep.numpy()] if many else new  # type: ignore[index]
         if not at.size:
             return
-        # Both take repeated indices one after another, so the last wins.
+        self._generation[at] += 1
         self._column[at] = new
-        if many:
-            wide = new.astype(np.float64)  # type: ignore[union-attr]
-            self._sums[at] = draw_weight(wide, alpha=self.alpha, eps=self.eps)
-            np.minimum.at(self._bound, at >> _BLOCK_BITS, new)
-        else:
-            self._sums[at] = draw_weight(float(new), alpha=self.alpha, eps=self.eps)  # type: ignore
-            block = at >> _BLOCK_BITS
-            self._bound[block] = np.minimum(self._bound[block], np.float32(new))
+        self._sums[at] = draw_weight(np.float64(new), alpha=self.alpha, eps=self.eps)
+        block = at >> _BLOCK_BITS
+        self._bound[block] = np.minimum(self._bound[block], new)
+
+    def set(
+        self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        generation: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+    ) -> float:
+        """Gives rows new priorities; see `PriorityTree.set`."""
+        at, new = index.numpy(), priority.numpy()
+        old = self._leaves.take(at).view(_LEAF)
+        there = old["priority"] != ABSENT
+        if generation is not None:
+            there &= old["generation"] == generation.numpy()
+        if keep is not None:
+            there &= keep.numpy()
+        if not there.all():
+            at, new = at[there], new[there]
+            if not at.size:
+                return 0.0
+        # All of these take repeated indices one after another, so the last wins.
+        self._column[at] = new
+        self._sums[at] = draw_weight(new.astype(np.float64), alpha=self.alpha, eps=self.eps)
+        np.minimum.at(self._bound, at >> _BLOCK_BITS, new)
+        return new.max()
 
     def fill(self, priorities: torch.Tensor) -> None:
         """Replaces the whole column; see `PriorityTree.fill`."""
@@ -80,7 +108,7 @@ class NativeTree(PriorityTree):
         """Returns sums over ranges; see `PriorityTree.total`."""
         if start is None or stop is None:
             return self._sums.query(0, self.capacity)
-        return self._sums.query(start, stop)
+        return torch.from_numpy(self._sums.query(_array(start), _array(stop)))
 
     def least(self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None) -> float:
         """Returns the least priority of ranges; see `PriorityTree.least`."""
@@ -117,33 +145,46 @@ class NativeTree(PriorityTree):
         beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws leaves; see `PriorityTree.draw`."""
         # In (0, total]: the tree finds the first leaf up to which the sum is not less.
         mass = 1.0 - uniform.numpy()
         if start is None or stop is None:
-            leaf = self._sums.scan_lower_bound(mass * self.total())
+            leaf = self._scan(mass * self.total())
         else:
-            first, last = start.numpy(), stop.numpy()
+            first, last = _array(start), _array(stop)
             sums = self._sums.query(first, last)
             ends = sums.cumsum()
             mass *= ends[-1]
             which = ends.searchsorted(mass)
             mass += (self._sums.query(np.zeros_like(first), first) - (ends - sums))[which]
             # Rounding may step over the edge of a range.
-            leaf = self._sums.scan_lower_bound(mass).clip(first[which], last[which] - 1)
-        priority = self._column.take(leaf)
-        if priority.max() == ABSENT:
+            leaf = self._scan(mass).clip(first[which], last[which] - 1)
+        drawn = self._leaves.take(leaf).view(_LEAF)
+        if drawn["priority"].max() == ABSENT:
             leaf = self._step_back(leaf)
-            priority = self._column.take(leaf)
+            drawn = self._leaves.take(leaf).view(_LEAF)
         weight = importance_weight(
-            priority.astype(np.float64),
+            drawn["priority"].astype(np.float64),
             self.least(start, stop),
             alpha=self.alpha,
             beta=beta,
             eps=self.eps,
         )
-        return torch.from_numpy(leaf), torch.from_numpy(weight.astype(np.float32))
+        return (
+            torch.from_numpy(leaf),
+            torch.from_numpy(weight.astype(np.float32)),
+            torch.from_numpy(drawn["generation"]),
+        )
+
+    def _scan(self, mass: np.ndarray) -> np.ndarray:
+        if mass.size < _MANY:
+            return self._sums.scan_lower_bound(mass)
+        # In order, the tree is walked from one side to the other, and not all over memory.
+        order = mass.argsort()
+        leaf = np.empty_like(order)
+        leaf[order] = self._sums.scan_lower_bound(mass[order])
+        return leaf
 
     def _step_back(self, leaf: np.ndarray) -> np.ndarray:
         """Moves draws that rounding put on an absent leaf back to one that is there."""
@@ -152,3 +193,9 @@ class NativeTree(PriorityTree):
             if not absent.any():
                 return leaf
             leaf = leaf - absent
+
+
+def _array(index: torch.Tensor) -> np.ndarray:
+    # The compiled tree reads arrays without their strides, and takes a tensor of one element for a
+    # number.
+    return np.ascontiguousarray(index.numpy())

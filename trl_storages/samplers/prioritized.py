@@ -19,12 +19,12 @@ from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priority_tree import ABSENT, LaneOrder, PriorityTree, priority_tree
 from trl_storages.samplers.late_error import LateError
 from trl_storages.samplers.uniform import check_not_empty
-from trl_storages.samplers.write_stamps import WriteStamps
 
 __all__ = ["PERSampler"]
 
 # float32 priorities to this power, and their sum, stay within float64.
 _HIGHEST_ALPHA = 4.0
+_INFINITY_BITS = int(np.float32(np.inf).view(np.uint32))
 
 
 class PERSampler(PrioritizedSampler):
@@ -102,7 +102,6 @@ class PERSampler(PrioritizedSampler):
         self._marked: torch.Tensor | None = None
         # The largest priority reported; 0 says that there was none.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
-        self._stamps = WriteStamps(self._max_capacity, device)
         self._late_error = LateError(device)
         self._tree = self._plant()
 
@@ -160,6 +159,10 @@ class PERSampler(PrioritizedSampler):
         return self._tree.get(self._order.leaves(self._all_slots()))
 
     @property
+    def _generations(self) -> torch.Tensor:
+        return self._tree.generations[self._order.leaves(self._all_slots())]
+
+    @property
     def default_priority(self) -> float:
         """The raw priority that new rows get. Waits for the device."""
         self._raise_late_error(wait=True)
@@ -172,7 +175,7 @@ class PERSampler(PrioritizedSampler):
 
         Returns:
             `[B]` int64 slots, and the info: `priority_weight` `[B]` float32, normalised over all
-            rows, and `priority_stamp` `[B]` int64.
+            rows, and `priority_stamp` `[B]` int32.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -180,8 +183,7 @@ class PERSampler(PrioritizedSampler):
         """
         check_not_empty(storage)
         self._settle(storage)
-        leaf, weight = self._tree.draw(self._uniform(batch_size), self._beta)
-        return self._order.slots(leaf), self._info(weight)
+        return self._result(*self._tree.draw(self._uniform(batch_size), self._beta))
 
     def sample_window(
         self, storage: Storage, batch_size: int, window: torch.Tensor | int
@@ -204,27 +206,30 @@ class PERSampler(PrioritizedSampler):
         episodes = episodes_of(storage)
         self._settle(storage)
         if episodes.num_envs != self._order.num_lanes:
-            self._arrange(episodes.num_envs)
+            self._arrange(episodes.num_envs, self.priorities, self._generations)
         window = torch.as_tensor(window, device=self._device)
         start, stop = self._order.newest(episodes, window)
-        leaf, weight = self._tree.draw(self._uniform(batch_size), self._beta, start, stop)
-        return self._order.slots(leaf), self._info(weight)
+        uniform = self._uniform(batch_size)
+        return self._result(*self._tree.draw(uniform, self._beta, start, stop))
 
     def _uniform(self, batch_size: int) -> torch.Tensor:
         # float64: float32 has 2^24 values, fewer than there may be rows.
         return torch.rand(batch_size, dtype=torch.float64, device=self._device, generator=self._rng)
 
-    def _info(self, weight: torch.Tensor) -> dict[str, Any]:
-        return {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: self._stamps.now(len(weight))}
+    def _result(
+        self, leaf: torch.Tensor, weight: torch.Tensor, generation: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        return self._order.slots(leaf), {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: generation}
 
-    def _arrange(self, num_lanes: int) -> None:
-        """Moves all priorities to where they lie with so many lanes."""
-        priorities = self.priorities
+    def _arrange(self, num_lanes: int, priorities: torch.Tensor, generations: torch.Tensor) -> None:
+        """Plants a tree with so many lanes, and gives it `[N]` columns by slot."""
         self._order = LaneOrder(self._max_capacity, num_lanes)
         self._tree = self._plant()
+        leaves = self._order.leaves(self._all_slots())
         column = torch.full_like(self._tree.priorities, ABSENT)
-        column[self._order.leaves(self._all_slots())] = priorities
+        column[leaves] = priorities
         self._tree.fill(column)
+        self._tree.generations[leaves] = generations
 
     # Writing
 
@@ -255,13 +260,10 @@ class PERSampler(PrioritizedSampler):
         if self._on_host:
             if slots.numel() and slots.min() < 0:
                 slots = slots[slots >= 0]
-            self._stamps.mark(slots)
-            self._tree.set(self._order.leaves(slots), self._largest.item() or 1.0)
-            return
-        there = slots >= 0
-        self._stamps.mark(slots, there)
-        new = torch.where(self._largest > 0, self._largest, 1.0)
-        self._tree.set(self._order.leaves(slots.clamp(min=0)), new, there)
+            self._tree.renew(self._order.leaves(slots), self._largest.item() or 1.0)
+        else:
+            largest = torch.where(self._largest > 0, self._largest, 1.0)
+            self._tree.renew(self._order.leaves(slots.clamp(min=0)), largest, slots >= 0)
 
     @torch.no_grad()
     def update_priority(
@@ -306,26 +308,20 @@ class PERSampler(PrioritizedSampler):
     def _update_on_host(
         self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> None:
-        low, high = (bound.item() for bound in torch.aminmax(priority))
-        # NaN is the least and the largest of values among which it is.
-        if not (low >= 0 and high < ABSENT):
-            raise ValueError(_bad_priorities(priority))
-        first, last = (bound.item() for bound in torch.aminmax(slots))
-        if last >= self._max_capacity:
-            raise IndexError(
-                f"index must be below max_capacity={self._max_capacity}, got {int(last)}."
-            )
-        keep = self._stamps.is_current(slots if first >= 0 else slots.clamp(min=0), stamp)
-        if first < 0:
-            keep &= slots >= 0
-        if not keep.all():
-            slots, priority = slots[keep], priority[keep]
-            if not slots.numel():
-                return
-            high = priority.max().item()
-        if high > self._largest.item():
-            self._largest.fill_(high)
-        self._tree.set(self._order.leaves(slots), priority)
+        _check_priorities(priority.numpy())
+        # Negative numbers are the largest unsigned ones, so that one comparison finds them too.
+        if slots.numpy().view(np.uint64).max() >= self._max_capacity:
+            if slots.max() >= self._max_capacity:
+                raise IndexError(
+                    f"index must be below max_capacity={self._max_capacity}, got "
+                    f"{int(slots.max())}."
+                )
+            there = slots >= 0
+            slots, priority = slots[there], priority[there]
+            stamp = None if stamp is None else stamp[there]
+        largest = float(self._tree.set(self._order.leaves(slots), priority, stamp))
+        if largest > self._largest.item():
+            self._largest.fill_(largest)
 
     def _update_on_device(
         self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
@@ -334,11 +330,10 @@ class PERSampler(PrioritizedSampler):
         self._raise_late_error()
         low, high = torch.aminmax(priority)
         valid = (low >= 0) & (high < ABSENT) & (slots < self._max_capacity).all()
-        within = slots.clamp(0, self._max_capacity - 1)
-        keep = valid & (slots >= 0) & self._stamps.is_current(within, stamp)
         self._late_error.note(~valid)
-        torch.maximum(self._largest, torch.where(keep, priority, 0.0).amax(), out=self._largest)
-        self._tree.set(self._order.leaves(within), priority, keep)
+        leaves = self._order.leaves(slots.clamp(0, self._max_capacity - 1))
+        largest = self._tree.set(leaves, priority, stamp, valid & (slots >= 0))
+        torch.maximum(self._largest, largest, out=self._largest)
 
     def _raise_late_error(self, *, wait: bool = False) -> None:
         if not self._on_host and self._late_error.pop(wait=wait):
@@ -381,7 +376,6 @@ class PERSampler(PrioritizedSampler):
         self._has_rows = False
         self._marked = None
         self._largest.zero_()
-        self._stamps.clear()
         self._tree.clear()
 
     def validate(self) -> None:
@@ -393,11 +387,6 @@ class PERSampler(PrioritizedSampler):
         """
         self._raise_late_error(wait=True)
         self._tree.validate()
-        wrong = self._stamps.is_current(self._all_slots(), None) != (self.priorities != ABSENT)
-        if wrong.any():
-            raise RuntimeError(
-                f"slot {int(wrong.nonzero()[0])} has a priority but no row, or none."
-            )
 
     # State
 
@@ -429,17 +418,11 @@ class PERSampler(PrioritizedSampler):
             )
         self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
         self._eps = state_dict["eps"]
-        self._order = LaneOrder(self._max_capacity)
-        self._tree = self._plant()
         priorities = state_dict["priorities"].to(self._device)
-        self._tree.fill(priorities)
-        self._arrange(state_dict["num_lanes"])
+        self._arrange(state_dict["num_lanes"], priorities, self._generations + 1)
         self._largest.fill_(state_dict["largest"])
         self._marked = None
-        self._stamps.clear()
-        there = (priorities != ABSENT).nonzero().squeeze(1)
-        self._stamps.mark(there)
-        self._has_rows = bool(there.numel())
+        self._has_rows = bool((priorities != ABSENT).any())
 
     def dumps(self, path: str | Path) -> None:
         """Saves the sampler in the directory `path`, as JSON and raw float32."""
@@ -480,9 +463,14 @@ def _checked(name: str, value: SupportsFloat, low: float, high: float) -> float:
     return number
 
 
-def _bad_priorities(priority: torch.Tensor) -> str:
+def _check_priorities(priority: np.ndarray) -> None:
+    # The bits of float32 numbers, as integers, are ordered as the numbers are from 0 to infinity;
+    # those of NaN and of negative numbers are above.
+    if priority.view(np.uint32).max() < _INFINITY_BITS:
+        return
     bad = ~((priority >= 0) & (priority < ABSENT))
-    return (
-        f"priorities must be finite and at least 0, got {priority[bad][0].item()} and "
-        f"{int(bad.sum()) - 1} more such; nothing was changed. Look for NaN in the loss."
-    )
+    if bad.any():
+        raise ValueError(
+            f"priorities must be finite and at least 0, got {priority[bad][0]} and "
+            f"{int(bad.sum()) - 1} more such; nothing was changed. Look for NaN in the loss."
+        )
