@@ -251,9 +251,10 @@ class PERSampler(PrioritizedSampler):
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Gives rows that were overwritten the largest priority."""
-        self._settle(storage)
+        taken_in = self._settle(storage)
         self._marked = self._as_slots(index)
-        self._write(self._marked)
+        if not taken_in:
+            self._write(self._marked)
 
     def _write(self, slots: torch.Tensor) -> None:
         self._has_rows = True
@@ -352,10 +353,14 @@ class PERSampler(PrioritizedSampler):
 
     # The storage
 
-    def _settle(self, storage: Storage | None) -> None:
-        """Moves to where the storage is, and takes in rows that it held before."""
+    def _settle(self, storage: Storage | None) -> bool:
+        """Moves to where the storage is, and takes in its rows if none are known yet.
+
+        Returns:
+            whether rows were taken in.
+        """
         if storage is None:
-            return
+            return False
         if storage.ndim != 1 or storage.max_size > self._max_capacity:
             raise ValueError(
                 f"PERSampler needs a storage of ndim=1 and at most max_capacity="
@@ -367,10 +372,12 @@ class PERSampler(PrioritizedSampler):
             self._place(torch.device(device))
             if state is not None:
                 self.load_state_dict(state)
-        if not self._has_rows and len(storage):
-            episodes = getattr(storage, "episodes", None)
-            rows = torch.arange(len(storage if episodes is None else episodes), device=self._device)
-            self._write(rows if episodes is None else episodes.slots_by_age(rows))
+        if self._has_rows or not len(storage):
+            return False
+        episodes = getattr(storage, "episodes", None)
+        rows = torch.arange(len(storage if episodes is None else episodes), device=self._device)
+        self._write(rows if episodes is None else episodes.slots_by_age(rows))
+        return True
 
     def _empty(self) -> None:
         self._has_rows = False
