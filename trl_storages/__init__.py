@@ -25,6 +25,8 @@ from trl_storages.storages import PackedStorage
 from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writers import EpisodeWriter
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EREReplayStorage",
     "ERESampler",

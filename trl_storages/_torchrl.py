@@ -47,6 +47,7 @@ PRIVATE_ATTRIBUTES = {
         "_rng",
         "_collate_fn",
         "_consume_after_n_samples",
+        "_batch_size",
         "_iterator",
         "_prefetch",
         "_prefetch_cap",
@@ -73,6 +74,8 @@ PRIVATE_ATTRIBUTES = {
         "_mark_update_entities",
     ),
     "Sampler": ("_rng", "_empty"),
+    "CatTensors": ("_del_keys",),
+    "GymWrapper": ("_env",),
 }
 
 

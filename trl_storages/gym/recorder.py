@@ -19,6 +19,7 @@ from trl_storages.gym.infos import final_observation, info_values
 from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.trees import leaves
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
+from trl_storages.storages import nest
 
 __all__ = ["GymRecorder"]
 
@@ -271,23 +272,8 @@ def _read(
 def _transitions(columns: Mapping[NestedKey, Tensor], num_rows: int) -> TensorDict:
     """The columns as a TensorDict `[num_rows]`, all on the device of the first observation."""
     device = next(iter(columns.values())).device
-    root: dict[str, Any] = {}
-    for key, column in columns.items():
-        path = key_path(key)
-        branch = root
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = column if column.device == device else column.to(device)
-    return _tensordict(root, torch.Size([num_rows]), device)
-
-
-def _tensordict(branch: dict[str, Any], size: torch.Size, device: torch.device) -> TensorDict:
-    # The public constructor checks every entry again and costs several times as much.
-    return TensorDict._new_unsafe(
-        {
-            name: _tensordict(entry, size, device) if isinstance(entry, dict) else entry
-            for name, entry in branch.items()
-        },
-        batch_size=size,
-        device=device,
-    )
+    columns = {
+        key: column if column.device == device else column.to(device)
+        for key, column in columns.items()
+    }
+    return nest(columns, torch.Size([num_rows]), device)

@@ -1,0 +1,156 @@
+"""The package as a whole: its names, its layers, and what it takes from inside other libraries."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import gymnasium
+import pytest
+from importlinter.cli import lint_imports
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import CatTensors, GymWrapper
+
+import trl_storages
+from trl_storages._torchrl import PRIVATE_ATTRIBUTES
+
+PACKAGE = Path(trl_storages.__file__).parent
+MODULES = ["trl_storages"] + [
+    module.name for module in pkgutil.walk_packages([str(PACKAGE)], "trl_storages.")
+]
+# `functional` only holds modules.
+PUBLIC = [
+    getattr(importlib.import_module(module), name)
+    for module in MODULES
+    for name in getattr(importlib.import_module(module), "__all__", ())
+]
+OWN = {
+    value
+    for value in PUBLIC
+    if (inspect.isclass(value) or inspect.isfunction(value))
+    and value.__module__.startswith("trl_storages")
+}
+
+
+def test_there_is_a_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trl_storages.__version__)
+
+
+def test_type_checkers_read_the_annotations():
+    assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_say_what_they_are_for_and_list_what_is_public(name):
+    module = importlib.import_module(name)
+
+    public = getattr(module, "__all__", ())
+
+    assert inspect.getdoc(module)
+    assert len(set(public)) == len(public)
+    own = {
+        key
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", None) == name
+        and (inspect.isroutine(value) or inspect.isclass(value))
+    }
+    assert {key for key in own if not key.startswith("_")} <= {*public}
+
+
+def test_public_names_have_docstrings():
+    assert [value.__qualname__ for value in OWN if not value.__doc__] == []
+
+
+def test_public_methods_have_docstrings():
+    undocumented = [
+        f"{cls.__qualname__}.{name}"
+        for cls in OWN
+        if inspect.isclass(cls)
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, property | classmethod))
+        and not inspect.getdoc(getattr(cls, name))
+    ]
+
+    assert undocumented == []
+
+
+def test_arrows_point_down_only():
+    config = PACKAGE.parent / "pyproject.toml"
+
+    assert lint_imports(config_filename=str(config), no_cache=True) == 0
+
+
+# What the package takes from inside TorchRL and tensordict: a release that changes it fails here.
+
+
+@pytest.fixture
+def owners():
+    """One instance of each class that a private name belongs to."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(TensorDict({"observation": [0.0]}, [1]))
+    return {
+        "ReplayBuffer": buffer,
+        "TensorStorage": buffer.storage,
+        "RoundRobinWriter": buffer.writer,
+        "Sampler": buffer.sampler,
+        "CatTensors": CatTensors(["a", "b"], out_key="c"),
+        "GymWrapper": GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),
+    }
+
+
+@pytest.mark.parametrize("owner", PRIVATE_ATTRIBUTES)
+def test_private_names_exist(owners, owner):
+    missing = [name for name in PRIVATE_ATTRIBUTES[owner] if not hasattr(owners[owner], name)]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        (TensorDict._new_unsafe, {"source", "batch_size", "device"}),
+        (TensorDict._set_tuple, {"self", "key", "value", "inplace", "validated", "non_blocking"}),
+        (LazyTensorStorage._init, {"self", "data"}),
+        (LazyTensorStorage._empty, {"self"}),
+        (LazyTensorStorage._rand_given_ndim, {"self", "batch_size"}),
+        (LazyTensorStorage._set_last_cursor, {"self", "cursor"}),
+        (LazyTensorStorage._bump_mutation_revision, {"self"}),
+        (RoundRobinWriter._empty, {"self", "empty_write_count"}),
+        (RoundRobinWriter._bump_generation, {"self", "index", "data"}),
+        (RoundRobinWriter._mark_update_entities, {"self", "index"}),
+        (RandomSampler._empty, {"self"}),
+        (ReplayBuffer._dump_prefetch_state, {"self", "path", "prefetch_state"}),
+        (ReplayBuffer._load_prefetch_state, {"self", "path"}),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_private_methods_take_what_they_are_given(method, arguments):
+    assert arguments <= set(inspect.signature(method).parameters)
+
+
+def test_every_private_name_of_others_is_listed():
+    listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
+    listed |= {"_new_unsafe", "_set_tuple"}  # in `_torchrl.py`, by function
+    named_tuple = {"_asdict", "_fields", "_replace"}  # public, in spite of the underscore
+    used, own = {}, set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    own.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name) if re.match(r"_[^_]", name):
+                    used[name] = f"{path}:{node.lineno}"
+
+    assert {name: at for name, at in used.items() if name not in own | listed | named_tuple} == {}
