@@ -47,7 +47,7 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     return index
 
 
-class Tables(NamedTuple):
+class _Tables(NamedTuple):
     """The state of an `EpisodeIndex`: M slots, as many entries for episodes and a void one, E lanes."""
 
     episode: Array
@@ -115,7 +115,7 @@ class EpisodeIndex:
         # The table of episodes has one entry more than there can be live ones: masked writes that
         # must change nothing go there, which spares a shape that depends on the data.
         self._void = self.capacity
-        self._tables = Tables(
+        self._tables = _Tables(
             episode=zeros(self.capacity, dtype=slot_dtype),
             first=zeros(self.capacity + 1, dtype=slot_dtype),
             last=zeros(self.capacity + 1, dtype=slot_dtype),
@@ -133,9 +133,9 @@ class EpisodeIndex:
         )
 
     @cached_property
-    def _arrays(self) -> Tables:
+    def _arrays(self) -> _Tables:
         """The tables as what they are written with: NumPy's view of them on the CPU."""
-        return Tables(*map(self._own, self._tables))
+        return _Tables(*map(self._own, self._tables))
 
     @property
     def cursors(self) -> torch.Tensor:
