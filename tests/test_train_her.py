@@ -1,0 +1,154 @@
+"""The tutorial runs as readers will run it: every algorithm, every wrong option; and it learns."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+
+SCRIPT = Path(__file__).parents[1] / "tutorials" / "train_her.py"
+# TorchRL's collectors warn of their own base class when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def train_her():
+    spec = importlib.util.spec_from_file_location("train_her", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        # As when the script is run: its directory is searched first.
+        patch.syspath_prepend(SCRIPT.parent)
+        # Dataclasses look their module up while it is being executed.
+        patch.setitem(sys.modules, "train_her", module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture
+def run(train_her, tmp_path, monkeypatch):
+    """Runs the script in an empty directory, on small batches and tests, and returns its curves."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"BATCH_SIZE": 16, "CURVE_POINTS": 5, "LAST_TEST_ROUNDS": 2}.items():
+        monkeypatch.setattr(train_her, name, value)
+    threads = torch.get_num_threads()
+    yield lambda *options: train_her.main([str(option) for option in options])
+    torch.set_num_threads(threads)
+
+
+# One batch past the random ones, so that every kind of update is made.
+SHORT = ("--bits", 3, "--steps", 576)
+
+
+@pytest.mark.parametrize("algo", ["dqn", "ddpg", "td3", "sac"])
+def test_each_algorithm_runs_with_and_without_hindsight_and_draws_both(run, algo, capsys):
+    curves = run(*SHORT, "--algo", algo, "--output", "pictures/both.png")
+    assert [curve.name for curve in curves] == ["with hindsight", "without hindsight"]
+    for curve in curves:
+        assert curve.steps == sorted(curve.steps)
+        assert curve.steps[-1] == 576
+        assert all(0.0 <= success <= 1.0 for success in curve.success)
+    assert Path("pictures/both.png").read_bytes().startswith(PNG)
+    printed = capsys.readouterr()
+    assert "pictures/both.png" in printed.out
+    assert "samples/s" in printed.err
+    assert "success" in printed.err
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_each_strategy_runs(run, strategy):
+    assert len(run(*SHORT, "--strategy", strategy, "--num-goals", 1)) == 2
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 100])
+def test_any_number_of_environments_trains_for_whole_batches(run, num_envs):
+    (curve,) = run(*SHORT, "--num-envs", num_envs, "--no-her")
+    assert curve.name == "without hindsight"
+    assert 576 <= curve.steps[-1] < 576 + max(64, num_envs)
+
+
+def test_the_same_seed_gives_the_same_curve(run):
+    first, second, other = (run(*SHORT, "--seed", seed)[0].success for seed in (3, 3, 4))
+    assert first == second
+    assert first != other
+
+
+def test_rows_lie_in_the_directory_asked_for_and_are_never_overwritten(run, capsys):
+    run(*SHORT, "--path", "rows", "--no-her")
+    assert sum(file.stat().st_size for file in Path("rows").rglob("*") if file.is_file()) > 576 * 40
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"rows.* already holds rows"):
+        run(*SHORT, "--path", "rows", "--no-her")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--algo ppo", "invalid choice: 'ppo'"),
+        ("--strategy past", "invalid choice: 'past'"),
+        ("--bits 0", "--bits: must be an integer >= 1, got '0'"),
+        ("--bits many", "--bits: must be an integer >= 1, got 'many'"),
+        ("--steps -5", "--steps: must be an integer >= 1, got '-5'"),
+        ("--num-envs 0", "--num-envs: must be an integer >= 1, got '0'"),
+        ("--num-goals -1", "--num-goals: must be an integer >= 0, got '-1'"),
+        ("--seed x", "--seed: must be an integer >= 0, got 'x'"),
+        ("--device tpu", "--device: 'tpu' cannot be used"),
+        ("--env CartPole-v1", "--env CartPole-v1 has no goals"),
+        ("--unknown", "unrecognized arguments: --unknown"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_leaves_nothing_behind(run, capsys, options, message):
+    with pytest.raises(SystemExit) as exit_:
+        run(*options.split())
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["tqdm", "matplotlib"])
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(run, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as exit_:
+        run(*SHORT)
+    (line,) = str(exit_.value).splitlines()
+    assert module in line
+    assert "pip install -e '.[tutorials]'" in line
+    assert list(Path().iterdir()) == []
+
+
+def test_an_unknown_environment_asks_for_the_extra_or_is_one_line(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gymnasium_robotics", None)
+    with pytest.raises(SystemExit, match=r"needs gymnasium_robotics.*pip install"):
+        run("--env", "FetchNowhere-v4", "--algo", "sac")
+
+
+class Flip(torch.nn.Module):
+    """Flips the first wrong bit, or always the first bit."""
+
+    def __init__(self, is_perfect: bool) -> None:
+        super().__init__()
+        self.is_perfect = is_perfect
+
+    def forward(self, observation: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        first_wrong = (observation != goal).int().argmax(dim=-1)
+        return first_wrong if self.is_perfect else torch.zeros_like(first_wrong)
+
+
+@pytest.mark.parametrize(("is_perfect", "expected"), [(True, 1.0), (False, 1 / 7)])
+def test_the_success_rate_counts_each_episode_once(train_her, is_perfect, expected):
+    # Of the 7 goals that differ from 3 bits, flipping the first bit alone reaches one. Those
+    # episodes end at once: counting all that end within 3 steps would give 3 / (6 + 3).
+    args = train_her.parse(["--bits", "3"])
+    env = train_her.make_env(args, 50, seed=0)
+    policy = TensorDictModule(Flip(is_perfect), ["observation", "desired_goal"], ["action"])
+    success = train_her.success_rate(env, policy, max_steps=3, rounds=20)
+    assert success == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 1000) ** 0.5)
+
+
+def test_hindsight_ends_an_episode_at_its_goal(train_her):
+    reached = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
+    assert train_her.goal_reached(reached, torch.ones(2, 2), {}).tolist() == [False, True]

@@ -1,0 +1,294 @@
+"""Trains one agent with hindsight and one without, and draws both learning curves.
+
+    python tutorials/train_her.py                                  # flips 15 bits, with DQN
+    python tutorials/train_her.py --algo td3 --bits 8              # with continuous actions
+    python tutorials/train_her.py --env FetchReach-v4 --algo sac   # a robot arm in MuJoCo
+
+The reward only says whether the goal is reached, and a beginner never reaches it. Hindsight shows
+the agent its own steps as if what it *did* reach had been the goal. The two agents differ in one
+argument of their storage, `num_goals`: how many steps in hindsight it shows for each one as it was.
+"""
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import gymnasium
+import torch
+from goal_agents import ALGORITHMS, INPUTS
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.envs import DoubleToFloat, EnvBase, ExplorationType, GymWrapper, TransformedEnv
+from torchrl.envs import set_exploration_type as exploration
+from torchrl.objectives import SoftUpdate
+
+from trl_storages import HERReplayStorage, gym_reward
+from trl_storages.samplers import GoalStrategy
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an algorithm gets in an environment, and the success rates it must show for it.
+
+    The bounds were set before any run: `at_least` for the agent with hindsight, `at_most` for the
+    one without. Those of flipping bits are for 15 of them.
+    """
+
+    steps: int = 50_000
+    steps_per_update: int = 2
+    discount: float = 0.98
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+TASKS = {
+    ("BitFlipping-v0", "dqn"): Task(10_000, steps_per_update=4, at_least=0.95, at_most=0.10),
+    ("FetchReach-v4", "sac"): Task(20_000, discount=0.95, at_least=0.90),
+}
+
+BATCH_SIZE = 256
+RANDOM_BATCHES = 8
+CURVE_POINTS = 20
+# Success is measured in so many environments at once, and so many times; oftener at the end.
+TEST_ENVS, TEST_ROUNDS, LAST_TEST_ROUNDS = 10, 2, 10
+
+
+@dataclass
+class Curve:
+    """How a run went: its success rate after so many environment steps; the last is the result."""
+
+    name: str
+    steps: list[int] = field(default_factory=list)
+    success: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def make_env(args: argparse.Namespace, num_envs: int, seed: int) -> EnvBase:
+    """Makes `num_envs` environments that step together, as one environment of TorchRL."""
+    env = gymnasium.make_vec(
+        args.env,
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        # TorchRL does the resets, after it has seen the last observation of an episode.
+        vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED},
+        **args.env_options,
+    )
+    env = TransformedEnv(GymWrapper(env, categorical_action_encoding=True), DoubleToFloat())
+    env.set_seed(seed)
+    return env
+
+
+def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any) -> torch.Tensor:
+    """Says which transitions end an episode of flipping bits; in hindsight, others than before."""
+    return (achieved_goal == desired_goal).all(dim=-1)
+
+
+def make_storage(args: argparse.Namespace, name: str, num_goals: int) -> HERReplayStorage:
+    env = make_env(args, args.num_envs, args.seed)
+    return HERReplayStorage(
+        env.observation_spec,
+        env.action_spec,
+        storage_size=args.steps,
+        num_envs=args.num_envs,
+        batch_size=BATCH_SIZE,
+        device=args.device,
+        path=args.path and args.path / name,
+        seed=args.seed,
+        reward_fn=gym_reward(gymnasium.make(args.env, **args.env_options)),
+        # In other environments, reaching the goal ends nothing.
+        terminated_fn=goal_reached if args.env == "BitFlipping-v0" else None,
+        goal_selection_strategy=args.strategy,
+        num_goals=num_goals,
+    )
+
+
+def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Curve:
+    """Collects a batch of steps, makes some updates on what the storage shows, and so on."""
+    torch.manual_seed(args.seed)
+    env = make_env(args, args.num_envs, args.seed)
+    test_env = make_env(args, TEST_ENVS, args.seed + 10_000)
+    num_inputs = sum(env.observation_spec[key].shape[-1] for key in INPUTS)
+    with torch.device(args.device):
+        agent = ALGORITHMS[args.algo](num_inputs, env.action_spec_unbatched.to(args.device))
+    agent.loss.make_value_estimator(gamma=args.task.discount)
+    target_networks = SoftUpdate(agent.loss, tau=0.05)
+    optimizer = torch.optim.Adam(agent.loss.parameters(), lr=1e-3)
+    collector = Collector(
+        env,
+        agent.explorer,
+        replay_buffer=storage,
+        frames_per_batch=args.steps_per_batch,
+        total_frames=args.steps,
+        init_random_frames=RANDOM_BATCHES * args.steps_per_batch,
+        policy_device=args.device,
+        auto_register_policy_transforms=False,
+    )
+
+    curve, num_updates, start = Curve(name), 0, time.perf_counter()
+    progress = need("tqdm").tqdm(total=args.steps, desc=f"{name:17}", unit=" steps")
+    for turn, _ in enumerate(collector):
+        if turn >= RANDOM_BATCHES:
+            for _ in range(args.steps_per_batch // args.task.steps_per_update):
+                losses = agent.loss(storage.sample())
+                if num_updates % agent.policy_delay:
+                    del losses["loss_actor"]
+                sum(loss for key, loss in losses.items() if key.startswith("loss")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                target_networks.step()
+                num_updates += 1
+
+        num_steps = (turn + 1) * args.steps_per_batch
+        is_last = num_steps >= args.steps
+        if is_last or num_steps * CURVE_POINTS > args.steps * len(curve.steps):
+            rounds = LAST_TEST_ROUNDS if is_last else TEST_ROUNDS
+            curve.success.append(success_rate(test_env, agent.policy, args.max_steps, rounds))
+            curve.steps.append(num_steps)
+        curve.seconds = time.perf_counter() - start
+        samples_per_second = num_updates * BATCH_SIZE / curve.seconds
+        progress.set_postfix_str(
+            f"success {curve.success[-1]:.2f}, {samples_per_second:,.0f} samples/s", refresh=is_last
+        )
+        progress.update(args.steps_per_batch)
+    progress.close()
+    collector.shutdown()
+    return curve
+
+
+@torch.no_grad()
+def success_rate(env: EnvBase, policy: TensorDictModule, max_steps: int, rounds: int) -> float:
+    """Returns the share of episodes, acted greedily, whose last step has reached the goal."""
+    outcomes = []
+    for _ in range(rounds):
+        with exploration(ExplorationType.DETERMINISTIC):
+            rollout = env.rollout(
+                max_steps, policy, break_when_any_done=False, auto_cast_to_device=True
+            )
+        done = rollout["next", "done"].squeeze(-1)
+        # Each environment's first episode: of all that end in time, too many would be short ones.
+        is_first_end = done & (done.cumsum(dim=-1) == 1)
+        outcomes.append(rollout["next", "reward"].squeeze(-1)[is_first_end] == 0)
+    return torch.cat(outcomes).float().mean().item()
+
+
+def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
+    """Draws success rates over environment steps into a PNG file."""
+    pyplot = need("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for curve, style in zip(curves, ("-o", "--s"), strict=False):
+        axes.plot(curve.steps, curve.success, style, markersize=4, label=curve.name)
+    axes.set(xlabel="environment steps", ylabel="success rate", ylim=(-0.04, 1.04), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=110)
+    pyplot.close(figure)
+
+
+def need(module: str) -> Any:
+    """Imports a module of the `tutorials` extra, or ends with the line that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"train_her.py needs {error.name}, which is not installed: "
+            "run pip install -e '.[tutorials]'"
+        ) from None
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with an option, and only that."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def integer_from(minimum: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be an integer >= {minimum}, got {text!r}")
+        return int(text)
+
+    return integer
+
+
+def device_here(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from None
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="train_her.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, count = parser.add_argument, integer_from(1)
+    add("--env", default="BitFlipping-v0", help="gymnasium environment with goals (%(default)s)")
+    add("--algo", default="dqn", choices=ALGORITHMS, help="algorithm (%(default)s)")
+    add("--bits", default=15, type=count, help="bits to flip (%(default)s)")
+    add("--steps", type=count, help="environment steps of each run (by environment)")
+    add("--strategy", default="future", choices=get_args(GoalStrategy), help="(%(default)s)")
+    add("--num-goals", default=4, type=integer_from(0), help="goals per step (%(default)s)")
+    add("--no-her", action="store_true", help="only the run without hindsight")
+    add("--num-envs", default=8, type=count, help="environments side by side (%(default)s)")
+    add("--device", default="cpu", type=device_here, help="for networks and batches (%(default)s)")
+    add("--seed", default=0, type=integer_from(0), help="(%(default)s)")
+    add("--path", type=Path, help="directory for the rows (they stay in memory)")
+    add("--output", default="outputs/train_her.png", type=Path, help="picture (%(default)s)")
+    args = parser.parse_args(argv)
+
+    is_flipping = args.env == "BitFlipping-v0"
+    args.env_options = (
+        {"n_bits": args.bits, "continuous": args.algo != "dqn"} if is_flipping else {}
+    )
+    if args.env not in gymnasium.registry:
+        gymnasium.register_envs(need("gymnasium_robotics"))
+    try:
+        env = gymnasium.make(args.env, **args.env_options)
+    except gymnasium.error.Error as error:
+        parser.error(f"--env {args.env}: {str(error).splitlines()[0]}")
+    entries = getattr(env.observation_space, "spaces", {})
+    if not {*INPUTS, "achieved_goal"} <= set(entries):
+        parser.error(f"--env {args.env} has no goals: its observations are {env.observation_space}")
+    if isinstance(env.action_space, gymnasium.spaces.Discrete) != (args.algo == "dqn"):
+        choices = "ddpg, td3 or sac" if args.algo == "dqn" else "dqn"
+        parser.error(f"--env {args.env} has actions {env.action_space}: use --algo {choices}")
+    args.max_steps = env.spec.max_episode_steps or args.bits
+    args.task = TASKS.get((args.env, args.algo), Task())
+    # TorchRL collects whole batches.
+    args.steps_per_batch = max(64 // args.num_envs, 1) * args.num_envs
+    args.steps = -(-(args.steps or args.task.steps) // args.steps_per_batch) * args.steps_per_batch
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> list[Curve]:
+    args = parse(argv)
+    need("tqdm"), need("matplotlib")
+    # Networks as small as these gain nothing from more threads.
+    torch.set_num_threads(1)
+    num_goals = {"with hindsight": args.num_goals, "without hindsight": 0}
+    if args.no_her:
+        del num_goals["with hindsight"]
+    try:
+        storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}
+    except FileExistsError as error:
+        raise SystemExit(f"train_her.py: --path: {error}") from None
+    curves = [train(args, storage, name) for name, storage in storages.items()]
+    for curve in curves:
+        print(f"{curve.name:17} success {curve.success[-1]:.2f} in {curve.seconds:.0f} s")
+    draw(curves, f"{args.env}, {args.algo.upper()}", args.output)
+    print(f"learning curves: {args.output}")
+    return curves
+
+
+if __name__ == "__main__":
+    main()
