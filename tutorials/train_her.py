@@ -10,16 +10,16 @@ argument of their storage, `num_goals`: how many steps in hindsight it shows for
 """
 
 import argparse
-import importlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import gymnasium
 import torch
 from goal_agents import ALGORITHMS, INPUTS
+from options import OneLineParser, device_here, integer_from, need
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import DoubleToFloat, EnvBase, ExplorationType, GymWrapper, TransformedEnv
@@ -29,24 +29,38 @@ from torchrl.objectives import SoftUpdate
 from trl_storages import HERReplayStorage, gym_reward
 from trl_storages.samplers import GoalStrategy
 
+WITH, WITHOUT = "with hindsight", "without hindsight"
+
 
 @dataclass(frozen=True)
 class Task:
     """What an algorithm gets in an environment, and the success rates it must show for it.
 
     The bounds were set before any run: `at_least` for the agent with hindsight, `at_most` for the
-    one without. Those of flipping bits are for 15 of them.
+    one without. They hold for this budget, and for so many bits where bits are flipped.
     """
 
     steps: int = 50_000
     steps_per_update: int = 2
     discount: float = 0.98
+    bits: int = 15
     at_least: float | None = None
     at_most: float | None = None
+
+    def bound(self, name: str) -> str:
+        """Returns the bound of a run in words."""
+        limits = {WITH: ("at least", self.at_least), WITHOUT: ("at most", self.at_most)}
+        word, limit = limits[name]
+        return "" if limit is None else f" ({word} {limit:.2f} is asked)"
 
 
 TASKS = {
     ("BitFlipping-v0", "dqn"): Task(10_000, steps_per_update=4, at_least=0.95, at_most=0.10),
+    ("BitFlipping-v0", "ddpg"): Task(10_000, steps_per_update=4, bits=8, at_least=0.90),
+    ("BitFlipping-v0", "td3"): Task(10_000, steps_per_update=4, bits=8, at_least=0.90),
+    ("BitFlipping-v0", "sac"): Task(10_000, steps_per_update=4, bits=8, at_least=0.90),
+    ("FetchReach-v4", "ddpg"): Task(20_000, discount=0.95, at_least=0.90),
+    ("FetchReach-v4", "td3"): Task(20_000, discount=0.95, at_least=0.90),
     ("FetchReach-v4", "sac"): Task(20_000, discount=0.95, at_least=0.90),
 }
 
@@ -189,42 +203,6 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def need(module: str) -> Any:
-    """Imports a module of the `tutorials` extra, or ends with the line that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"train_her.py needs {error.name}, which is not installed: "
-            "run pip install -e '.[tutorials]'"
-        ) from None
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with an option, and only that."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program."""
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
-
-
-def integer_from(minimum: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be an integer >= {minimum}, got {text!r}")
-        return int(text)
-
-    return integer
-
-
-def device_here(text: str) -> torch.device:
-    try:
-        return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from None
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="train_her.py",
@@ -234,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add, count = parser.add_argument, integer_from(1)
     add("--env", default="BitFlipping-v0", help="gymnasium environment with goals (%(default)s)")
     add("--algo", default="dqn", choices=ALGORITHMS, help="algorithm (%(default)s)")
-    add("--bits", default=15, type=count, help="bits to flip (%(default)s)")
+    add("--bits", type=count, help="bits to flip (15; 8 with continuous actions)")
     add("--steps", type=count, help="environment steps of each run (by environment)")
     add("--strategy", default="future", choices=get_args(GoalStrategy), help="(%(default)s)")
     add("--num-goals", default=4, type=integer_from(0), help="goals per step (%(default)s)")
@@ -244,8 +222,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", default=0, type=integer_from(0), help="(%(default)s)")
     add("--path", type=Path, help="directory for the rows (they stay in memory)")
     add("--output", default="outputs/train_her.png", type=Path, help="picture (%(default)s)")
-    args = parser.parse_args(argv)
+    return complete(parser.parse_args(argv), parser)
 
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Adds what follows from the options, and refuses those that don't go together."""
+    args.task = TASKS.get((args.env, args.algo), Task())
+    args.bits = args.bits or args.task.bits
     is_flipping = args.env == "BitFlipping-v0"
     args.env_options = (
         {"n_bits": args.bits, "continuous": args.algo != "dqn"} if is_flipping else {}
@@ -263,7 +246,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices = "ddpg, td3 or sac" if args.algo == "dqn" else "dqn"
         parser.error(f"--env {args.env} has actions {env.action_space}: use --algo {choices}")
     args.max_steps = env.spec.max_episode_steps or args.bits
-    args.task = TASKS.get((args.env, args.algo), Task())
+    if args.bits != args.task.bits or (args.steps or args.task.steps) < args.task.steps:
+        args.task = replace(args.task, at_least=None, at_most=None)
     # TorchRL collects whole batches.
     args.steps_per_batch = max(64 // args.num_envs, 1) * args.num_envs
     args.steps = -(-(args.steps or args.task.steps) // args.steps_per_batch) * args.steps_per_batch
@@ -275,17 +259,17 @@ def main(argv: Sequence[str] | None = None) -> list[Curve]:
     need("tqdm"), need("matplotlib")
     # Networks as small as these gain nothing from more threads.
     torch.set_num_threads(1)
-    num_goals = {"with hindsight": args.num_goals, "without hindsight": 0}
-    if args.no_her:
-        del num_goals["with hindsight"]
+    num_goals = {WITHOUT: 0} if args.no_her else {WITH: args.num_goals, WITHOUT: 0}
     try:
         storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}
     except FileExistsError as error:
         raise SystemExit(f"train_her.py: --path: {error}") from None
     curves = [train(args, storage, name) for name, storage in storages.items()]
     for curve in curves:
-        print(f"{curve.name:17} success {curve.success[-1]:.2f} in {curve.seconds:.0f} s")
-    draw(curves, f"{args.env}, {args.algo.upper()}", args.output)
+        result = f"{curve.name:17} success {curve.success[-1]:.2f} in {curve.seconds:.0f} s"
+        print(result + args.task.bound(curve.name))
+    bits = f", {args.bits} bits" if "n_bits" in args.env_options else ""
+    draw(curves, f"{args.env}{bits}, {args.algo.upper()}", args.output)
     print(f"learning curves: {args.output}")
     return curves
 
