@@ -85,12 +85,14 @@ class GoalRelabel(ReplayTransform):
         self._always_changed = frozenset(
             {self.desired_goal_key, self.next_desired_goal_key, self.reward_key}
         )
+        self._changed_with_flags = self._always_changed | self._flag_keys
+        # What `_reads` has worked out, by what it depends on: it is asked with every batch.
+        self._known_reads: dict[tuple, frozenset[NestedKey]] = {}
 
     @property
     def changed_keys(self) -> frozenset[NestedKey]:  # type: ignore[override]
         """The entries that are seen differently from what is stored."""
-        flags = frozenset() if self.terminated_fn is None else self._flag_keys
-        return self._always_changed | flags
+        return self._always_changed if self.terminated_fn is None else self._changed_with_flags
 
     def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Relabels the rows of `batch` where `her_mask` is true.
@@ -113,11 +115,14 @@ class GoalRelabel(ReplayTransform):
                 f"{list(goal.shape)}."
             )
         changed, mask = self.changed_keys, batch.get(keys.HER_MASK)
-        # Rows without a next desired goal pursue one goal throughout.
-        next_pursued = batch.get(self.next_desired_goal_key, pursued)
-        reads = self._reads(changed) - {self.next_desired_goal_key}
-        fields = {key: self._entry(batch, key) for key in reads}
-        fields[self.next_desired_goal_key] = next_pursued
+        fields = {
+            self.desired_goal_key: pursued,
+            # Rows without a next desired goal pursue one goal throughout.
+            self.next_desired_goal_key: batch.get(self.next_desired_goal_key, pursued),
+        }
+        for key in self._reads(changed):
+            if key not in fields:
+                fields[key] = self._entry(batch, key)
         for key, field in self._relabel(fields, changed, goal, mask, mask.shape).items():
             set_entry(batch, key, field)
         return batch
@@ -146,14 +151,18 @@ class GoalRelabel(ReplayTransform):
         shown = self._relabel(fields, changed, goal, batch.get(keys.HER_MASK), slots.shape)
         return fields | shown
 
-    def _reads(self, changed: Collection[NestedKey]) -> set[NestedKey]:
+    def _reads(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
         """Returns the entries of a row that it takes to relabel those in `changed`."""
+        known = self._known_reads.get((changed, tuple(self.info_keys)))
+        if known is not None:
+            return known
         reads = set(changed)
         if not self._flag_keys.isdisjoint(changed):
             reads |= {self.next_achieved_goal_key, self.truncated_key, *self.info_keys}
         elif self.reward_key in changed:
             reads |= {self.next_achieved_goal_key, *self.info_keys}
-        return reads
+        self._known_reads[changed, tuple(self.info_keys)] = frozenset(reads)
+        return frozenset(reads)
 
     def _relabel(
         self,
@@ -173,27 +182,31 @@ class GoalRelabel(ReplayTransform):
             shape: `[B]` or `[B, n]`.
         """
         seen = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
-
-        def judge(name: str, function: GoalFunction) -> torch.Tensor:
-            # The function sees one flat batch, however many rows of a transition there are.
-            achieved, desired, *infos = (
-                field.reshape(-1, *field.shape[len(shape) :])
-                for field in (
-                    fields[self.next_achieved_goal_key],
-                    goal,
-                    *(fields[key] for key in self.info_keys),
-                )
-            )
-            transition = dict(zip(self.info_keys, infos, strict=True))
-            return _judge(name, function, achieved, desired, transition).view(*shape, 1)
-
         if self.reward_key in changed:
-            seen[self.reward_key] = judge("reward_fn", self.reward_fn)
+            seen[self.reward_key] = self._ask("reward_fn", self.reward_fn, fields, goal, shape)
         if self.terminated_fn is not None and not self._flag_keys.isdisjoint(changed):
-            terminated = judge("terminated_fn", self.terminated_fn).bool()
-            seen[self.terminated_key] = terminated
+            reached = self._ask("terminated_fn", self.terminated_fn, fields, goal, shape)
+            seen[self.terminated_key] = terminated = reached.bool()
             seen[self.done_key] = terminated | fields[self.truncated_key]
         return {key: _blend(mask, seen[key], fields[key]) for key in changed}
+
+    def _ask(
+        self,
+        name: str,
+        function: GoalFunction,
+        fields: Mapping[NestedKey, torch.Tensor],
+        goal: torch.Tensor,
+        shape: torch.Size,
+    ) -> torch.Tensor:
+        """Returns what a goal function says of rows `[B]` or `[B, n]`, with a trailing 1."""
+        achieved = fields[self.next_achieved_goal_key]
+        infos = {key: fields[key] for key in self.info_keys}
+        if len(shape) == 1:
+            return _judge(name, function, achieved, goal, infos)
+        # The function sees one flat batch, however many rows of a transition there are.
+        infos = {key: info.flatten(0, 1) for key, info in infos.items()}
+        judged = _judge(name, function, achieved.flatten(0, 1), goal.flatten(0, 1), infos)
+        return judged.view(*shape, 1)
 
     def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         entry = batch.get(key, None)
