@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
-from tensordict import TensorDict
 from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
-from trl_storages._torchrl import PRIVATE_ATTRIBUTES
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import HERSampler
 from trl_storages.storages import PackedStorage
@@ -778,23 +776,3 @@ def test_ending_the_episodes_of_some_lanes(lanes):
     storage.end_episodes(lanes)
     write(storage, oracle, [[False], [False]])
     assert storage.episodes.behind(torch.tensor([2, 3])).tolist() == [1, 0]
-
-
-def test_what_it_uses_of_torchrl_is_there():
-    """Private names, which a release of TorchRL may change: then this fails, by name."""
-    storage = make_uniform(4, prefetch=1, batch_size=2)
-    write(storage, RingOracle(4), [[False]])
-    stock = LazyTensorStorage(4)
-    stock.set(range(1), TensorDict({"action": torch.zeros(1)}, [1]))
-    owners = {
-        "ReplayBuffer": storage,
-        "TensorStorage": stock,
-        "RoundRobinWriter": storage.writer,
-        "Sampler": storage.sampler,
-    }
-    assert set(owners) == set(PRIVATE_ATTRIBUTES)
-    for owner, names in PRIVATE_ATTRIBUTES.items():
-        (base,) = (kind for kind in type(owners[owner]).__mro__ if kind.__name__ == owner)
-        for name in names:
-            assert hasattr(owners[owner], name), f"{owner}.{name}"
-        assert base.__module__.startswith("torchrl")

@@ -420,9 +420,12 @@ class ReplayStorage(TensorDictReplayBuffer):
         """Restores what `dumps` saved.
 
         Raises:
+            FileNotFoundError: there is no such directory.
             ValueError: as `load_state_dict`.
         """
         path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(f"there must be a directory that dumps() wrote, got {path}.")
         if isinstance(self._writer, EpisodeWriter):
             self._writer.check_dump(path / "writer")
         super().loads(path)

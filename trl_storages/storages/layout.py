@@ -138,6 +138,11 @@ class Layout:
         )
 
     @property
+    def described(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
+        """Key -> (dtype, shape) of each field, wherever it lies."""
+        return {field.key: (field.dtype, field.shape) for field in self.fields}
+
+    @property
     def num_words(self) -> int:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD

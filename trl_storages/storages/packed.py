@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.data import LazyTensorStorage, TensorStorage
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from torchrl.data import LazyTensorStorage, TensorStorage, TensorStorageCheckpointer
 
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.storages.layout import Layout
@@ -302,6 +302,24 @@ class PackedStorage(LazyTensorStorage):
             self.rows.copy_(rows)  # type: ignore[union-attr]
         self._len = state_dict["_len"]
         self._bump_mutation_revision()
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved, into rows of the same fields and number.
+
+        Raises:
+            ValueError: fields or number of rows differ. Nothing is changed then.
+        """
+        # Other checkpointers write something else than the fields.
+        if type(self.checkpointer) is TensorStorageCheckpointer and self.layout is not None:
+            saved = TensorDict.load_memmap(path)
+            layout = Layout.of(saved, batch_dims=1)
+            if layout.described != self.layout.described:
+                raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
+            if saved.batch_size[0] != self.max_size:
+                raise ValueError(
+                    f"the saved storage has {saved.batch_size[0]} rows, this one {self.max_size}."
+                )
+        super().loads(path)
 
     def __getstate__(self) -> dict[str, Any]:
         # Views are made again from the rows, or they would be sent one by one.

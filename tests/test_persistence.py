@@ -1,0 +1,386 @@
+"""Saving and loading: what was reloaded goes on exactly like what was saved."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from goal_data import distance_reward, episode_flags, goal_transitions
+from gymnasium import spaces
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs.transforms import Compose
+
+from trl_storages import (
+    EREReplayStorage,
+    HERReplayStorage,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    UniformReplayStorage,
+)
+from trl_storages.replay import ReplayStorage
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler
+from trl_storages.storages import PackedStorage
+from trl_storages.transforms import GoalRelabel, NStep
+from trl_storages.writers import EpisodeWriter
+
+pytestmark = pytest.mark.requirement("persistence")
+
+OBSERVATIONS = spaces.Dict(
+    {
+        "observation": spaces.Box(-np.inf, np.inf, (4,), np.float32),
+        "achieved_goal": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+        "desired_goal": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    }
+)
+SIZE, LANES = 60, 2
+
+
+def hindsight(**options):
+    return HERReplayStorage(OBSERVATIONS, spaces.Discrete(9), reward_fn=distance_reward, **options)
+
+
+def plain(kind):
+    return lambda **options: kind(OBSERVATIONS, spaces.Discrete(9), **options)
+
+
+RECIPES = {
+    "uniform": plain(UniformReplayStorage),
+    "n-step": plain(NStepReplayStorage),
+    "prioritized": plain(PrioritizedReplayStorage),
+    "recency": plain(EREReplayStorage),
+    "hindsight": hindsight,
+    "all of them": lambda **options: hindsight(
+        n_step=3, alpha=0.6, eta=0.997, c_min=10, goal_selection_strategy="episode", **options
+    ),
+}
+
+
+def make(recipe, seed, **options):
+    return RECIPES[recipe](storage_size=SIZE, num_envs=LANES, batch_size=16, seed=seed, **options)
+
+
+def make_over(storage_type, seed):
+    """All of them over one of TorchRL's storages."""
+    return ReplayStorage(
+        storage=storage_type(SIZE),
+        writer=EpisodeWriter(LANES),
+        sampler=HERSampler(base=ERESampler(0.997, 10, base=PERSampler(SIZE))),
+        transform=Compose(GoalRelabel(distance_reward), NStep(3, 0.9)),
+        batch_size=16,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+class Loop:
+    """Writes to storages as a training loop does, in step with its own count of steps."""
+
+    def __init__(self):
+        self.step = 0
+
+    def write(self, num_steps, *storages):
+        steps = torch.arange(self.step, self.step + num_steps).expand(LANES, -1)
+        lanes = torch.arange(LANES).unsqueeze(1).expand_as(steps)
+        data = goal_transitions(lanes, steps, (steps + 3 * lanes) % 7 == 6)
+        self.step += num_steps
+        for storage in storages:
+            storage.extend(data.clone())
+
+    def learn(self, *storages):
+        """Samples one batch from each, gives its rows priorities, and returns the batches."""
+        batches = [storage.sample() for storage in storages]
+        for storage, batch in zip(storages, batches, strict=True):
+            batch["td_error"] = (batch["index"] % 5 + 0.5).float()
+            storage.update_tensordict_priority(batch)
+        return batches
+
+    def run(self, num_rounds, *storages):
+        for _ in range(num_rounds):
+            self.write(1, *storages)
+            self.learn(*storages)
+
+
+def by_state_dict(saved, fresh, _):
+    fresh.load_state_dict(saved.state_dict())
+    return fresh
+
+
+def by_file_of_a_state_dict(saved, fresh, path):
+    torch.save(saved.state_dict(), path / "state.pt")
+    fresh.load_state_dict(torch.load(path / "state.pt", weights_only=True))
+    return fresh
+
+
+def by_dumps(saved, fresh, path):
+    saved.dumps(path / "dump")
+    fresh.loads(path / "dump")
+    return fresh
+
+
+def by_dumps_over_an_older_one(saved, fresh, path):
+    fresh.dumps(path / "dump")
+    return by_dumps(saved, fresh, path)
+
+
+def assert_same(first, second):
+    """Equal to the last bit, but for the clock of a sampler's writes, which starts anew."""
+    first, second = (batch.exclude("priority_stamp") for batch in (first, second))
+    assert first.batch_size == second.batch_size
+    assert set(first.keys(True, True)) == set(second.keys(True, True))
+    for key, value in first.items(True, True):
+        assert value.dtype == second[key].dtype
+        assert torch.equal(value, second[key]), key
+
+
+def assert_go_on_alike(saved, reloaded, loop):
+    """The next 100 batches, then 20 more with writes in between."""
+    assert len(saved) == len(reloaded)
+    assert saved.write_count == reloaded.write_count
+    assert_same(saved[:], reloaded[:])
+    for _ in range(100):
+        assert_same(*loop.learn(saved, reloaded))
+    for _ in range(20):
+        loop.write(1, saved, reloaded)
+        assert_same(*loop.learn(saved, reloaded))
+    assert_same(saved[:], reloaded[:])
+    reloaded.validate()
+
+
+WAYS = [by_state_dict, by_file_of_a_state_dict, by_dumps, by_dumps_over_an_older_one]
+each_way = pytest.mark.parametrize("reload", WAYS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_steps", "reload"),
+    [
+        # Before the wrap-around, and in the second round after it.
+        *[(recipe, 11, by_state_dict) for recipe in RECIPES],
+        *[(recipe, 47, by_dumps) for recipe in RECIPES],
+        ("all of them", 25, by_file_of_a_state_dict),
+        ("all of them", 47, by_dumps_over_an_older_one),
+    ],
+)
+def test_in_the_middle_of_episodes(recipe, num_steps, reload, tmp_path):
+    loop = Loop()
+    saved = make(recipe, seed=1)
+    loop.write(4, saved)
+    loop.run(num_steps - 4, saved)
+    fresh = make(recipe, seed=2)
+    Loop().run(40, fresh)  # what it held before is forgotten
+    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
+
+
+@pytest.mark.parametrize(
+    ("storage_type", "reload"),
+    [
+        (LazyTensorStorage, by_state_dict),
+        (LazyTensorStorage, by_dumps),
+        (LazyMemmapStorage, by_dumps),
+    ],
+)
+def test_over_stock_storages(storage_type, reload, tmp_path):
+    loop, saved = Loop(), make_over(storage_type, seed=1)
+    loop.write(4, saved)
+    loop.run(43, saved)
+    fresh = make_over(storage_type, seed=2)
+    Loop().write(5, fresh)
+    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("recipe", ["uniform", "all of them"])
+def test_copies(recipe, copied):
+    loop, saved = Loop(), make(recipe, seed=1)
+    loop.write(4, saved)
+    loop.run(43, saved)
+    assert_go_on_alike(saved, copied(saved), loop)
+
+
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+def test_memory_mapped_rows(reload, tmp_path):
+    loop, saved = Loop(), make("hindsight", seed=1, path=tmp_path / "saved")
+    loop.write(4, saved)
+    loop.run(43, saved)
+    fresh = make("hindsight", seed=2, path=tmp_path / "fresh")
+    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
+    assert fresh.storage.scratch_dir == tmp_path / "fresh"
+
+
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+def test_batches_drawn_ahead(reload, tmp_path):
+    loop = Loop()
+    saved, fresh = (make("hindsight", seed=seed, prefetch=3) for seed in (1, 2))
+    loop.write(20, saved, fresh)
+    for storage in (saved, fresh):
+        storage.sample()
+    reload(saved, fresh, tmp_path)
+    for _ in range(100):
+        assert_same(saved.sample(), fresh.sample())
+
+
+def test_nothing_is_pickled(tmp_path):
+    storage = make("all of them", seed=1, prefetch=2)
+    Loop().write(20, storage)
+    storage.sample()
+    storage.dumps(tmp_path / "dump")
+    assert not [*tmp_path.rglob("*.pkl"), *tmp_path.rglob("*.pt")]
+    # A pickle that somebody put there is not opened.
+    (tmp_path / "dump" / "prefetch.pkl").write_bytes(b"garbage")
+    make("all of them", seed=1, prefetch=2).loads(tmp_path / "dump")
+
+
+def test_a_dump_without_batches_drawn_ahead_takes_the_place_of_one_with(tmp_path):
+    storage = make("uniform", seed=1, prefetch=2)
+    Loop().write(20, storage)
+    storage.sample()
+    storage.dumps(tmp_path)
+    storage.empty(keep_steps=1)
+    storage.dumps(tmp_path)
+    other = make("uniform", seed=2, prefetch=2)
+    other.loads(tmp_path)
+    assert (other.sample()["observation"][:, 0] == 19).all()
+
+
+def test_the_phase_of_recency():
+    """A phase that is under way goes on where it was."""
+    loop, saved, fresh = Loop(), make("recency", seed=1, c_min=1), make("recency", seed=2, c_min=1)
+    loop.write(20, saved)
+    saved.sampler.begin_phase(40)
+    for _ in range(30):
+        loop.learn(saved)
+    fresh.load_state_dict(saved.state_dict())
+    assert (fresh.sampler.update, fresh.sampler.num_updates) == (30, 40)
+    for _ in range(10):
+        assert_same(*loop.learn(saved, fresh))
+
+
+class TestRecorder:
+    """Which environments are only being reset at the next step is part of the state."""
+
+    def make(self):
+        return UniformReplayStorage(
+            spaces.Box(-np.inf, np.inf, (1,), np.float32),
+            spaces.Discrete(2),
+            storage_size=20,
+            num_envs=2,
+            autoreset_mode="NextStep",
+            batch_size=4,
+            seed=0,
+        )
+
+    def record(self, storage, step, ended):
+        observations = np.full((2, 1), step, np.float32)
+        return storage.record(
+            observations,
+            np.zeros(2, np.int64),
+            np.zeros(2),
+            np.array(ended),
+            np.zeros(2, bool),
+            {},
+            observations + 1,
+        )
+
+    @each_way
+    def test_the_step_after_the_last_one_is_left_out(self, reload, tmp_path):
+        saved, fresh = self.make(), self.make()
+        self.record(saved, 0, [False, False])
+        self.record(saved, 1, [False, True])
+        self.record(fresh, 0, [True, False])
+        reload(saved, fresh, tmp_path)
+        for storage in (saved, fresh):
+            assert self.record(storage, 2, [False, False]).tolist() == [4]
+            assert self.record(storage, 3, [False, False]).tolist() == [6, 5]
+        assert_same(saved[:], fresh[:])
+
+    @each_way
+    def test_where_nothing_ended(self, reload, tmp_path):
+        saved, fresh = self.make(), self.make()
+        self.record(saved, 0, [False, False])
+        self.record(fresh, 0, [True, True])
+        reload(saved, fresh, tmp_path)
+        assert self.record(fresh, 1, [False, False]).tolist() == [2, 3]
+
+    def test_of_a_storage_that_has_not_recorded_yet(self, tmp_path):
+        saved, fresh = (ReplayStorage(storage=PackedStorage(8)) for _ in range(2))
+        saved.record([0.0], 1, 0.5, False, True, {}, [1.0])
+        saved.dumps(tmp_path)
+        fresh.loads(tmp_path)
+        fresh.load_state_dict(saved.state_dict())
+        fresh.record([2.0], 1, 0.5, False, True, {}, [3.0])
+        assert fresh[:]["observation"].flatten().tolist() == [0, 2]
+
+
+# Rewards, flags, infos and next observations of a step that ends all episodes.
+END = (
+    np.zeros(LANES),
+    np.ones(LANES, bool),
+    np.zeros(LANES, bool),
+    {},
+    np.zeros((LANES, 4), np.float32),
+)
+
+
+class TestMisfits:
+    """What does not fit is refused before anything is changed."""
+
+    def others(self):
+        size = {"storage_size": SIZE, "batch_size": 16, "seed": 1}
+        return {
+            "lanes": hindsight(**size, num_envs=LANES + 1),
+            "size": hindsight(**{**size, "storage_size": SIZE + 10}, num_envs=LANES),
+            "layout": UniformReplayStorage(
+                OBSERVATIONS["observation"], spaces.Discrete(9), **size, num_envs=LANES
+            ),
+        }
+
+    @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+    @pytest.mark.parametrize("differs", ["lanes", "size", "layout"])
+    def test_of_another_storage(self, differs, reload, tmp_path):
+        saved, loop = make("hindsight", seed=1), Loop()
+        loop.write(20, saved)
+        other = self.others()[differs]
+        if differs == "layout":
+            other.record(np.zeros((LANES, 4), np.float32), [0] * LANES, *END)
+        before, index = other.storage.rows.clone(), other.episodes.state_dict()
+        with pytest.raises(ValueError, match="saved"):
+            reload(saved, other, tmp_path)
+        assert torch.equal(other.storage.rows, before)
+        for name, tensor in other.episodes.state_dict().items():
+            assert torch.equal(tensor, index[name])
+
+    @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+    def test_of_a_stock_buffer(self, reload, tmp_path):
+        stock = TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=RoundRobinWriter())
+        stock.extend(
+            goal_transitions(torch.zeros(5).long(), torch.arange(5), torch.zeros(5).bool())
+        )
+        other = ReplayStorage(storage=LazyTensorStorage(8))
+        with pytest.raises(ValueError, match="episode index"):
+            reload(stock, other, tmp_path)
+        assert len(other) == 0
+
+    def test_a_directory_that_is_not_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            make("uniform", seed=1).loads(tmp_path / "nowhere")
+
+
+def test_episodes_go_on_after_loading():
+    """An episode that was cut in two by the save is still one."""
+    saved = UniformReplayStorage(
+        OBSERVATIONS, spaces.Discrete(9), storage_size=20, batch_size=4, seed=0
+    )
+    flags = torch.tensor(episode_flags([3, 7]))
+    rows = goal_transitions(torch.zeros(10).long(), torch.arange(10), flags)
+    saved.extend(rows[:5].clone())
+    fresh = UniformReplayStorage(
+        OBSERVATIONS, spaces.Discrete(9), storage_size=20, batch_size=4, seed=0
+    )
+    fresh.load_state_dict(saved.state_dict())
+    fresh.extend(rows[5:].clone())
+    assert fresh.episodes.ahead(torch.tensor([0, 3, 9])).tolist() == [2, 6, 0]
+    assert fresh.episodes.is_whole(torch.tensor([3])).item()
