@@ -18,9 +18,13 @@ GoalFunction = Callable[[Tensor, Tensor, dict], Tensor]
 FLAGS = [("next", "done"), ("next", "terminated"), ("next", "truncated")]
 
 
+def as_written(row: Row) -> TensorDict:
+    """The transition [] of a row: its payload says which, else its step does, as in `write`."""
+    return _transition(row.lane, row.step if row.payload is None else row.payload, row.done)
+
+
 @cache
-def as_written(lane: int, step: int, done: bool) -> TensorDict:
-    """The transition [] that `goal_data.write` makes of a row."""
+def _transition(lane: int, step: int, done: bool) -> TensorDict:
     return goal_transitions(torch.tensor(lane), torch.tensor(step), torch.tensor(done))
 
 
@@ -48,7 +52,7 @@ def fold(
     Returns:
         the transition [] that must be seen, and m.
     """
-    reward, rows = 0.0, [as_written(row.lane, row.step, row.done) for row in episode[:n_steps]]
+    reward, rows = 0.0, [as_written(row) for row in episode[:n_steps]]
     for length, row in enumerate(rows, start=1):
         last = row.clone()
         if goal is not None:

@@ -12,7 +12,7 @@ from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import HERSampler, UniformSampler
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.storages import PackedStorage, read_fields
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writers import EpisodeWriter
@@ -125,6 +125,30 @@ def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
     options = {"sampler": HERSampler(), "transform": transform}
     buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
     check(buffer.sample(8), simulated_gpu, 8)
+
+
+@pytest.mark.requirement("devices")
+@pytest.mark.requirement("hpne")
+@each_storage
+@each_number_of_lanes
+def test_full_combination(simulated_gpu, num_envs, storage_type):
+    per = PERSampler(24)
+    # It follows the storage to its device at the first call, and reads its own state for that.
+    per._place(simulated_gpu)
+    ere = ERESampler(0.99, c_min=3, base=per)
+    relabel = GoalRelabel(
+        distance_reward, terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1)
+    )
+    options = {"sampler": HERSampler(base=ere), "transform": Compose(relabel, NStep(3, 0.9))}
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
+    per.extend(torch.arange(5 * num_envs, device=simulated_gpu))
+    ere.begin_phase(2)
+    for _ in range(3):
+        batch = buffer.sample(8)
+        check(batch, simulated_gpu, 8)
+        batch["td_error"] = batch["next", "reward"].abs()
+        buffer.update_tensordict_priority(batch)
+        ere.eta, per.alpha, per.beta = 0.999, 0.3, 1.0
 
 
 @pytest.mark.requirement("devices")
