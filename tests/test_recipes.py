@@ -1,5 +1,8 @@
 """The ready-made storages: what they store, what they refuse, and that all take the same options."""
 
+import copy
+import pickle
+
 import gymnasium
 import numpy as np
 import pytest
@@ -38,6 +41,10 @@ RECIPES = [
     "EREReplayStorage",
     "HERReplayStorage",
 ]
+
+
+# What the parts call an option of the storages.
+OTHER_NAMES = {"n_step": "n_steps", "discount": "gamma"}
 
 
 def make(name="HERReplayStorage", observations=OBSERVATIONS, actions=ACTIONS, **options):
@@ -144,6 +151,65 @@ class TestEveryRecipe:
         storage.extend(rows(4))
         assert len(storage) == 4
 
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("batch_size", 0),
+            ("batch_size", 2.5),
+            ("prefetch", -1),
+            ("storage_size", 12.0),
+            ("n_step", 0),
+            ("discount", 1.5),
+            ("alpha", -0.1),
+            ("beta", 1.1),
+            ("eta", 0.0),
+            ("c_min", 0),
+            ("autoreset_mode", "sometimes"),
+        ],
+    )
+    def test_options_out_of_their_range(self, name, option, value):
+        """Also where the option has no effect for want of another one."""
+        with pytest.raises(ValueError, match=rf"{OTHER_NAMES.get(option, option)}.*{value}"):
+            make(name, **{option: value})
+
+    def test_an_unknown_option(self, name):
+        with pytest.raises(TypeError, match="buffer_size"):
+            make(name, buffer_size=3)
+
+    def test_shown(self, name):
+        storage = make(name, num_envs=2)
+        storage.extend(rows(2, 4))
+        shown = repr(storage)
+        assert shown.startswith(f"{name}(\n")
+        for part in ("rows=8/12", "Sampler(", "EpisodeWriter(num_envs=2", "batch_size=256"):
+            assert part in shown
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+    def test_copied(self, name, copied):
+        storage = make(name, seed=3, batch_size=6)
+        storage.extend(rows(10))
+        other = copied(storage)
+        for _ in range(3):
+            first, second = storage.sample(), other.sample()
+            for key in FIELDS | {"index"}:
+                assert torch.equal(first[key], second[key])
+
+    def test_on_a_simulated_gpu(self, name, simulated_gpu):
+        if name == "PrioritizedReplayStorage":
+            pytest.skip("new rows are told to its trees by the writer, which counts on the host")
+        storage = make(name, device="cuda:0", num_envs=3, batch_size=8)
+        episodes = storage.episodes
+        steps = torch.arange(4, device=simulated_gpu).expand(3, 4)
+        lanes = torch.arange(3, device=simulated_gpu).unsqueeze(1).expand(3, 4)
+        data = goal_transitions(lanes, steps, steps == 2).select(*FIELDS)
+        # As the writer does, but for what it counts on the host.
+        slots = episodes.next_slots(4).reshape(-1)
+        storage.storage.set(slots, data.reshape(-1), set_cursor=False)
+        storage.storage._len = 12
+        episodes.append(steps == 2)
+        batch = storage.sample()
+        assert {value.device for value in batch.values(True, True)} == {simulated_gpu}
+
     def test_sampling_before_the_first_write(self, name):
         with pytest.raises(RuntimeError, match="write transitions"):
             make(name).sample(2)
@@ -169,6 +235,57 @@ class TestHindsight:
         reward = distance_reward(batch["next", "achieved_goal"], batch["desired_goal"], None)
         assert torch.equal(batch["next", "reward"].squeeze(-1), reward)
 
+    @pytest.mark.requirement("her-info")
+    @pytest.mark.parametrize(
+        "info_keys",
+        [
+            ("effort", ("next", "force")),
+            {"effort": spaces.Box(0, 99, (), np.float64), "kind": spaces.Discrete(9)},
+        ],
+    )
+    def test_infos_of_a_loop_reach_the_reward_function(self, info_keys):
+        """Row by row, of every lane, with the key that they were asked for by."""
+
+        def reward_fn(achieved, desired, transition):
+            assert set(transition) == set(info_keys)
+            return transition["effort"].squeeze(-1)
+
+        storage = make(num_envs=2, reward_fn=reward_fn, info_keys=info_keys, num_goals=float("inf"))
+        there = np.ones(2, bool)
+        observation = {
+            key: np.zeros((2, *space.shape), np.float32) for key, space in OBSERVATIONS.items()
+        }
+        for step in range(8):
+            observation["observation"][:] = [[step] * 4, [-step] * 4]
+            infos = {
+                "effort": np.array([10.0 * step, 10.0 * step + 1]),
+                "_effort": there,
+                "force": np.array([[step, 1], [step, 2]]),
+                "_force": there,
+                "kind": np.array([3, 4]),
+                "_kind": there,
+            }
+            zeros, flags = np.zeros(2), np.array([step % 3 == 2, step % 4 == 3])
+            storage.record(
+                observation, np.zeros(2, np.int64), zeros, flags, ~there, infos, observation
+            )
+        batch = storage.sample(50)
+        lane = (batch["index"] % 2).unsqueeze(-1)
+        expected = 10 * batch["observation"][:, :1].abs() + lane
+        assert torch.equal(batch["next", "reward"], expected)
+        assert storage["effort"].dtype is torch.float64
+
+    def test_the_first_write_must_hold_infos_without_a_space(self):
+        storage = make(info_keys=("effort",))
+        with pytest.raises(KeyError, match="effort"):
+            storage.extend(rows(4).exclude("effort"))
+        assert len(storage) == 0
+        storage.extend(rows(4))
+        assert storage["effort"].shape == (4, 1)
+        with pytest.raises(TypeError, match=r"effort.*float64.*float32"):
+            storage.extend(rows(4).set("effort", torch.zeros(4, 1)))
+
+    @pytest.mark.requirement("her-info")
     def test_info_keys_reach_the_reward_function(self):
         storage = make(
             reward_fn=lambda achieved, desired, transition: transition["effort"],
@@ -248,3 +365,58 @@ def test_observations_of_any_kind():
     specs = Composite(observation=Bounded(0, 255, (3, 5, 5), dtype=torch.uint8))
     same = UniformReplayStorage(specs, Binary(3, dtype=torch.int8), storage_size=4)
     assert same.storage.layout == storage.storage.layout
+
+
+@pytest.mark.requirement("episodes")
+class TestEpisodes:
+    """`EpisodeReplayStorage`: its samples are whole episodes."""
+
+    def make(self, **options):
+        return make("EpisodeReplayStorage", batch_size=3, **options)
+
+    def test_a_sample_is_one_of_episodes(self):
+        storage, same = (self.make(storage_size=20, seed=2, prefetch=n) for n in (0, 2))
+        for each in (storage, same):
+            each.extend(rows(14))  # episodes of 4, the last one unfinished
+        other = self.make(storage_size=20, seed=2)
+        other.extend(rows(14))
+        for _ in range(5):
+            batch = storage.sample()
+            assert batch.shape == (3, 4)
+            assert batch["collector", "mask"].all()
+            assert batch["next", "done"].squeeze(-1).tolist() == [[False] * 3 + [True]] * 3
+            for expected in (same.sample(), other.sample_episodes(3)):
+                assert (batch == expected).all()
+        assert storage.sample(7).shape == (7, 4)
+        assert len(list(storage.batches(2, 5))) == 2
+
+    def test_when_it_can_sample(self):
+        storage = self.make()
+        assert not storage.can_sample()
+        storage.extend(rows(3))
+        assert not storage.can_sample()  # none is finished
+        with pytest.raises(RuntimeError, match="no finished episode"):
+            storage.sample()
+        storage.extend(rows(4)[3:])
+        assert storage.can_sample()
+        unfinished = rows(12)
+        unfinished["next", "done"].zero_()
+        storage.extend(unfinished[:9])
+        assert not storage.can_sample()  # its first row was overwritten
+
+    def test_asking_draws_nothing(self):
+        storage, other = self.make(seed=1), self.make(seed=1)
+        for each in (storage, other):
+            each.extend(rows(12))
+        assert storage.can_sample()
+        assert (storage.sample() == other.sample()).all()
+
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_an_episode_that_does_not_fit(self, num_envs):
+        storage = self.make(num_envs=num_envs, storage_size=6 * num_envs)
+        long = rows(7) if num_envs == 1 else rows(num_envs, 7)
+        with pytest.raises(ValueError, match=r"lanes hold 6 steps; got 7"):
+            storage.extend(long)
+        assert len(storage) == 0
+        storage.extend(long[..., :6])
+        assert storage.is_full

@@ -529,6 +529,33 @@ class EpisodeIndex:
         Raises:
             RuntimeError: there is no such episode.
         """
+        drawn = self._draw_whole_episodes(n, generator)
+        if drawn is not None:
+            return drawn
+        first = self._first_of_whole_episodes()
+        if not len(first):
+            raise RuntimeError(
+                "no finished episode is stored whole: write until one ends, or make the storage larger "
+                "than an episode."
+            )
+        return first[random_below(len(first), n, generator=generator, device=self.device)]
+
+    def has_whole_episode(self) -> bool:
+        """Returns whether there is an episode that `random_episodes` can draw."""
+        # Looking for one at random is soonest over, unless there is none or hardly any.
+        generator = torch.Generator(self.device)
+        if self._draw_whole_episodes(1, generator) is not None:
+            return True
+        return len(self._first_of_whole_episodes()) > 0
+
+    def _first_of_whole_episodes(self) -> torch.Tensor:
+        episodes = self.episodes()
+        return episodes["first"][episodes["finished"] & episodes["whole"]]
+
+    def _draw_whole_episodes(
+        self, n: int, generator: torch.Generator | None
+    ) -> torch.Tensor | None:
+        """Draws as `random_episodes`, or returns None if it was out of luck."""
         lanes = self._lane_ids
         begun = self._tables.begun
         # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
@@ -550,14 +577,7 @@ class EpisodeIndex:
             found = torch.where(usable, drawn, found)
             if bool((found != self._void).all()):
                 return self._tables.first[found].long()
-        episodes = self.episodes()
-        first = episodes["first"][episodes["finished"] & episodes["whole"]]
-        if not len(first):
-            raise RuntimeError(
-                "no finished episode is stored whole: write until one ends, or make the storage larger "
-                "than an episode."
-            )
-        return first[random_below(len(first), n, generator=generator, device=self.device)]
+        return None
 
     # The whole of it
 

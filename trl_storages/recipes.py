@@ -9,14 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.gym.fields import InfoKeys
+from trl_storages.gym.fields import InfoKeys, info_key_names
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import (
     ERESampler,
@@ -105,35 +107,44 @@ class UniformReplayStorage(ReplayStorage):
         info_keys: InfoKeys = (),
         autoreset_mode: Any = None,
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        for name, size, least in (
+            ("num_envs", num_envs, 1),
+            ("storage_size", storage_size, 0),
+            ("batch_size", batch_size, 1),
+            ("prefetch", prefetch, 0),
+        ):
+            if not isinstance(size, int | np.integer) or size < least:
+                raise ValueError(f"{name} must be a whole number, {least} or more; got {size!r}.")
         if storage_size < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
                 f"num_envs={num_envs}; got {storage_size}."
             )
         fields = transition_fields(observation_space, action_space, info_keys)
+        # Of infos without a space the first write says more.
+        stored = {**dict.fromkeys(info_key_names(info_keys)), **fields}
         capacity = storage_size // num_envs * num_envs
         storage = PackedStorage(
             capacity,
-            fields=fields,
+            fields=stored,
             device=device if path is None else "cpu",
             scratch_dir=path,
             out_device=device,
         )
-        sampler: Sampler = UniformSampler()
-        if alpha:
-            sampler = PERSampler(capacity, alpha=alpha, beta=beta)
-        if eta != 1:
-            sampler = ERESampler(eta, c_min, base=sampler)
-        transforms: list[Transform] = [NStep(n_step, discount)] if n_step != 1 else []
+        # All are made, so that an option out of its range is an error, and used where they do something.
+        prioritized = PERSampler(capacity if alpha else 1, alpha=alpha, beta=beta)
+        sampler: Sampler = prioritized if alpha else UniformSampler()
+        recency = ERESampler(eta, c_min, base=sampler)
+        sampler = recency if eta != 1 else sampler
+        n_steps = NStep(n_step, discount)
+        transforms: list[Transform] = [n_steps] if n_step != 1 else []
         sampler, transforms = self._with_goals(sampler, transforms)
         generator = None
         if seed is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
         super().__init__(
             storage=storage,
-            writer=EpisodeWriter(num_envs, keys=list(fields)),
+            writer=EpisodeWriter(num_envs, keys=list(stored)),
             sampler=sampler,
             transform=Compose(*transforms) if transforms else None,
             batch_size=batch_size,
@@ -206,6 +217,9 @@ class EREReplayStorage(UniformReplayStorage):
 class EpisodeReplayStorage(UniformReplayStorage):
     """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
 
+    Episodes are drawn uniformly and shown as they are stored, so `alpha`, `eta` and `n_step` have no
+    effect here.
+
     Args:
         observation_space: as in `UniformReplayStorage`.
         action_space: as in `UniformReplayStorage`.
@@ -235,6 +249,14 @@ class EpisodeReplayStorage(UniformReplayStorage):
             )
         return super().extend(tensordicts, update_priority=update_priority)
 
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Returns whether an episode is there to be sampled: finished, and stored whole."""
+        if not super().can_sample(batch_size):
+            return False
+        with self._replay_lock, self._write_lock:
+            return self.episodes.has_whole_episode()
+
+    @pin_memory_output
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         batch = self.sample_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}
