@@ -210,8 +210,10 @@ class ReplayStorage(TensorDictReplayBuffer):
                 f"the batch lacks {self.priority_key!r}: the loss writes it, or set it to the absolute "
                 "temporal-difference errors."
             )
-        priority = priority.detach().reshape(data.numel(), -1)
-        priority = _REDUCTIONS[sampler.reduction](priority, 1)
+        priority = priority.detach().reshape(-1)
+        if priority.numel() != data.numel():
+            priority = priority.reshape(data.numel(), -1)
+            priority = _REDUCTIONS[sampler.reduction](priority, 1)
         index = data.get(keys.INDEX)
         if data.get(keys.ANCHOR_INDEX, None) is not None:
             steps = self._sample_unit.num_steps

@@ -77,7 +77,7 @@ class PriorityTree(ABC):
         priority: torch.Tensor,
         generation: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Gives rows new priorities. Of an index that occurs twice, the last wins.
 
         Absent leaves are left alone.
@@ -89,7 +89,7 @@ class PriorityTree(ABC):
             keep: `[B]` bool, False where nothing is to be written; None writes all.
 
         Returns:
-            the largest priority that was written, a single number; 0 if there was none.
+            the priorities that were written, float32 `[n]`, with 0 for any that was left out.
         """
 
     @abstractmethod

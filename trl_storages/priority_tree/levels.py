@@ -71,7 +71,7 @@ class LevelTree(PriorityTree):
             there &= self._generations.index_select(0, index) == generation
         if keep is not None:
             there &= keep
-        largest = torch.where(there, priority, 0.0).amax()
+        written = torch.where(there, priority, 0.0)
         index = torch.where(there, index, self._spare)
         # Scattering repeated indices has no defined order on a GPU: only the last goes through.
         index, order = torch.sort(index, stable=True)
@@ -79,7 +79,7 @@ class LevelTree(PriorityTree):
         torch.eq(index[1:], index[:-1], out=goes_on[:-1])
         index = torch.where(goes_on, self._spare, index)
         self._write(index, torch.where(index == self._spare, ABSENT, priority[order]))
-        return largest
+        return written
 
     def _write(self, index: torch.Tensor, priority: torch.Tensor) -> None:
         self._least[0][index] = priority
@@ -186,13 +186,13 @@ class LevelTree(PriorityTree):
             # Rounding may step over the edge of a range.
             leaf = torch.minimum(torch.maximum(leaf, start[which]), stop[which] - 1)
         weight = importance_weight(
-            self._least[0].index_select(0, leaf).double(),
-            self.least(start, stop).double(),
+            self._least[0].index_select(0, leaf),
+            self.least(start, stop),
             alpha=self.alpha,
             beta=beta,
             eps=self.eps,
         )
-        return leaf, weight.float(), self._generations.index_select(0, leaf)
+        return leaf, weight, self._generations.index_select(0, leaf)
 
     def _find(self, mass: torch.Tensor) -> torch.Tensor:
         """Returns the first leaf up to which the sum is not less than each `[B]` mass above 0."""

@@ -20,7 +20,8 @@ _BLOCK = 1 << _BLOCK_BITS
 # From so many draws on, sorting them costs less than it saves.
 _MANY = 1024
 
-_LEAF = np.dtype([("priority", np.float32), ("generation", np.int32)])
+# The halves of a leaf.
+_PRIORITY, _GENERATION = slice(0, None, 2), slice(1, None, 2)
 
 
 class NativeTree(PriorityTree):
@@ -41,11 +42,11 @@ class NativeTree(PriorityTree):
     def _allocate(self) -> None:
         # Padded to whole blocks, with at least one absent leaf behind the last.
         padded = (self.capacity + _BLOCK) // _BLOCK * _BLOCK
-        # Leaves are gathered as single integers, which is faster than as records.
+        # A leaf is gathered as one integer and looked at as two numbers.
         self._leaves = np.zeros(padded, dtype=np.int64)
-        self._column = self._leaves.view(_LEAF)["priority"]
+        self._column = self._leaves.view(np.float32)[_PRIORITY]
         self._column[:] = ABSENT
-        self._generation = self._leaves.view(_LEAF)["generation"]
+        self._generation = self._leaves.view(np.int32)[_GENERATION]
         self.priorities = torch.from_numpy(self._column)[: self.capacity]
         self.generations = torch.from_numpy(self._generation)[: self.capacity]
         self._sums = native_sum_tree(self.capacity)
@@ -75,24 +76,24 @@ class NativeTree(PriorityTree):
         priority: torch.Tensor,
         generation: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
-    ) -> float:
+    ) -> torch.Tensor:
         """Gives rows new priorities; see `PriorityTree.set`."""
         at, new = index.numpy(), priority.numpy()
-        old = self._leaves.take(at).view(_LEAF)
-        there = old["priority"] != ABSENT
+        old = self._leaves.take(at)
+        there = old.view(np.float32)[_PRIORITY] != ABSENT
         if generation is not None:
-            there &= old["generation"] == generation.numpy()
+            there &= old.view(np.int32)[_GENERATION] == generation.numpy()
         if keep is not None:
             there &= keep.numpy()
         if not there.all():
             at, new = at[there], new[there]
             if not at.size:
-                return 0.0
+                return torch.from_numpy(new)
         # All of these take repeated indices one after another, so the last wins.
         self._column[at] = new
         self._sums[at] = draw_weight(new.astype(np.float64), alpha=self.alpha, eps=self.eps)
         np.minimum.at(self._bound, at >> _BLOCK_BITS, new)
-        return new.max()
+        return torch.from_numpy(new)
 
     def fill(self, priorities: torch.Tensor) -> None:
         """Replaces the whole column; see `PriorityTree.fill`."""
@@ -160,12 +161,14 @@ class NativeTree(PriorityTree):
             mass += (self._sums.query(np.zeros_like(first), first) - (ends - sums))[which]
             # Rounding may step over the edge of a range.
             leaf = self._scan(mass).clip(first[which], last[which] - 1)
-        drawn = self._leaves.take(leaf).view(_LEAF)
-        if drawn["priority"].max() == ABSENT:
+        drawn = self._leaves.take(leaf)
+        priority = drawn.view(np.float32)[_PRIORITY]
+        if priority.max() == ABSENT:
             leaf = self._step_back(leaf)
-            drawn = self._leaves.take(leaf).view(_LEAF)
+            drawn = self._leaves.take(leaf)
+            priority = drawn.view(np.float32)[_PRIORITY]
         weight = importance_weight(
-            drawn["priority"].astype(np.float64),
+            priority,
             self.least(start, stop),
             alpha=self.alpha,
             beta=beta,
@@ -173,8 +176,8 @@ class NativeTree(PriorityTree):
         )
         return (
             torch.from_numpy(leaf),
-            torch.from_numpy(weight.astype(np.float32)),
-            torch.from_numpy(drawn["generation"]),
+            torch.from_numpy(weight),
+            torch.from_numpy(drawn.view(np.int32)[_GENERATION]),
         )
 
     def _scan(self, mass: np.ndarray) -> np.ndarray:

@@ -266,7 +266,6 @@ class PERSampler(PrioritizedSampler):
             largest = torch.where(self._largest > 0, self._largest, 1.0)
             self._tree.renew(self._order.leaves(slots.clamp(min=0)), largest, slots >= 0)
 
-    @torch.no_grad()
     def update_priority(
         self,
         index: int | torch.Tensor,
@@ -291,7 +290,7 @@ class PERSampler(PrioritizedSampler):
         self._settle(storage)
         self._marked = None
         slots = self._as_slots(index)
-        priority = torch.as_tensor(priority).to(self._device, torch.float32).reshape(-1)
+        priority = torch.as_tensor(priority).detach().to(self._device, torch.float32).reshape(-1)
         if priority.numel() != slots.numel():
             if priority.numel() != 1:
                 raise ValueError(
@@ -309,7 +308,7 @@ class PERSampler(PrioritizedSampler):
     def _update_on_host(
         self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> None:
-        _check_priorities(priority.numpy())
+        largest = _largest_priority(priority.numpy())
         # Negative numbers are the largest unsigned ones, so that one comparison finds them too.
         if slots.numpy().view(np.uint64).max() >= self._max_capacity:
             if slots.max() >= self._max_capacity:
@@ -320,9 +319,10 @@ class PERSampler(PrioritizedSampler):
             there = slots >= 0
             slots, priority = slots[there], priority[there]
             stamp = None if stamp is None else stamp[there]
-        largest = float(self._tree.set(self._order.leaves(slots), priority, stamp))
-        if largest > self._largest.item():
-            self._largest.fill_(largest)
+        written = self._tree.set(self._order.leaves(slots), priority, stamp)
+        # What was left out may have been the largest; but new records are rare.
+        if largest > self._largest.item() and written.numel():
+            torch.maximum(self._largest, written.max(), out=self._largest)
 
     def _update_on_device(
         self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
@@ -333,8 +333,8 @@ class PERSampler(PrioritizedSampler):
         valid = (low >= 0) & (high < ABSENT) & (slots < self._max_capacity).all()
         self._late_error.note(~valid)
         leaves = self._order.leaves(slots.clamp(0, self._max_capacity - 1))
-        largest = self._tree.set(leaves, priority, stamp, valid & (slots >= 0))
-        torch.maximum(self._largest, largest, out=self._largest)
+        written = self._tree.set(leaves, priority, stamp, valid & (slots >= 0))
+        torch.maximum(self._largest, written.amax(), out=self._largest)
 
     def _raise_late_error(self, *, wait: bool = False) -> None:
         if not self._on_host and self._late_error.pop(wait=wait):
@@ -470,14 +470,16 @@ def _checked(name: str, value: SupportsFloat, low: float, high: float) -> float:
     return number
 
 
-def _check_priorities(priority: np.ndarray) -> None:
+def _largest_priority(priority: np.ndarray) -> float:
     # The bits of float32 numbers, as integers, are ordered as the numbers are from 0 to infinity;
     # those of NaN and of negative numbers are above.
-    if priority.view(np.uint32).max() < _INFINITY_BITS:
-        return
+    largest = priority.view(np.uint32).max()
+    if largest < _INFINITY_BITS:
+        return largest.view(np.float32)
     bad = ~((priority >= 0) & (priority < ABSENT))
     if bad.any():
         raise ValueError(
             f"priorities must be finite and at least 0, got {priority[bad][0]} and "
             f"{int(bad.sum()) - 1} more such; nothing was changed. Look for NaN in the loss."
         )
+    return priority.max()  # -0 is no less than 0
