@@ -259,7 +259,7 @@ class PERSampler(PrioritizedSampler):
     def _write(self, slots: torch.Tensor) -> None:
         self._has_rows = True
         if self._on_host:
-            if slots.numel() and slots.min() < 0:
+            if slots.numel() and slots.numpy().min() < 0:
                 slots = slots[slots >= 0]
             self._tree.renew(self._order.leaves(slots), self._largest.item() or 1.0)
         else:
