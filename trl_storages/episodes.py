@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from multiprocessing.context import get_spawning_popen
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -672,7 +673,34 @@ class EpisodeIndex:
             tensor.copy_(state_dict[name])
         self._host_cursors.copy_(self.cursors)
 
+    def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of the surviving rows that were written after so many steps.
+
+        Args:
+            num_steps: `[E]` int64 on the host, a former `num_steps_written`.
+
+        Returns:
+            int64 slots `[n]`, lane by lane, the oldest row first.
+        """
+        written = self._host_cursors
+        steps = [
+            torch.arange(max(before, now - self.steps_per_lane), now)
+            for before, now in zip(num_steps.tolist(), written.tolist(), strict=True)
+        ]
+        slots = [step % self.steps_per_lane * self.num_envs + at for at, step in enumerate(steps)]
+        return torch.cat(slots).to(self.device)
+
+    def share_memory_(self) -> EpisodeIndex:
+        """Moves the tables to memory that other processes see, when they get this index."""
+        for table in (*self._tables, self._host_cursors):
+            table.share_memory_()
+        # Views of where the tables were.
+        self.__dict__.pop("_arrays", None)
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            self.share_memory_()
         # Views are made again, or they would be pickled as copies.
         return {key: value for key, value in self.__dict__.items() if key != "_arrays"}
 

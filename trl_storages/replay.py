@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ class ReplayStorage(TensorDictReplayBuffer):
                 "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
             )
         self._recorder = recorder
+        # Steps of each lane that the sampler knows of, where other processes write too.
+        self._heard: torch.Tensor | None = None
+        if self.shared:
+            self.share()
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
@@ -178,6 +183,45 @@ class ReplayStorage(TensorDictReplayBuffer):
             if self._recorder is not None:
                 self._recorder.reset(lanes)
 
+    def share(self, shared: bool = True) -> ReplayStorage:
+        """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
+
+        Rows and episodes move to shared memory. Draws stay with one process: its sampler hears of the
+        rows that others wrote before each draw.
+
+        Args:
+            shared: whether to share; TorchRL's constructor passes False.
+
+        Returns:
+            itself.
+
+        Raises:
+            RuntimeError: the rows are on a GPU or in a directory.
+            ValueError: batches are drawn ahead (`prefetch`).
+        """
+        if shared and self._prefetch:
+            raise ValueError(
+                f"a storage that is shared can't draw ahead, got prefetch={self._prefetch}; leave it out."
+            )
+        # TorchRL's constructor calls this before there is anything to share.
+        if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
+            self._writer.share_memory_()
+            self._heard = self.episodes.num_steps_written.clone()
+        return super().share(shared)
+
+    def _hear_of_writes(self) -> None:
+        """Tells the sampler of rows that other processes have written."""
+        if not self.shared:
+            return
+        written = self.episodes.num_steps_written
+        if self._heard is None or bool((written < self._heard).any()):
+            # Emptied, here or elsewhere.
+            self._sampler._empty()
+            self._heard = torch.zeros_like(written)
+        if not torch.equal(written, self._heard):
+            self._sampler.extend(self.episodes.slots_since(self._heard))
+            self._heard = written.clone()
+
     # Priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -222,6 +266,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             index = data.get(keys.ANCHOR_INDEX).reshape(-1, steps)[:, 0]
             stamp = None if stamp is None else stamp.reshape(-1, steps)[:, 0]
         with self._replay_lock, self._write_lock:
+            self._hear_of_writes()
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
@@ -251,6 +296,7 @@ class ReplayStorage(TensorDictReplayBuffer):
     @pin_memory_output
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
+            self._hear_of_writes()
             index, info = self._sampler.sample(self._storage, batch_size)
             if self._sample_unit is not None:
                 index, info = self._sample_unit.expand(index, info, self._storage)
@@ -379,6 +425,7 @@ class ReplayStorage(TensorDictReplayBuffer):
             # Batches that were drawn ahead show rows that are gone.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
+                self._heard = None
                 if keep_steps and len(self):
                     self.sampler._empty()
                     self.sampler.extend(self.writer.restart(keep_steps, empty_write_count))
@@ -452,7 +499,12 @@ class ReplayStorage(TensorDictReplayBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         # An iterator that was left halfway can't be pickled, nor is it part of the state.
-        return {**super().__getstate__(), "_iterator": None}
+        state = {**super().__getstate__(), "_iterator": None}
+        if get_spawning_popen() is not None:
+            # TorchRL's copy of the generator's state is freed, and its memory closed, before the new
+            # process opens it. Another process could only repeat the draws of this one, too.
+            state["_rng"] = None
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -5,7 +5,9 @@ Letters: T steps, E lanes (environments), L lanes written now.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ class EpisodeWriter(RoundRobinWriter):
         self.traj_key = unravel_key(traj_key)
         self.keys = None if keys is None else [unravel_key(key) for key in keys]
         self._last_trajectory: torch.Tensor | None = None
+        # Which process wrote last to each lane, if several do.
+        self._last_process: torch.Tensor | None = None
 
     def register_storage(self, storage: Storage) -> None:
         """Gives `storage` its episode index.
@@ -115,6 +119,7 @@ class EpisodeWriter(RoundRobinWriter):
             ValueError: the batch does not match the lanes. Nothing is written then.
             KeyError: `done_key` is missing. Nothing is written then.
         """
+        _refuse_padding(data)
         num_lanes, num_steps = self._shape(data.batch_size, lanes)
         shape, episodes = data.batch_size, self._episodes
         done = self._flag(data, self.done_key, (num_lanes, num_steps))
@@ -126,6 +131,7 @@ class EpisodeWriter(RoundRobinWriter):
             rows = data.reshape(num_lanes, num_steps)[:, -kept:]
         # Rows first: if they do not fit the storage, nothing has changed.
         self._set(slots.reshape(rows.batch_size), rows)
+        self._cut_between_processes(lanes)
         written = episodes.append(done, cut, lanes)
         if last_trajectory is not None:
             which = slice(None) if lanes is None else torch.as_tensor(lanes)
@@ -190,6 +196,39 @@ class EpisodeWriter(RoundRobinWriter):
         written = slice(None) if lanes is None else torch.as_tensor(lanes)
         before = self._last_trajectory[written].unsqueeze(1)  # type: ignore[index]
         return trajectory != torch.cat([before, trajectory[:, :-1]], 1), trajectory[:, -1]
+
+    def _cut_between_processes(self, lanes: Lanes) -> None:
+        """Cuts the lanes that another process wrote last: it has environments of its own."""
+        if self._last_process is None:
+            return
+        this_process = os.getpid()
+        which = torch.arange(self.num_envs)
+        which = which if lanes is None else which[torch.as_tensor(lanes)]
+        cut = which[self._last_process[which] != this_process]
+        if len(cut):
+            self._episodes.end_episodes(cut)
+            self._last_process[cut] = this_process
+
+    def share_memory_(self) -> EpisodeWriter:
+        """Moves what is known of the episodes to memory that other processes see.
+
+        Each of them then writes whole stretches: where the writing process changes, episodes are cut.
+
+        Raises:
+            RuntimeError: as the storage's own `share_memory_`.
+        """
+        if isinstance(self._storage, PackedStorage):
+            self._storage.share_memory_()
+        self._episodes.share_memory_()
+        self._last_trajectory.share_memory_()  # type: ignore[union-attr]
+        if self._last_process is None:
+            self._last_process = torch.full((self.num_envs,), os.getpid()).share_memory_()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            self.share_memory_()
+        return super().__getstate__()
 
     def _count(self, num_rows: int) -> None:
         episodes = self._episodes
@@ -339,3 +378,12 @@ class EpisodeWriter(RoundRobinWriter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
+
+
+def _refuse_padding(data: TensorDictBase) -> None:
+    mask = data.get(default_keys.MASK, None)
+    if mask is not None and not mask.all():
+        raise ValueError(
+            f"all rows must be transitions, but {default_keys.MASK} says that {int((~mask).sum())} are "
+            "padding: pass traj_format='cat' to the collector, or extend with data[mask]."
+        )

@@ -6,6 +6,7 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 from __future__ import annotations
 
 import json
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -17,6 +18,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priority_tree import ABSENT, LaneOrder, PriorityTree, priority_tree
+from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.samplers.late_error import LateError
 from trl_storages.samplers.uniform import check_not_empty
 
@@ -396,6 +398,12 @@ class PERSampler(PrioritizedSampler):
         self._tree.validate()
 
     # State
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Trees are in the memory of one process.
+        if get_spawning_popen() is not None:
+            return ElsewhereSampler, ()
+        return super().__reduce_ex__(protocol)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters and raw priorities; trees are derived from them."""

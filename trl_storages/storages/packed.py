@@ -6,7 +6,9 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ __all__ = ["PackedStorage", "field_keys", "read_fields"]
 
 _ROWS_FILE = "rows.bin"
 _LAYOUT_FILE = "layout.json"
+_NO_SHARED_LAYOUT = (
+    "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
+    "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
+)
 
 
 class PackedStorage(LazyTensorStorage):
@@ -90,6 +96,8 @@ class PackedStorage(LazyTensorStorage):
         self.rows: torch.Tensor | None = None
         #: Where each field lies in a row; None until it is fixed.
         self.layout: Layout | None = None
+        # The process that shared the rows before there were any.
+        self._sharing_process: int | None = None
         self._views: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
         if self.scratch_dir is not None:
@@ -134,6 +142,8 @@ class PackedStorage(LazyTensorStorage):
         return Layout({key: known or described[key] for key, known in self._declared.items()})
 
     def _allocate(self, layout: Layout) -> None:
+        if self._sharing_process not in (None, os.getpid()):
+            raise RuntimeError(_NO_SHARED_LAYOUT)
         shape = (self.max_size, layout.num_words)
         if self.scratch_dir is None:
             rows = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -146,7 +156,26 @@ class PackedStorage(LazyTensorStorage):
             (self.scratch_dir / _LAYOUT_FILE).write_text(json.dumps(layout.to_json(), indent=1))
         self._adopt(layout, rows)
 
+    def share_memory_(self) -> PackedStorage:
+        """Moves the rows to memory that other processes see, when they get this storage.
+
+        Raises:
+            RuntimeError: the rows are on a GPU or in a directory, which have one writer.
+        """
+        if self.scratch_dir is not None or self.device.type != "cpu":
+            where = self.scratch_dir or self.device
+            raise RuntimeError(
+                f"rows that several processes write must be in memory, these are in {where}: leave path "
+                "and device out, or let the collector yield its batches and extend the storage with them."
+            )
+        self._sharing_process = os.getpid()
+        if self.rows is not None and not self.rows.is_shared():
+            self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
+        return self
+
     def _adopt(self, layout: Layout, rows: torch.Tensor) -> None:
+        if self._sharing_process is not None:
+            rows.share_memory_()
         self.layout, self.rows = layout, rows
         views = layout.views(rows)
         self._views = [views[field.key] for field in layout.fields]
@@ -322,6 +351,10 @@ class PackedStorage(LazyTensorStorage):
         super().loads(path)
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            if self.rows is None:
+                raise RuntimeError(_NO_SHARED_LAYOUT)
+            self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
         state["_storage"], state["_views"], state["_arrays"] = None, [], []

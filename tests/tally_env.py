@@ -1,0 +1,92 @@
+"""An environment whose observations say where they are from, and checks that nothing is mixed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from tensordict import TensorDictBase
+from torchrl.envs import GymWrapper
+
+from trl_storages import HERReplayStorage, ReplayStorage
+
+__all__ = ["TallyEnv", "check_batch", "check_rows", "goal_storage", "reward", "tally"]
+
+_numbers = itertools.count()
+_where = Box(0, 2**62, (3,), np.int64)
+
+#: Episodes take turns in these lengths.
+LENGTHS = (3, 7, 1, 5)
+
+
+class TallyEnv(gymnasium.Env[Any, Any]):
+    """Observes (which environment of all processes, episode, step); ends or is cut short in turns."""
+
+    observation_space = Dict(
+        dict.fromkeys(("observation", "achieved_goal", "desired_goal"), _where)
+    )
+    action_space = Discrete(5)
+
+    def __init__(self) -> None:
+        self.number = (os.getpid() << 20) + next(_numbers)
+        self.episode = -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.num_steps = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        ends = self.num_steps == LENGTHS[self.episode % len(LENGTHS)]
+        terminated = ends and self.episode % 2 == 0
+        return self._observation(), -1.0, terminated, ends and not terminated, {}
+
+    def _observation(self) -> dict[str, Any]:
+        where = np.array([self.number, self.episode, self.num_steps])
+        wanted = np.zeros(3, np.int64)
+        return {"observation": where, "achieved_goal": where.copy(), "desired_goal": wanted}
+
+
+def tally() -> GymWrapper:
+    return GymWrapper(TallyEnv(), categorical_action_encoding=True)
+
+
+def reward(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, transition: Any) -> Any:
+    return (achieved_goal == desired_goal).all(-1).float() - 1
+
+
+def goal_storage(**options: Any) -> HERReplayStorage:
+    env = TallyEnv()
+    settings = {"reward_fn": reward, "storage_size": 60, "batch_size": 64, "seed": 0, **options}
+    return HERReplayStorage(env.observation_space, env.action_space, **settings)
+
+
+def check_rows(storage: ReplayStorage) -> None:
+    """Every row is followed by the next one of its environment's episode, or by no row at all."""
+    storage.validate()
+    slots = storage.episodes.slots_by_age(torch.arange(len(storage)))
+    where = storage.storage.read(slots, ["observation", ("next", "observation")])
+    before, after = where["observation"], where["next", "observation"]
+    one_step = torch.tensor([0, 0, 1])
+    assert torch.equal(after, before + one_step)
+    goes_on = storage.episodes.ahead(slots) > 0
+    following = storage.episodes.shift(slots[goes_on], 1)
+    assert torch.equal(
+        storage.storage.read(following, ["observation"])["observation"], after[goes_on]
+    )
+
+
+def check_batch(batch: TensorDictBase) -> None:
+    """Goals are from the episode of the transition, and from then on."""
+    there = batch["next", "observation"]
+    goal = batch["desired_goal"][batch["her_mask"]]
+    own = there[batch["her_mask"]]
+    assert torch.equal(goal[:, :2], own[:, :2])
+    assert (goal[:, 2] >= own[:, 2]).all()

@@ -1,0 +1,406 @@
+"""TorchRL's collectors write, in one process and in several, and no trajectory is ever mixed."""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tally_env import TallyEnv, check_batch, check_rows, goal_storage, tally
+from tensordict import TensorDict
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs import ParallelEnv, SerialEnv
+
+from trl_storages import EpisodeWriter, PackedStorage
+
+# Collectors warn about options of their own that are to change, and about sharing a storage.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def make_env(num_envs: int):
+    return tally() if num_envs == 1 else SerialEnv(num_envs, tally)
+
+
+def steps(lane: int, num_steps: int, *, number: int = 0) -> TensorDict:
+    """[T] transitions of one trajectory that does not end."""
+    step = torch.arange(num_steps)
+    before = torch.stack([torch.full_like(step, number), torch.full_like(step, lane), step], 1)
+    after, flag = before + torch.tensor([0, 0, 1]), torch.zeros(num_steps, 1, dtype=torch.bool)
+    goal = torch.zeros_like(before)
+    return TensorDict(
+        {
+            "observation": before,
+            "achieved_goal": before,
+            "desired_goal": goal,
+            "action": torch.zeros(num_steps, dtype=torch.int64),
+            "next": {
+                "observation": after,
+                "achieved_goal": after,
+                "desired_goal": goal,
+                "reward": torch.zeros(num_steps, 1),
+                "done": flag,
+                "terminated": flag,
+                "truncated": flag,
+            },
+        },
+        [num_steps],
+    )
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_batches_that_the_loop_writes(self, num_envs):
+        env = make_env(num_envs)
+        storage = goal_storage(num_envs=num_envs)
+        collector = Collector(
+            env, env.rand_action, frames_per_batch=8 * num_envs, total_frames=80 * num_envs
+        )
+
+        for data in collector:
+            storage.extend(data)
+            check_rows(storage)
+            check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.is_full
+        assert storage.write_count == 80 * num_envs
+
+    @pytest.mark.parametrize("extend_buffer", [True, False])
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_a_collector_that_writes(self, num_envs, extend_buffer):
+        env = make_env(num_envs)
+        storage = goal_storage(num_envs=num_envs)
+        collector = Collector(
+            env,
+            env.rand_action,
+            frames_per_batch=8 * num_envs,
+            total_frames=80 * num_envs,
+            replay_buffer=storage,
+            extend_buffer=extend_buffer,
+        )
+
+        for _ in collector:
+            check_rows(storage)
+            check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.write_count == 80 * num_envs
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_whole_trajectories(self, num_envs):
+        env = make_env(num_envs)
+        storage = goal_storage()
+        collector = Collector(
+            env,
+            env.rand_action,
+            frames_per_batch=8 * num_envs,
+            total_frames=80 * num_envs,
+            replay_buffer=storage,
+            trajs_per_batch=2,
+        )
+
+        for _ in collector:
+            if len(storage):
+                check_rows(storage)
+        collector.shutdown()
+
+        episodes = storage.episodes.episodes()
+        assert episodes["finished"].all()
+        assert len(episodes) > 5
+
+    @pytest.mark.parametrize("layout", ["cat", "padded"])
+    def test_whole_trajectories_that_the_loop_writes(self, layout):
+        env = make_env(2)
+        storage = goal_storage(num_envs=1 if layout == "cat" else 3)
+        collector = Collector(
+            env,
+            env.rand_action,
+            frames_per_batch=20,
+            total_frames=80,
+            trajs_per_batch=3,
+            traj_format=layout,
+        )
+
+        data = next(iter(collector))
+        collector.shutdown()
+
+        if layout == "cat":
+            storage.extend(data)
+            check_rows(storage)
+            assert len(storage.episodes.episodes()) == 3
+        else:
+            with pytest.raises(ValueError, match="traj_format='cat'"):
+                storage.extend(data)
+            assert not len(storage)
+
+    def test_random_frames_first(self):
+        env, seen = tally(), []
+        storage = goal_storage()
+
+        def policy(tensordict):
+            seen.append(storage.write_count)
+            return env.rand_action(tensordict)
+
+        collector = Collector(
+            env,
+            policy,
+            frames_per_batch=5,
+            total_frames=40,
+            init_random_frames=20,
+            replay_buffer=storage,
+        )
+        for _ in collector:
+            pass
+        collector.shutdown()
+
+        # Collectors try a policy before they begin, on an empty storage here.
+        assert not any(0 < count < 20 for count in seen)
+        assert sum(count >= 20 for count in seen) == 20
+        assert storage.write_count == 40
+        check_rows(storage)
+
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_a_thread_writes_while_the_learner_samples(self, num_envs):
+        env = make_env(num_envs)
+        storage = goal_storage(num_envs=num_envs, alpha=0.6, eta=0.99, c_min=10)
+        collector = Collector(
+            env,
+            env.rand_action,
+            frames_per_batch=6 * num_envs,
+            total_frames=-1,
+            replay_buffer=storage,
+        )
+
+        collector.start()
+        learn(storage, wraps=5)
+        collector.async_shutdown()
+
+        check_rows(storage)
+
+    def test_worker_processes_of_the_environment(self):
+        env = ParallelEnv(2, tally)
+        storage = goal_storage(num_envs=2)
+        collector = Collector(
+            env, env.rand_action, frames_per_batch=16, total_frames=160, replay_buffer=storage
+        )
+
+        for _ in collector:
+            check_rows(storage)
+            check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.write_count == 160
+
+
+def learn(storage, wraps: int) -> None:
+    """Samples, and reports priorities, until the ring was written so many times."""
+    deadline = time.monotonic() + 120
+    while storage.write_count < wraps * storage.episodes.capacity:
+        assert time.monotonic() < deadline, "the collector does not write"
+        if not len(storage):
+            time.sleep(0.01)
+            continue
+        batch = storage.sample()
+        check_batch(batch)
+        batch["td_error"] = torch.rand(batch.shape[0])
+        storage.update_tensordict_priority(batch)
+        storage.validate()
+
+
+class TestManyProcesses:
+    """Worker processes that write to one storage."""
+
+    def test_batches_in_step(self):
+        storage = goal_storage()
+        collector = MultiSyncCollector(
+            [tally, tally], None, frames_per_batch=20, total_frames=200, replay_buffer=storage
+        )
+
+        for _ in collector:
+            check_rows(storage)
+            check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.write_count == 200
+        assert len(storage[:]["observation"][:, 0].unique()) == 2
+
+    def test_whole_trajectories_out_of_step(self):
+        storage = goal_storage(alpha=0.6, eta=0.99, c_min=10)
+        collector = MultiAsyncCollector(
+            [tally, tally],
+            None,
+            frames_per_batch=20,
+            total_frames=-1,
+            replay_buffer=storage,
+            trajs_per_batch=2,
+        )
+
+        collector.start()
+        learn(storage, wraps=8)
+        collector.async_shutdown()
+
+        check_rows(storage)
+        # Only the oldest episode may have been cut, by overwriting.
+        assert storage.episodes.episodes()["finished"].all()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("trajs_per_batch", [None, 2])
+    @pytest.mark.parametrize("collector_type", [MultiSyncCollector, MultiAsyncCollector])
+    def test_several_environments_each(self, collector_type, trajs_per_batch):
+        storage = goal_storage(num_envs=1 if trajs_per_batch else 2, storage_size=400)
+        collector = collector_type(
+            [two_tallies, two_tallies],
+            None,
+            frames_per_batch=80,
+            total_frames=2000,
+            replay_buffer=storage,
+            trajs_per_batch=trajs_per_batch,
+        )
+
+        for _ in collector:
+            if len(storage):
+                check_rows(storage)
+                check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.write_count > 1500
+
+
+def two_tallies() -> SerialEnv:
+    return SerialEnv(2, tally)
+
+
+@pytest.fixture
+def in_child() -> Iterator[object]:
+    """Runs functions in a child that is cheap to start, since it has not to import anything."""
+    context = multiprocessing.get_context("fork")
+
+    def run(function, *args) -> None:
+        child = context.Process(target=function, args=args)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+
+    return run
+
+
+class TestSharing:
+    def test_rows_of_another_process_are_seen(self, in_child):
+        storage = goal_storage().share()
+        storage.extend(steps(0, 5))
+
+        in_child(storage.extend, steps(1, 4))
+
+        assert len(storage) == 9
+        assert storage.write_count == 9
+        check_rows(storage)
+
+    def test_a_trajectory_is_cut_where_the_process_changes(self, in_child):
+        storage = goal_storage().share()
+        for _ in range(2):
+            # The same steps, without trajectory ids to tell them apart.
+            storage.extend(steps(0, 5))
+            in_child(storage.extend, steps(0, 5))
+
+        assert storage.episodes.episodes()["length"].tolist() == [5, 5, 5, 5]
+
+    def test_one_process_goes_on_where_it_stopped(self, in_child):
+        def write(storage):
+            whole = steps(0, 6)
+            storage.extend(whole[:4])
+            storage.extend(whole[4:])
+
+        storage = goal_storage().share()
+        in_child(write, storage)
+
+        assert storage.episodes.episodes()["length"].tolist() == [6]
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_priorities_are_given_to_rows_of_another_process(self, in_child, num_envs):
+        storage = goal_storage(num_envs=num_envs, storage_size=12, alpha=1.0)
+        storage.extend(torch.stack([steps(lane, 2) for lane in range(num_envs)]).squeeze(0))
+        per = storage.sampler.base
+        per.update_priority(torch.arange(2 * num_envs), torch.full((2 * num_envs,), 0.5))
+        per.update_priority(torch.tensor([0]), torch.tensor([8.0]))
+        storage.share()
+        drawn = storage.sample(4)
+
+        def write(storage):
+            storage.writer.extend(steps(0, 2).unsqueeze(0), lanes=[0])
+
+        in_child(write, storage)
+        storage.sample(4)
+
+        priorities = per.priorities
+        new = torch.arange(2, 4) * num_envs
+        assert (priorities[new] == 8).all()
+        assert priorities[0] == 8
+        assert (priorities[1 : 2 * num_envs] == 0.5).all()
+        assert (priorities < torch.inf).sum() == 2 * num_envs + 2
+        per.validate()
+
+        # Late priorities of rows that another process has overwritten are left alone.
+        drawn["td_error"] = torch.full((4,), 3.0)
+        in_child(overwrite, storage)
+        storage.update_tensordict_priority(drawn)
+        assert (per.priorities == 8).all()
+
+    def test_emptying_is_heard_of(self, in_child):
+        storage = goal_storage(alpha=0.6).share()
+        storage.extend(steps(0, 10))
+        storage.sample()
+
+        in_child(storage.empty)
+        in_child(storage.extend, steps(1, 3))
+        batch = storage.sample()
+
+        assert set(batch["index"].tolist()) == {0, 1, 2}
+
+    def test_phases_of_recency_begin_with_writes_of_another_process(self, in_child):
+        storage = goal_storage(eta=0.99, c_min=2).share()
+        ere = storage.sampler.base
+        ere.updates_per_phase = 3
+        storage.extend(steps(0, 5))
+        for _ in range(4):
+            storage.sample()
+        assert ere.update > ere.num_updates
+
+        in_child(storage.extend, steps(1, 5))
+        storage.sample()
+
+        assert ere.update == 1
+
+    def test_a_layout_that_is_not_fixed(self, in_child):
+        buffer = TensorDictReplayBuffer(
+            storage=PackedStorage(10), writer=EpisodeWriter(), batch_size=4
+        )
+        buffer.storage.share_memory_()
+
+        def write(buffer):
+            with pytest.raises(RuntimeError, match="before other processes write"):
+                buffer.extend(steps(0, 2))
+
+        in_child(write, buffer)
+        buffer.extend(steps(0, 2))
+        in_child(buffer.extend, steps(1, 2))
+        assert len(buffer) == 4
+
+    def test_what_cannot_be_shared(self, tmp_path):
+        with pytest.raises(RuntimeError, match="leave path and device out"):
+            goal_storage(path=tmp_path).share()
+        with pytest.raises(ValueError, match="can't draw ahead"):
+            goal_storage(prefetch=2).share()
+
+
+def overwrite(storage) -> None:
+    num_envs = storage.episodes.num_envs
+    storage.extend(
+        torch.stack([steps(lane, 12 // num_envs) for lane in range(num_envs)]).squeeze(0)
+    )
+
+
+def test_the_tally_s_spaces_hold_what_it_observes():
+    env = TallyEnv()
+    observation, _ = env.reset()
+    assert env.observation_space.contains(observation)
