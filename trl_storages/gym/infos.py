@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["final_observation", "info_values"]
+__all__ = ["final_observation", "given_final_observation", "info_values"]
 
 _MISSING = object()
+
+
+def given_final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
+    """Returns the last observation that the infos hold of an environment, None if they hold none."""
+    found = _lane_value(infos, ("final_obs",), lane, is_vector)
+    return None if found is _MISSING else found
 
 
 def final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
@@ -23,8 +29,8 @@ def final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
     Raises:
         ValueError: the infos don't hold it.
     """
-    found = _lane_value(infos, ("final_obs",), lane, is_vector)
-    if found is _MISSING or found is None:
+    found = given_final_observation(infos, lane, is_vector=is_vector)
+    if found is None:
         raise ValueError(
             f"environment {lane} ended, and with autoreset_mode 'SameStep' "
             f"infos['final_obs'] must hold its last observation, got the keys "
@@ -118,6 +124,11 @@ def _row(value: Any, lane: int) -> Any:
     """The row of one environment, of dictionaries of columns too."""
     if isinstance(value, Mapping):
         return {name: _row(entry, lane) for name, entry in value.items()}
+    if not hasattr(value, "__getitem__"):
+        raise ValueError(
+            f"the infos of a vector must hold a value for each environment, got {value!r}; pass "
+            "the infos of `step` as they are, or a list with a dictionary for each environment"
+        )
     return value[lane]
 
 

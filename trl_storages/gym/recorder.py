@@ -17,6 +17,7 @@ from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import Field, InfoKeys, info_key_names, key_path
 from trl_storages.gym.infos import final_observation, info_values
 from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn_fields
+from trl_storages.gym.resets import ResetWatch, check_last_observations
 from trl_storages.gym.trees import leaves
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
 from trl_storages.storages import nest
@@ -69,6 +70,7 @@ class GymRecorder:
         self._layout: Layout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
+        self._watch = ResetWatch()
         self._all_lanes = list(range(num_envs))
         one = torch.Size([1])
         self._flag = Column(torch.bool, one, num_envs)
@@ -130,6 +132,8 @@ class GymRecorder:
         columns[DONE], columns[TERMINATED], columns[TRUNCATED] = done, terminated, truncated
         if finals:
             self._put_last_observations(columns, layout, infos, finals, is_vector)
+        elif done.any():
+            check_last_observations(columns, layout, infos, done, is_vector)
         index = None
         if len(lanes) < self.num_envs:
             index = torch.tensor(lanes)
@@ -140,6 +144,8 @@ class GymRecorder:
         for key, value in found.items():
             column = Column(*layout.fields[key], len(lanes))
             columns[key] = column.read(value, "infos", f"[{key!r}]", is_vector)
+        if self.autoreset_mode is None:
+            self._watch.look(columns, done, self.info_keys)
         self._layout, self._ended = layout, ended
         return _transitions(columns, len(lanes)), index
 
@@ -160,6 +166,7 @@ class GymRecorder:
                 f"lanes must be numbers from 0 to {size - 1} or {size} flags, got {lanes!r}"
             )
         self._ended = self._ended.copy()
+        self._watch.forget()
         self._ended[which if is_mask else which.astype(np.int64)] = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,6 +193,11 @@ class GymRecorder:
                 raise ValueError(
                     f"terminateds must hold {self.num_envs} flags, one for each environment, got "
                     "a single one; make the storage with num_envs=1 for a single environment"
+                )
+            if not isinstance(infos, Mapping):
+                raise TypeError(
+                    "infos must be a dictionary for a single environment, got "
+                    f"{type(infos).__name__}; pass the one that `step` returned"
                 )
             return False
         if not isinstance(infos, Mapping) and len(infos) != self.num_envs:

@@ -1,0 +1,237 @@
+"""What goes wrong in loops is said, with what to pass instead, and nothing is written."""
+
+import warnings
+from collections.abc import Mapping
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode
+
+from trl_storages import HERReplayStorage, UniformReplayStorage, gym_reward
+
+BITS = 4
+ENV = gymnasium.make("BitFlipping-v0", n_bits=BITS)
+
+
+def storage_for(num_envs: int = 1, **options) -> HERReplayStorage:
+    return HERReplayStorage(
+        ENV.observation_space,
+        ENV.action_space,
+        reward_fn=gym_reward(ENV),
+        storage_size=120,
+        num_envs=num_envs,
+        batch_size=16,
+        **options,
+    )
+
+
+def vector(mode: AutoresetMode, num_envs: int = 2):
+    return gymnasium.make_vec(
+        "BitFlipping-v0",
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        n_bits=BITS,
+    )
+
+
+def loop(storage, env, num_steps: int = 12) -> None:
+    env.action_space.seed(0)
+    observations, _ = env.reset(seed=0)
+    for _ in range(num_steps):
+        actions = env.action_space.sample()
+        after, rewards, terminateds, truncateds, infos = env.step(actions)
+        storage.record(observations, actions, rewards, terminateds, truncateds, infos, after)
+        observations = after
+
+
+class TestObservationsOfTheWrongEpisode:
+    @pytest.mark.parametrize("told", [None, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+    def test_environments_that_reset_in_the_same_step(self, told):
+        storage = storage_for(2, autoreset_mode=told)
+
+        with pytest.raises(ValueError, match=r"last observation of .*autoreset_mode=env.metadata"):
+            loop(storage, vector(AutoresetMode.SAME_STEP))
+
+        # The steps before are there, the wrong one is not.
+        assert not storage[:]["next", "done"].any()
+        storage.validate()
+
+    def test_the_right_observations_put_in_by_hand_are_fine(self):
+        env, storage = vector(AutoresetMode.SAME_STEP), storage_for(2)
+        env.action_space.seed(0)
+        observations, _ = env.reset(seed=0)
+        for _ in range(12):
+            actions = env.action_space.sample()
+            after, rewards, terminateds, truncateds, infos = env.step(actions)
+            last = {key: value.copy() for key, value in after.items()}
+            for lane in np.flatnonzero(terminateds | truncateds):
+                for key in last:
+                    last[key][lane] = infos["final_obs"][lane][key]
+            storage.record(observations, actions, rewards, terminateds, truncateds, infos, last)
+            observations = after
+
+        assert len(storage) == 24
+        assert storage[:]["next", "done"].any()
+
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_environments_that_reset_in_the_next_step(self, num_envs):
+        storage = storage_for(num_envs)
+
+        with pytest.warns(UserWarning, match=r"ended, and its next step begins .*autoreset_mode="):
+            loop(storage, vector(AutoresetMode.NEXT_STEP, num_envs))
+
+    def test_a_single_environment_that_is_not_reset(self):
+        storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=10)
+        before, after = np.zeros(1, "f"), np.ones(1, "f")
+
+        storage.record(before, 0, 0.0, True, False, {}, after)
+        with pytest.warns(UserWarning, match="reset them when they end"):
+            storage.record(after, 0, 0.0, False, False, {}, before)
+        # Once is enough.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            storage.record(before, 0, 0.0, True, False, {}, after)
+            storage.record(after, 0, 0.0, False, False, {}, before)
+
+    @pytest.mark.parametrize("mode", list(AutoresetMode))
+    def test_loops_that_are_right_are_left_alone(self, mode):
+        storage = storage_for(2, autoreset_mode=mode)
+        env = vector(mode)
+        if mode is not AutoresetMode.DISABLED:
+            loop(storage, env)
+            assert storage[:]["next", "done"].any()
+
+    def test_observations_that_never_change_tell_nothing(self):
+        storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=10)
+        for _ in range(3):
+            storage.record(np.zeros(1, "f"), 0, 0.0, True, False, {}, np.zeros(1, "f"))
+
+        assert len(storage) == 3
+
+    def test_a_reset_that_is_announced(self):
+        storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=10)
+        storage.record(np.zeros(1, "f"), 0, 0.0, True, False, {}, np.ones(1, "f"))
+        storage.end_episodes()
+        storage.record(np.ones(1, "f"), 0, 0.0, False, False, {}, np.zeros(1, "f"))
+
+        assert len(storage) == 2
+
+
+def transition(num_envs: int = 0) -> dict:
+    """The arguments of one `record`, of a single environment or of a vector."""
+
+    def many(value):
+        return np.stack([np.asarray(value)] * num_envs) if num_envs else value
+
+    env = gymnasium.make("BitFlipping-v0", n_bits=BITS)
+    before, _ = env.reset(seed=0)
+    after, reward, terminated, truncated, info = env.step(1)
+    return {
+        "observations": {key: many(value) for key, value in before.items()},
+        "actions": many(1),
+        "rewards": many(reward),
+        "terminateds": many(terminated),
+        "truncateds": many(truncated),
+        "infos": {key: many(value) for key, value in info.items()},
+        "next_observations": {key: many(value) for key, value in after.items()},
+    }
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("actions", "message"),
+        [
+            (np.float32(1), "actions must be int64, got float32.*convert them yourself"),
+            (torch.ones(()), "actions must be int64, got float32.*convert them yourself"),
+            (torch.zeros(BITS), "actions must be int64, got float32"),
+            (0.5, "actions must be int64, got float64"),
+            ("left", "actions must be int64, got .*not numbers"),
+            (None, "actions must be int64, got object.*not numbers"),
+        ],
+    )
+    def test_action_of_the_wrong_dtype(self, actions, message):
+        storage = storage_for()
+        with pytest.raises(TypeError, match=message):
+            storage.record(**transition() | {"actions": actions})
+        assert not len(storage)
+
+    def test_one_hot_actions(self):
+        storage = storage_for()
+        with pytest.raises(ValueError, match=r"actions must have the shape \[\].*got \[4\]"):
+            storage.record(**transition() | {"actions": torch.zeros(BITS, dtype=torch.int64)})
+        assert not len(storage)
+
+    @pytest.mark.parametrize(
+        ("made_for", "given", "message"),
+        [
+            (1, 3, "must hold 1 environments, got 3; make the storage with num_envs=3"),
+            (3, 2, "must hold 3 environments, got 2; make the storage with num_envs=2"),
+            (2, 0, "one for each environment, got a single one; make the storage with num_envs=1"),
+        ],
+    )
+    def test_wrong_number_of_environments(self, made_for, given, message):
+        storage = storage_for(made_for)
+        with pytest.raises(ValueError, match=message):
+            storage.record(**transition(given))
+        assert not len(storage)
+
+    @pytest.mark.parametrize("name", ["rewards", "truncateds", "actions"])
+    def test_one_argument_of_another_number_of_environments(self, name):
+        storage = storage_for(3)
+        with pytest.raises(ValueError, match=f"{name} must hold 3 environments, got 2"):
+            storage.record(**transition(3) | {name: transition(2)[name]})
+        assert not len(storage)
+
+    def test_a_collector_s_batch_of_another_number_of_environments(self):
+        storage = storage_for(3)
+        whole = storage_for(2)
+        whole.record(**transition(2))
+        with pytest.raises(ValueError, match=r"\[3, T\].*got \[2\]"):
+            storage.extend(whole[:])
+        assert not len(storage)
+
+
+class TestInfos:
+    """Infos come as a dict, as a dict of arrays, or as a list of dicts; all are taken."""
+
+    @pytest.mark.parametrize("form", ["arrays", "list"])
+    def test_both_forms_of_a_vector(self, form):
+        storage = storage_for(3, info_keys=("num_steps",))
+        call = transition(3)
+        if form == "list":
+            call["infos"] = [{"num_steps": 1 + lane} for lane in range(3)]
+        else:
+            call["infos"]["num_steps"] = np.arange(1, 4)
+
+        storage.record(**call)
+
+        assert storage[:]["num_steps"].flatten().tolist() == [1, 2, 3]
+
+    @pytest.mark.parametrize(
+        ("infos", "error", "message"),
+        [
+            ([{"num_steps": 1}] * 2, ValueError, "infos must hold 3 environments, got 2"),
+            ([{"steps": 1}] * 3, KeyError, r"'num_steps' must be there.*there are \['steps'\]"),
+            ({}, KeyError, "'num_steps' must be there at every step.*correct info_keys"),
+            (None, KeyError, "'num_steps' must be there at every step"),
+            ({"num_steps": np.arange(2)}, ValueError, "must hold 3 environments, got 2"),
+            ({"num_steps": 1}, ValueError, "a value for each environment, got 1; pass"),
+        ],
+    )
+    def test_infos_that_do_not_fit(self, infos, error, message):
+        storage = storage_for(3, info_keys=("num_steps",))
+        with pytest.raises(error, match=message):
+            storage.record(**transition(3) | {"infos": infos})
+        assert not len(storage)
+
+    @pytest.mark.parametrize("infos", [[{"num_steps": 1}], ({"num_steps": 1},)])
+    def test_a_list_for_a_single_environment(self, infos):
+        assert not isinstance(infos, Mapping)
+        storage = storage_for(info_keys=("num_steps",))
+        with pytest.raises(TypeError, match=r"infos must be a dictionary.*got"):
+            storage.record(**transition() | {"infos": infos})
+        assert not len(storage)
