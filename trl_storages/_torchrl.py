@@ -73,7 +73,7 @@ PRIVATE_ATTRIBUTES = {
         "_bump_generation",
         "_mark_update_entities",
     ),
-    "Sampler": ("_rng", "_empty"),
+    "Sampler": ("_rng", "_empty", "_remaining_batches"),
     "CatTensors": ("_del_keys",),
     "GymWrapper": ("_env",),
 }

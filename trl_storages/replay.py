@@ -298,6 +298,9 @@ class ReplayStorage(TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             self._hear_of_writes()
             index, info = self._sampler.sample(self._storage, batch_size)
+            if isinstance(index, tuple):
+                # TorchRL's slice samplers name a coordinate for each dimension; there is one.
+                (index,) = index
             if self._sample_unit is not None:
                 index, info = self._sample_unit.expand(index, info, self._storage)
             info[keys.INDEX] = index

@@ -66,9 +66,16 @@ class EpisodeWriter(RoundRobinWriter):
         """Gives `storage` its episode index.
 
         Raises:
+            TypeError: the storage keeps no tensors on a device.
             ValueError: the storage has more dimensions than one, fewer rows than lanes, or an index
                 of another number of lanes.
         """
+        if not isinstance(getattr(storage, "device", None), torch.device):
+            raise TypeError(
+                "EpisodeWriter needs a storage of tensors on a device that is known, such as "
+                f"PackedStorage or LazyTensorStorage, got {type(storage).__name__} with device="
+                f"{getattr(storage, 'device', None)!r}."
+            )
         if storage.ndim != 1:
             raise ValueError(
                 f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "

@@ -35,6 +35,20 @@ class WrappingSampler(Sampler):
     def _rng(self, generator: torch.Generator | None) -> None:
         self.base._rng = generator
 
+    # Samplers without replacement end an iteration over the buffer.
+    @property
+    def ran_out(self) -> bool:
+        """Whether the base has drawn every row once."""
+        return self.base.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self.base.ran_out = value
+
+    @property
+    def _remaining_batches(self) -> int:
+        return self.base._remaining_batches
+
     def add(self, index: Any) -> None:
         """Tells the base of one new row."""
         self.base.add(index)

@@ -9,7 +9,7 @@ import math
 from typing import Any, Literal, get_args
 
 import torch
-from torchrl.data import Storage
+from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.episodes import EpisodeIndex, episodes_of
@@ -43,6 +43,7 @@ class HERSampler(WrappingSampler):
 
     Raises:
         ValueError: the strategy is unknown or `num_goals` negative or not whole.
+        TypeError: `base` draws slices.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5.
 
@@ -57,6 +58,12 @@ class HERSampler(WrappingSampler):
         *,
         base: Sampler | None = None,
     ) -> None:
+        if isinstance(base, SliceSampler):
+            raise TypeError(
+                f"base must draw single transitions, got {type(base).__name__}: each step of a slice "
+                "would get another goal; for sequences with one goal each pass "
+                "sample_unit=EpisodeSequence(...) to the ReplayStorage."
+            )
         super().__init__(base)
         self.strategy = strategy
         self.num_goals = num_goals
@@ -95,7 +102,8 @@ class HERSampler(WrappingSampler):
         """
         episodes = episodes_of(storage)
         index, info = self.base.sample(storage, batch_size)
-        mask = self._mask(batch_size, index.device)
+        # Samplers without replacement end an epoch with fewer rows than were asked for.
+        mask = self._mask(index.shape[0], index.device)
         info["goal_index"] = torch.where(mask, self._goal_rows(episodes, index), index)
         info["her_mask"] = mask
         return index, info
