@@ -16,9 +16,9 @@ from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import HERSampler
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler
 from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writers import EpisodeWriter
 
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -45,6 +45,26 @@ def make_hindsight(capacity, num_envs=1, storage_type=PackedStorage, **kwargs):
         transform=GoalRelabel(distance_reward),
         **kwargs,
     )
+
+
+def make_everything(capacity, num_envs=1, storage_type=PackedStorage, **kwargs):
+    """Hindsight, n-step returns, priorities and recency at once."""
+    return make_uniform(
+        capacity,
+        num_envs,
+        storage_type,
+        sampler=HERSampler(base=ERESampler(0.999, 3, base=PERSampler(capacity))),
+        transform=Compose(GoalRelabel(distance_reward), NStep(3, 0.5)),
+        **kwargs,
+    )
+
+
+def learn(storage, batch_size):
+    """Samples a batch and gives its rows priorities."""
+    batch = storage.sample(batch_size)
+    batch["td_error"] = (batch["index"] % 3 + 1).float()
+    storage.update_tensordict_priority(batch)
+    return batch.exclude("priority_stamp", "td_error")
 
 
 def rows_of(model_rows):
@@ -488,6 +508,49 @@ class TestLiveParameters:
             assert (min(seen) < 0) == (strategy in ("random", "episode"))
             assert (max(seen) > 8) == (strategy == "random")
 
+    def test_steps_and_discount(self):
+        storage, oracle = make_uniform(40, transform=NStep(3, 0.5)), RingOracle(40)
+        write(storage, oracle, [episode_flags([5, 9, 3, 6], 4)])
+        live, n_step = oracle.live(), storage.transform[0]
+        for n_steps, gamma in ((3, 0.5), (1, 0.5), (7, 0.5), (7, 1.0), (2, 0.25)):
+            n_step.n_steps, n_step.gamma = n_steps, gamma
+            for sample in storage.sample(20):
+                row = live[int(sample["index"])]
+                window = [other for other in oracle.episode(row) if other.step >= row.step][
+                    :n_steps
+                ]
+                assert sample["steps_to_next_obs"] == len(window)
+                rewards = rows_of(window)["next", "reward"].flatten().tolist()
+                folded = sum(gamma**i * reward for i, reward in enumerate(rewards))
+                assert sample["next", "reward"].item() == pytest.approx(folded, rel=1e-6)
+
+    def test_priorities_and_their_correction(self):
+        storage = make_uniform(8, sampler=PERSampler(8, alpha=0.5, beta=1.0))
+        write(storage, RingOracle(8), [[False] * 8])
+        priority = torch.arange(8).float() + 1
+        storage.update_priority(torch.arange(8), priority)
+        for alpha, beta in ((0.5, 1.0), (1.0, 1.0), (1.0, 0.3), (0.0, 0.3), (0.7, 0.0), (0.7, 0.6)):
+            storage.sampler.alpha, storage.sampler.beta = alpha, beta
+            batch = storage.sample(2000)
+            # The largest probability is that of the largest priority, and has the smallest weight.
+            expected = (1 / priority) ** (alpha * beta)
+            assert torch.allclose(batch["priority_weight"], expected[batch["index"]], rtol=1e-5)
+            counts = torch.bincount(batch["index"], minlength=8)
+            share = priority**alpha / (priority**alpha).sum()
+            assert (
+                stats.chisquare(counts, share.double() / share.double().sum() * 2000).pvalue > 1e-4
+            )
+
+    def test_recency(self):
+        storage = make_uniform(100, sampler=ERESampler(0.999, c_min=10))
+        write(storage, RingOracle(100), [[False] * 130])
+        for eta, c_min in ((0.999, 10), (0.99, 10), (0.99, 3), (1.0, 3), (0.9995, 3)):
+            storage.sampler.begin_phase(1)
+            storage.sampler.eta, storage.sampler.c_min = eta, c_min
+            ages = storage.episodes.ages(storage.sample(1000)["index"])
+            window = min(math.floor(max(100 * eta**1000, c_min)), 100)
+            assert set(ages.tolist()) == set(range(window))
+
     def test_reward_function(self):
         storage, _ = self.make()
         storage.sampler.num_goals = math.inf
@@ -496,14 +559,32 @@ class TestLiveParameters:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("num_goals", -1), ("num_goals", 0.5), ("num_goals", math.nan), ("strategy", "past")],
+        [
+            ("num_goals", -1),
+            ("num_goals", 0.5),
+            ("num_goals", math.nan),
+            ("strategy", "past"),
+            ("alpha", -0.1),
+            ("alpha", math.nan),
+            ("beta", 1.1),
+            ("eta", 0.0),
+            ("eta", math.nan),
+            ("c_min", 0),
+            ("n_steps", 0),
+            ("gamma", 1.5),
+            ("gamma", math.nan),
+        ],
     )
     def test_nonsense(self, name, value):
-        storage, _ = self.make()
-        before = getattr(storage.sampler, name)
+        storage = make_everything(40)
+        hindsight = storage.sampler
+        recency = hindsight.base
+        parts = [hindsight, recency, recency.base, storage.transform[1]]
+        (owner,) = (part for part in parts if hasattr(part, name))
+        before = getattr(owner, name)
         with pytest.raises(ValueError, match=name):
-            setattr(storage.sampler, name, value)
-        assert getattr(storage.sampler, name) == before
+            setattr(owner, name, value)
+        assert getattr(owner, name) == before
 
 
 # Clearing
@@ -527,7 +608,7 @@ class TestEmpty:
         return blocks
 
     @settings(max_examples=60)
-    @given(data=st.data(), make=st.sampled_from([make_uniform, make_hindsight]))
+    @given(data=st.data(), make=st.sampled_from([make_uniform, make_everything]))
     def test_everything_is_as_in_a_fresh_storage(self, data, make):
         num_envs = data.draw(st.integers(1, 3))
         capacity = data.draw(st.integers(num_envs, 12))
@@ -535,7 +616,7 @@ class TestEmpty:
         oracle = RingOracle(capacity, num_envs)
         for done, lanes in self.draw_blocks(data, num_envs):
             write(used, oracle, done, lanes)
-            used.sample(3)
+            learn(used, 3)
         used.empty()
         assert len(used) == 0
         used.validate()
@@ -546,7 +627,7 @@ class TestEmpty:
             write(used, first, done, lanes)
             write(fresh, second, done, lanes)
             assert_same(used[:], fresh[:])
-            assert_same(used.sample(20), fresh.sample(20))
+            assert_same(learn(used, 20), learn(fresh, 20))
             assert used.stats() == fresh.stats()
         used.validate()
 
@@ -555,7 +636,7 @@ class TestEmpty:
     def test_the_last_steps_of_each_lane_stay(self, data):
         num_envs = data.draw(st.integers(1, 3))
         capacity = data.draw(st.integers(num_envs, 12))
-        storage, oracle = make_hindsight(capacity, num_envs), RingOracle(capacity, num_envs)
+        storage, oracle = make_everything(capacity, num_envs), RingOracle(capacity, num_envs)
         for done, lanes in self.draw_blocks(data, num_envs):
             write(storage, oracle, done, lanes)
         for _ in range(2):
@@ -580,7 +661,7 @@ class TestEmpty:
         assert episodes.ahead(slots).tolist() == [oracle.ahead(row) for row in rows]
         assert episodes.is_finished(slots).tolist() == [oracle.is_finished(row) for row in rows]
         assert episodes.is_whole(slots).tolist() == [oracle.is_whole(row) for row in rows]
-        batch = storage.sample(20)
+        batch = learn(storage, 20)
         where = {slot: place for place, slot in enumerate(slots.tolist())}
         drawn = [where[slot] for slot in batch["index"].tolist()]
         assert_same(
