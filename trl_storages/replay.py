@@ -5,24 +5,20 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Writer
+from torchrl.data import ReplayBuffer, Storage, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
-from trl_storages.batch_files import dump_batches, load_batches
+from trl_storages.checkpoint import CheckpointedBuffer
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
@@ -33,8 +29,6 @@ from trl_storages.writers import EpisodeWriter
 
 __all__ = ["ReplayStorage"]
 
-_RECORDER_FILE = "recorder.json"
-_PREFETCH_DIRECTORY = "prefetch"
 # TorchRL's names for how several priorities of one row become one.
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
@@ -44,7 +38,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class ReplayStorage(TensorDictReplayBuffer):
+class ReplayStorage(CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -102,11 +96,6 @@ class ReplayStorage(TensorDictReplayBuffer):
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
-
-    def _prefetch_in_order(self) -> None:
-        """Draws ahead in one thread: draws wait for each other anyway, and more would mix them up."""
-        if self._prefetch:
-            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -436,82 +425,6 @@ class ReplayStorage(TensorDictReplayBuffer):
                 super().empty(empty_write_count)
                 if self._recorder is not None:
                     self._recorder.reset()
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that the next samples and writes depend on, in tensors and plain values."""
-        state = super().state_dict()
-        state["_recorder"] = None if self._recorder is None else self._recorder.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
-
-        Raises:
-            ValueError: the state is that of a storage of another size, layout or number of lanes.
-                Nothing is changed then.
-        """
-        if isinstance(self._writer, EpisodeWriter):
-            self._writer.check_state_dict(state_dict["_writer"])
-        super().load_state_dict(state_dict)
-        self._restore_recorder(state_dict.get("_recorder"))
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves all that the next samples and writes depend on, without pickling anything.
-
-        Args:
-            path: a directory, which may hold an earlier dump.
-        """
-        super().dumps(path)
-        if self._recorder is not None:
-            ended = self._recorder.state_dict()["ended"].tolist()
-            (Path(path) / _RECORDER_FILE).write_text(json.dumps({"ended": ended}))
-
-    def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved.
-
-        Raises:
-            FileNotFoundError: there is no such directory.
-            ValueError: as `load_state_dict`.
-        """
-        path = Path(path)
-        if not path.is_dir():
-            raise FileNotFoundError(f"there must be a directory that dumps() wrote, got {path}.")
-        if isinstance(self._writer, EpisodeWriter):
-            self._writer.check_dump(path / "writer")
-        super().loads(path)
-        recorder = path / _RECORDER_FILE
-        self._restore_recorder(json.loads(recorder.read_text()) if recorder.exists() else None)
-
-    def _restore_recorder(self, state: dict[str, Any] | None) -> None:
-        if self._recorder is None and state is not None:
-            self._recorder = GymRecorder(self.episodes.num_envs)
-        if self._recorder is not None and state is not None:
-            self._recorder.load_state_dict(state)
-        elif self._recorder is not None:
-            self._recorder.reset()
-
-    def _dump_prefetch_state(self, path: Path, prefetch_state: dict[str, Any]) -> None:
-        dump_batches(path / _PREFETCH_DIRECTORY, prefetch_state["queue"])
-
-    def _load_prefetch_state(self, path: Path) -> dict[str, Any] | None:
-        # Fewer batches may be drawn ahead here than where they were saved: the rest is lost then.
-        queue = load_batches(path / _PREFETCH_DIRECTORY)[: self._prefetch_cap]
-        return {"version": 1, "capacity": self._prefetch_cap, "queue": queue}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # An iterator that was left halfway can't be pickled, nor is it part of the state.
-        state = {**super().__getstate__(), "_iterator": None}
-        if get_spawning_popen() is not None:
-            # TorchRL's copy of the generator's state is freed, and its memory closed, before the new
-            # process opens it. Another process could only repeat the draws of this one, too.
-            state["_rng"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._prefetch_in_order()
 
     # Care
 
