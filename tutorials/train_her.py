@@ -20,6 +20,7 @@ import gymnasium
 import torch
 from goal_agents import ALGORITHMS, INPUTS
 from options import OneLineParser, device_here, integer_from, need
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import DoubleToFloat, EnvBase, ExplorationType, GymWrapper, TransformedEnv
@@ -36,8 +37,8 @@ WITH, WITHOUT = "with hindsight", "without hindsight"
 class Task:
     """What an algorithm gets in an environment, and the success rates it must show for it.
 
-    The bounds were set before any run: `at_least` for the agent with hindsight, `at_most` for the
-    one without. They hold for this budget, and for so many bits where bits are flipped.
+    The bounds were written down before the runs that are reported: `at_least` for the agent with
+    hindsight, `at_most` for the one without. They hold for so many steps, and bits to flip.
     """
 
     steps: int = 50_000
@@ -139,6 +140,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
         total_frames=args.steps,
         init_random_frames=RANDOM_BATCHES * args.steps_per_batch,
         policy_device=args.device,
+        storing_device=args.device,
         auto_register_policy_transforms=False,
     )
 
@@ -150,9 +152,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
                 losses = agent.loss(storage.sample())
                 if num_updates % agent.policy_delay:
                     del losses["loss_actor"]
-                sum(loss for key, loss in losses.items() if key.startswith("loss")).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                minimise(losses, optimizer)
                 target_networks.step()
                 num_updates += 1
 
@@ -171,6 +171,13 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
     progress.close()
     collector.shutdown()
     return curve
+
+
+def minimise(losses: TensorDictBase, optimizer: torch.optim.Optimizer) -> None:
+    """Takes one step down the sum of the losses, beside which there are entries to log."""
+    sum(loss for name, loss in losses.items() if name.startswith("loss")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
