@@ -22,6 +22,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Compose
 
+from trl_storages._torchrl import native_sum_tree
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.storages import PackedStorage
@@ -37,6 +38,9 @@ SAMPLERS = {
     "hindsight over recency": lambda capacity: HERSampler(base=ERESampler(0.999, c_min=5)),
     "hindsight over priorities": lambda capacity: HERSampler(base=PERSampler(capacity)),
 }
+needs_native_part = pytest.mark.skipif(
+    native_sum_tree is None, reason="TorchRL's own priorities need its native part"
+)
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)
 each_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 each_wrapped_history = pytest.mark.parametrize(
@@ -129,6 +133,7 @@ class TestInAStockBuffer:
         drawn = batch["index"].unique()
         assert torch.equal(buffer.sampler.priorities[drawn], (drawn + 1).float())
 
+    @needs_native_part
     @each_storage
     def test_in_the_prioritized_buffer_s_place(self, storage_type):
         """What a loop over TensorDictPrioritizedReplayBuffer does, it does over ours."""
@@ -222,10 +227,8 @@ class TestStockPartsInAReplayStorage:
                     range(13)
                 )
 
+    @needs_native_part
     def test_stock_priorities(self):
-        native = pytest.importorskip("torchrl._torchrl")
-        if not hasattr(native, "SumSegmentTreeFp32"):
-            pytest.skip("TorchRL's native part does not load")
         history = HISTORIES["just full"]
         sampler = HERSampler(base=PrioritizedSampler(13, 1.0, 1.0))
         buffer = make(ReplayStorage, history, sampler, transform=GoalRelabel(distance_reward))
