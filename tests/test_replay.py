@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
-from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage
+from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage, traj
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
 from trl_storages.replay import ReplayStorage
@@ -371,6 +371,32 @@ class TestEpisodes:
         with pytest.raises(ValueError, match=r"observation.*\[3, 4\].*\[3, 5\]"):
             storage.extend(episode)
         assert len(storage) == 3
+
+
+class TestQuery:
+    @each_history
+    def test_lists_the_episodes_lane_by_lane(self, history):
+        storage = make_hindsight(history.capacity, history.num_envs)
+        oracle = history.write(storage)
+        expected = [
+            oracle.episode(row)
+            for lane in range(history.num_envs)
+            for row in oracle.surviving(lane)
+            if oracle.behind(row) == 0
+        ]
+        found = storage.query()
+        assert len(found) == len(expected)
+        for trajectory, rows in zip(found, expected, strict=True):
+            assert_same(trajectory.data.exclude("collector"), rows_of(rows))
+
+    def test_those_that_a_predicate_accepts(self):
+        storage, oracle = make_hindsight(20, 2), RingOracle(20, 2)
+        write(storage, oracle, [episode_flags([2, 5], 2), episode_flags([4, 2], 3)])
+        assert [len(found) for found in storage.query(traj.length >= 3)] == [5, 4, 3]
+        assert storage.query(traj.length > 9) == []
+
+    def test_of_an_empty_storage(self):
+        assert make_uniform(8).query() == []
 
 
 # Batches
@@ -848,6 +874,18 @@ class TestRefusals:
         storage = make_uniform(8, 2)
         with pytest.raises(ValueError, match="lanes"):
             storage.end_episodes(lanes)
+
+
+def test_a_sampler_set_later_follows_the_generator_too():
+    batches = []
+    for _ in range(2):
+        storage = make_uniform(20, seed=5)
+        write(storage, RingOracle(20), [episode_flags([3, 8], 4)])
+        previous = storage.sampler
+        assert storage.set_sampler(HERSampler()) is previous
+        batches.append(storage.sample(50))
+    assert torch.equal(batches[0]["index"], batches[1]["index"])
+    assert torch.equal(batches[0]["goal_index"], batches[1]["goal_index"])
 
 
 @pytest.mark.parametrize("lanes", [[1], torch.tensor([1]), torch.tensor([False, True])])

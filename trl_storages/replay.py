@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import ReplayBuffer, Storage, Writer
+from torchrl.data import ReplayBuffer, Storage, Trajectory, Writer, filter_trajectories
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
@@ -260,6 +260,16 @@ class ReplayStorage(CheckpointedBuffer):
 
     # Sampling
 
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Draws with another sampler from now on, by the generator of this storage.
+
+        Returns:
+            the sampler that drew until now.
+        """
+        previous = super().set_sampler(sampler)
+        sampler._rng = self._rng
+        return previous
+
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
@@ -399,6 +409,36 @@ class ReplayStorage(CheckpointedBuffer):
             else:
                 slots = slots_of(self.episodes, index)
             self._writer.write_at(slots, value)
+
+    def query(
+        self,
+        predicate: Callable[[Trajectory], bool] | None = None,
+        *,
+        trajectory_key: NestedKey | None = None,
+    ) -> list[Trajectory]:
+        """Lists the stored episodes, lane by lane, the oldest first.
+
+        Args:
+            predicate: which of them, as built from `torchrl.data.traj`; None lists all.
+            trajectory_key: entry that tells episodes apart; None asks the episode index.
+
+        Returns:
+            TorchRL's `Trajectory`s of rows as they were stored, running and cut episodes included;
+            `("collector", "traj_ids")` of the rows is a number of their episode.
+        """
+        with self._replay_lock, self._write_lock:
+            if not len(self.episodes):
+                return []
+            listed = self.episodes.episodes()
+            length = listed["length"]
+            number = torch.arange(len(length), device=length.device).repeat_interleave(length)
+            step = torch.arange(len(number), device=length.device)
+            step -= (length.cumsum(0) - length)[number]
+            rows = self._storage.get(self.episodes.shift(listed["first"][number], step))
+        if trajectory_key is None:
+            trajectory_key = keys.TRAJECTORY_IDS
+            rows.set(trajectory_key, number.to(rows.device))
+        return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
         """Forgets the stored rows.
