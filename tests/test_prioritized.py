@@ -109,7 +109,7 @@ def test_both_trees_draw_the_same_batches(monkeypatch):
     buffers = [make_buffer(1000)]
     monkeypatch.setenv("TRL_STORAGES_NATIVE_TREE", "0")
     buffers.append(make_buffer(1000))
-    assert [type(b.sampler._tree) for b in buffers] == [NativeTree, LevelTree]
+    assert [type(b.sampler._table._tree) for b in buffers] == [NativeTree, LevelTree]
     for step in range(30):
         batches = []
         for buffer in buffers:
@@ -135,7 +135,7 @@ def test_new_and_overwritten_rows_get_the_largest_raw_priority_at_once():
     buffer.extend(rows(7))
     assert sampler.priorities.tolist() == [9, 9, 1, 1, 9, 9, 9, 9, 9, 9]
     # alpha once: the weight in the sum is sqrt(9), not 9 and not sqrt(sqrt(9)).
-    assert float(sampler._tree.total()) == pytest.approx(8 * 3 + 2, rel=1e-5)
+    assert float(sampler._table._tree.total()) == pytest.approx(8 * 3 + 2, rel=1e-5)
     # The largest so far stays the largest when no row has it any more.
     sampler.update_priority(torch.arange(10), 0.25)
     buffer.add(rows(1)[0])
@@ -153,7 +153,7 @@ def test_each_write_is_one_write(attached):
         buffer.storage._attached_entities.clear()
     for step in range(6):
         buffer.add(rows(1, step)[0])
-    assert buffer.sampler._generations.tolist() == [2, 2, 1, 1]
+    assert buffer.sampler._table.generations.tolist() == [2, 2, 1, 1]
 
 
 @pytest.mark.requirement("per-new")
@@ -205,7 +205,9 @@ def test_alpha_may_go_to_zero_and_come_back():
     for was, now in zip(before, draws(), strict=True):
         assert torch.equal(was, now)
     buffer.sampler.eps = 0.5
-    assert float(buffer.sampler._tree.total()) == pytest.approx(0.6**0.6 + 2.5**0.6 + 3.5**0.6)
+    assert float(buffer.sampler._table._tree.total()) == pytest.approx(
+        0.6**0.6 + 2.5**0.6 + 3.5**0.6
+    )
     buffer.sampler.validate()
 
 
@@ -280,8 +282,10 @@ def test_indices_of_any_shape():
     buffer.sampler.update_priority(3, 4.0)
     buffer.sampler.update_priority([4, 5], torch.tensor([[6], [7]], dtype=torch.int32))
     assert buffer.sampler.priorities[3:6].tolist() == [4.0, 6.0, 7.0]
-    with pytest.raises(ValueError, match=r"one priority for each of the 6 indices.*got 5"):
+    with pytest.raises(ValueError, match=r"one priority for each of the 6 indices, got 5"):
         buffer.sampler.update_priority(index, torch.ones(5))
+    with pytest.raises(ValueError, match="one stamp for each of the 6 indices, got 2"):
+        buffer.sampler.update_priority(index, 1.0, stamp=torch.ones(2))
     with pytest.raises(TypeError, match=r"index must hold integers, got torch\.float32"):
         buffer.sampler.update_priority(torch.zeros(1), 1.0)
 
@@ -359,6 +363,19 @@ def test_a_loop_in_a_stock_buffer(storage):
         priorities = buffer.sampler.priorities
         assert all(priorities[i] == p for i, p in expected.items())
     buffer.sampler.validate()
+
+
+@each_tree
+def test_a_sampler_that_hears_of_writes_through_mark_update_only():
+    # As TorchRL's asynchronous prioritized buffers tell of them.
+    storage, sampler = LazyTensorStorage(4), PERSampler(4)
+    storage.set(torch.arange(3), rows(3))
+    sampler.mark_update(torch.arange(3), storage=storage)
+    sampler.update_priority(torch.arange(3), torch.tensor([1.0, 7.0, 2.0]), storage=storage)
+    storage.set(torch.tensor([3, 0]), rows(2))
+    sampler.mark_update(torch.tensor([3, 0]), storage=storage)
+    assert sampler.priorities.tolist() == [7.0, 7.0, 2.0, 7.0]
+    assert sampler._table.generations.tolist() == [2, 1, 1, 1]
 
 
 @each_tree
@@ -510,8 +527,14 @@ def test_a_state_of_another_size_or_a_torn_file_changes_nothing(tmp_path):
             load()
     file = tmp_path / "priorities.f32"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="must hold 8 values, got 7"):
+    with pytest.raises(
+        ValueError, match=r"must be 8 numbers of at least 0, got \[7\] with 0 others"
+    ):
         other.loads(tmp_path)
+    file.write_bytes(np.array([1, 2, -3, math.nan, 5, 6, 7, 8], dtype="<f4").tobytes())
+    with pytest.raises(ValueError, match=r"got \[8\] with 2 others"):
+        other.loads(tmp_path)
+    assert other.priorities[:3].tolist() == [1.0, 2.0, ABSENT]
     assert torch.equal(sampler.priorities, before)
 
 
@@ -522,7 +545,7 @@ class TestOnADevice:
     def buffer(self, monkeypatch):
         monkeypatch.setenv("TRL_STORAGES_NATIVE_TREE", "0")
         buffer = make_buffer(6)
-        buffer.sampler._on_host = False
+        buffer.sampler._table._on_host = False
         return reported(buffer, 1.0, 2.0, 3.0)
 
     @pytest.mark.requirement("per-update")
@@ -575,7 +598,7 @@ def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
     storage.set(slots, data, set_cursor=False)
     storage._len = 5 * num_envs
     buffer.episodes.append(torch.zeros(num_envs, 5, dtype=torch.bool, device=simulated_gpu))
-    sampler._place(simulated_gpu)
+    sampler._table = sampler._make_table(simulated_gpu)
     sampler.extend(slots)
     sampler.mark_update(slots, storage=storage)
     window = buffer.episodes.num_rows // 2
@@ -598,7 +621,7 @@ def test_on_a_gpu_it_draws_what_it_draws_on_the_cpu():
         reported(buffer, *torch.arange(1, 1001).sqrt().tolist())
         buffer.sampler.validate()
     marks = torch.rand(500, dtype=torch.float64)
-    draws = [b.sampler._tree.draw(marks.to(b.sampler.device), 0.4) for b in buffers]
+    draws = [b.sampler._table._tree.draw(marks.to(b.sampler.device), 0.4) for b in buffers]
     for cpu, gpu in zip(*draws, strict=True):
         torch.testing.assert_close(gpu.cpu(), cpu)
     sampler = buffers[1].sampler

@@ -41,3 +41,7 @@ class LateError:
         self._flag.zero_()
         self._heard.zero_()
         return True
+
+    def __reduce__(self) -> tuple:
+        # Copies and pickles would lose the pinned memory; and the error is not theirs.
+        return type(self), (self._flag.device,)
