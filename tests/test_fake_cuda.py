@@ -132,9 +132,7 @@ def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
 @each_storage
 @each_number_of_lanes
 def test_full_combination(simulated_gpu, num_envs, storage_type):
-    per = PERSampler(24)
-    # It follows the storage to its device at the first call, and reads its own state for that.
-    per._place(simulated_gpu)
+    per = PERSampler(24, device=simulated_gpu)
     ere = ERESampler(0.99, c_min=3, base=per)
     relabel = GoalRelabel(
         distance_reward, terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1)

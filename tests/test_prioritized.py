@@ -590,7 +590,7 @@ class TestOnADevice:
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
     storage = PackedStorage(24, device=simulated_gpu)
-    sampler = PERSampler(24)
+    sampler = PERSampler(24, device=simulated_gpu)
     buffer = ReplayStorage(storage=storage, sampler=sampler, writer=EpisodeWriter(num_envs))
     # The writer counts on the host, which a simulation cannot: its parts are called one by one.
     slots = buffer.episodes.next_slots(5).reshape(-1)
@@ -598,7 +598,6 @@ def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
     storage.set(slots, data, set_cursor=False)
     storage._len = 5 * num_envs
     buffer.episodes.append(torch.zeros(num_envs, 5, dtype=torch.bool, device=simulated_gpu))
-    sampler._table = sampler._make_table(simulated_gpu)
     sampler.extend(slots)
     sampler.mark_update(slots, storage=storage)
     window = buffer.episodes.num_rows // 2

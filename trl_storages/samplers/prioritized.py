@@ -54,6 +54,7 @@ class PERSampler(PrioritizedSampler):
         eps: above 0, at most 1; keeps rows without error drawable.
         reduction: how TorchRL's buffers reduce the several priorities of one row: "max", "min",
             "mean" or "median".
+        device: where priorities live until a storage is seen; then they live where it does.
 
     `alpha`, `beta` and `eps` are plain attributes that TorchRL's schedulers may set. A new `alpha`
     or `eps` costs a pass over all rows, a new `beta` nothing.
@@ -82,6 +83,7 @@ class PERSampler(PrioritizedSampler):
         eps: float = 1e-6,
         *,
         reduction: str = "max",
+        device: torch.device | str = "cpu",
     ) -> None:
         # TorchRL's constructor would make native trees, and fail where they do not load.
         if max_capacity < 1:
@@ -92,7 +94,7 @@ class PERSampler(PrioritizedSampler):
         self._beta = _checked("beta", beta, 0.0, 1.0)
         self._eps = _checked("eps", eps, *_EPS_RANGE)
         self._marked: torch.Tensor | None = None
-        self._table = self._make_table(torch.device("cpu"))
+        self._table = self._make_table(torch.device(device))
 
     def _make_table(self, device: torch.device) -> PriorityTable:
         return PriorityTable(self._max_capacity, alpha=self._alpha, eps=self._eps, device=device)
