@@ -328,6 +328,31 @@ class EpisodeIndex:
             )
         return ids.long().to(self.device)
 
+    def rejoin(
+        self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
+    ) -> None:
+        """Replaces what is known of lanes by their surviving rows, after steps that went unseen.
+
+        Args:
+            done: `[L, S]` bool, of the last S steps of the lanes: the episode ends with this row.
+            begins: `[L, S]` bool: it begins with this row. Where that of the first row is not among
+                these, the episode has lost rows.
+            cursor: steps written to each of the lanes; S of them survive.
+            lanes: the L distinct lanes; None is all of them.
+        """
+        lane, num_steps = self.lane_ids(lanes), done.shape[1]
+        self._tables.cursors[lane] = cursor - num_steps
+        self._host_cursors[lane.cpu()] = cursor - num_steps
+        self._tables.open[lane] = False
+        first = self.append(done, begins, lane)[:, 0]
+        torn = self._tables.episode[first].long()[~begins[:, 0].to(self.device)]
+        self._tables.first_step[torn] = _LONG_AGO
+
+    @property
+    def is_open(self) -> torch.Tensor:
+        """`[E]` bool, whether the next row of the lane continues its last episode."""
+        return self._tables.open
+
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
         self._tables.open[self.lane_ids(lanes)] = False

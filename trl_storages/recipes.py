@@ -7,7 +7,7 @@ each of them, alone and together.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -57,7 +57,8 @@ class UniformReplayStorage(ReplayStorage):
         num_envs: E, environments that are recorded side by side.
         batch_size: B, transitions a sample.
         device: where batches arrive. The rows live there too, unless `path` is given.
-        path: directory of memory-mapped rows; None keeps them in memory.
+        path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
+            and sampling go on where they were. None keeps them in memory.
         n_step: n of the n-step returns; 1 shows transitions as they are.
         discount: gamma of the n-step returns.
         alpha: how strongly priorities count; 0 draws without priorities.
@@ -124,13 +125,6 @@ class UniformReplayStorage(ReplayStorage):
         # Of infos without a space the first write says more.
         stored = {**dict.fromkeys(info_key_names(info_keys)), **fields}
         capacity = storage_size // num_envs * num_envs
-        storage = PackedStorage(
-            capacity,
-            fields=stored,
-            device=device if path is None else "cpu",
-            scratch_dir=path,
-            out_device=device,
-        )
         # All are made, so that an option out of its range is an error, and used where they do something.
         prioritized = PERSampler(capacity if alpha else 1, alpha=alpha, beta=beta)
         sampler: Sampler = prioritized if alpha else UniformSampler()
@@ -139,20 +133,37 @@ class UniformReplayStorage(ReplayStorage):
         n_steps = NStep(n_step, discount)
         transforms: list[Transform] = [n_steps] if n_step != 1 else []
         sampler, transforms = self._with_goals(sampler, transforms)
+        storage = PackedStorage(
+            capacity,
+            fields=stored,
+            device=device if path is None else "cpu",
+            scratch_dir=path,
+            out_device=device,
+        )
         generator = None
         if seed is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
-        super().__init__(
-            storage=storage,
-            writer=EpisodeWriter(num_envs, keys=list(stored)),
-            sampler=sampler,
-            transform=Compose(*transforms) if transforms else None,
-            batch_size=batch_size,
-            prefetch=prefetch or None,
-            generator=generator,
-            recorder=GymRecorder(
-                num_envs, fields=fields, autoreset_mode=autoreset_mode, info_keys=info_keys
-            ),
+        with storage.released_on_error():
+            super().__init__(
+                storage=storage,
+                writer=EpisodeWriter(num_envs, keys=list(stored)),
+                sampler=sampler,
+                transform=Compose(*transforms) if transforms else None,
+                batch_size=batch_size,
+                prefetch=prefetch or None,
+                generator=generator,
+                recorder=GymRecorder(
+                    num_envs, fields=fields, autoreset_mode=autoreset_mode, info_keys=info_keys
+                ),
+            )
+
+    @classmethod
+    def open(cls, path: str | Path, **options: Any) -> NoReturn:
+        """Raises a TypeError: the spaces and options of a ready-made storage are not on disk."""
+        raise TypeError(
+            f"{cls.__name__} needs its spaces and options again: construct it with "
+            f"path={str(path)!r}, and it goes on where it was. ReplayStorage.open(path, sampler=..., "
+            "transform=...) opens the rows without them."
         )
 
     def _with_goals(

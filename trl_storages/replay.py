@@ -6,7 +6,8 @@ Letters: B batch, E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -23,9 +24,14 @@ from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
 from trl_storages.history import is_key, slots_of
+from trl_storages.on_disk import OnDisk, intact
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
+from trl_storages.storages import FollowingStorage, PackedStorage
 from trl_storages.transforms import ReplayTransform, SeenRows
 from trl_storages.writers import EpisodeWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
 
@@ -38,7 +44,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class ReplayStorage(CheckpointedBuffer):
+class ReplayStorage(OnDisk, CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -96,6 +102,82 @@ class ReplayStorage(CheckpointedBuffer):
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
+        self._resume()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        mode: Literal["r+", "r"] = "r+",
+        sampler: Sampler | None = None,
+        transform: Transform | Callable | None = None,
+        device: torch.device | str | None = None,
+        fetch_every: int = 1,
+        check: bool = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Opens the rows of a directory, with their episodes, priorities and counters.
+
+        What a directory does not hold (samplers, transforms, reward functions) is given again: opening
+        runs no code of its own.
+
+        Args:
+            path: a directory that was made with `path=` or `scratch_dir=`.
+            mode: "r+" goes on writing, as the only writer. "r" reads what another process writes, as
+                one of any number of readers.
+            sampler: as in the constructor.
+            transform: as in the constructor.
+            device: where batches arrive; the rows stay in their files.
+            fetch_every: with mode "r", batches that are drawn before new rows are looked at.
+            check: whether to check every row against its checksum.
+            progress: whether to show how far that is.
+            **options: as in the constructor: batch_size, generator, recorder, ...
+
+        Raises:
+            FileNotFoundError: the directory holds no storage.
+            ValueError: it is damaged or of another version.
+            RuntimeError: it has another writer, or a row does not match its checksum.
+            OSError: it may not be written.
+        """
+        storage = cls._open(
+            path,
+            mode=mode,
+            sampler=sampler,
+            transform=transform,
+            device=device,
+            fetch_every=fetch_every,
+            **options,
+        )
+        if check:
+            storage.validate(progress=progress)
+        return storage
+
+    @classmethod
+    def _open(
+        cls,
+        path: str | Path,
+        *,
+        mode: str,
+        device: torch.device | str | None = None,
+        fetch_every: int = 1,
+        **options: Any,
+    ) -> Self:
+        if mode not in ("r+", "r"):
+            raise ValueError(f"mode must be 'r+' to write or 'r' to read, got {mode!r}.")
+        rows: PackedStorage
+        if mode == "r":
+            rows = FollowingStorage(path, fetch_every=fetch_every, out_device=device)
+        else:
+            rows = PackedStorage.open(path, out_device=device)
+        storage = cls.__new__(cls)
+        with rows.released_on_error():
+            num_envs, fields = episodes_of(rows).num_envs, rows.layout.keys  # type: ignore[union-attr]
+            writer = EpisodeWriter(num_envs, keys=fields)
+            # Ready-made storages are constructed otherwise.
+            ReplayStorage.__init__(storage, storage=rows, writer=writer, **options)
+        return storage
 
     @property
     def episodes(self) -> EpisodeIndex:
@@ -293,6 +375,7 @@ class ReplayStorage(CheckpointedBuffer):
         return ReplayBuffer.sample(self, batch_size, return_info)
 
     @pin_memory_output
+    @intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
             self._hear_of_writes()
@@ -313,6 +396,7 @@ class ReplayStorage(CheckpointedBuffer):
                     batch, _ = _see(self._transform, batch, SeenRows(self._storage))
         return batch, info
 
+    @intact
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.
 
@@ -367,6 +451,7 @@ class ReplayStorage(CheckpointedBuffer):
 
     # History
 
+    @intact
     def __getitem__(self, index: Any) -> Any:
         """Reads rows as they were stored, without transforms, into new memory.
 
@@ -484,8 +569,11 @@ class ReplayStorage(CheckpointedBuffer):
         with self._replay_lock, self._write_lock:
             return explain(batch, self.episodes)
 
-    def validate(self) -> None:
-        """Checks the invariants of storage and index, walking all rows.
+    def validate(self, *, progress: bool = False) -> None:
+        """Checks the invariants of storage and index, walking all rows, and those on disk by checksum.
+
+        Args:
+            progress: whether to show how far the rows on disk are checked.
 
         Raises:
             RuntimeError: one is broken; the message says which and where.
@@ -494,6 +582,7 @@ class ReplayStorage(CheckpointedBuffer):
             self.episodes.validate()
             if isinstance(self._writer, EpisodeWriter):
                 self._writer.validate()
+            self._check_rows(progress)
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]

@@ -18,7 +18,7 @@ from torchrl.data import RoundRobinWriter, Storage
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.history import slots_of
-from trl_storages.storages import PackedStorage, read_fields
+from trl_storages.storages import DurableLanes, PackedStorage, Steps, read_fields
 
 __all__ = ["EpisodeWriter"]
 
@@ -61,6 +61,7 @@ class EpisodeWriter(RoundRobinWriter):
         self._last_trajectory: torch.Tensor | None = None
         # Which process wrote last to each lane, if several do.
         self._last_process: torch.Tensor | None = None
+        self._on_disk: DurableLanes | None = None
 
     def register_storage(self, storage: Storage) -> None:
         """Gives `storage` its episode index.
@@ -88,11 +89,20 @@ class EpisodeWriter(RoundRobinWriter):
                 f"{self.num_envs}."
             )
         super().register_storage(storage)
+        journal = getattr(storage, "journal", None)
+        if journal is not None:
+            journal.set_lanes(self.num_envs)
         if index is None:
             storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
         self._last_trajectory = torch.zeros(
             self.num_envs, dtype=torch.int64, device=storage.episodes.device
         )
+        self._on_disk = None
+        if getattr(storage, "scratch_dir", None) is not None:
+            self._on_disk = DurableLanes(storage)
+            self._last_trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
+            self._write_count = self._on_disk.write_count
+            self._count(0)
 
     @property
     def _episodes(self) -> EpisodeIndex:
@@ -129,6 +139,8 @@ class EpisodeWriter(RoundRobinWriter):
         _refuse_padding(data)
         num_lanes, num_steps = self._shape(data.batch_size, lanes)
         shape, episodes = data.batch_size, self._episodes
+        if self._on_disk is not None:
+            self._on_disk.catch_up()
         done = self._flag(data, self.done_key, (num_lanes, num_steps))
         cut, last_trajectory = self._cuts(data, lanes, (num_lanes, num_steps))
         kept = min(num_steps, episodes.steps_per_lane)
@@ -137,7 +149,11 @@ class EpisodeWriter(RoundRobinWriter):
         if kept < num_steps:
             rows = data.reshape(num_lanes, num_steps)[:, -kept:]
         # Rows first: if they do not fit the storage, nothing has changed.
-        self._set(slots.reshape(rows.batch_size), rows)
+        if self._on_disk is None:
+            self._set(slots.reshape(rows.batch_size), rows)
+        else:
+            cut, steps = self._on_disk.steps(data, done, cut, lanes, last_trajectory)
+            self._set(slots.reshape(rows.batch_size), rows, steps=steps)
         self._cut_between_processes(lanes)
         written = episodes.append(done, cut, lanes)
         if last_trajectory is not None:
@@ -149,7 +165,14 @@ class EpisodeWriter(RoundRobinWriter):
         self._mark_update_entities(slots)
         return written.reshape(shape)
 
-    def _set(self, slots: torch.Tensor, rows: TensorDictBase, *, set_cursor: bool = True) -> None:
+    def _set(
+        self,
+        slots: torch.Tensor,
+        rows: TensorDictBase,
+        *,
+        set_cursor: bool = True,
+        steps: Steps | None = None,
+    ) -> None:
         """Writes the entries that are wanted of rows of any batch size."""
         if self.keys is None and "index" in rows.keys():  # noqa: SIM118
             # Replay buffers set it on the data that they have written.
@@ -158,7 +181,9 @@ class EpisodeWriter(RoundRobinWriter):
         if self.keys is not None and not (packed and self._storage.layout):
             rows = rows.select(*self.keys)
         if packed:
-            self._storage.set(slots, rows, set_cursor=set_cursor, strict=self.keys is None)
+            self._storage.set(
+                slots, rows, set_cursor=set_cursor, strict=self.keys is None, steps=steps
+            )
         else:
             self._storage.set(slots.reshape(-1), rows.reshape(-1), set_cursor=set_cursor)
 
@@ -313,9 +338,12 @@ class EpisodeWriter(RoundRobinWriter):
         """
         old, new = self._episodes.clear(keep_steps)
         rows = self._storage.get(old)
-        self._storage.set(new, rows, set_cursor=False)
         if empty_write_count:
             self._write_count = 0
+        if self._on_disk is None:
+            self._storage.set(new, rows, set_cursor=False)
+        else:
+            self._storage.restart(new, rows, self._write_count)
         self._count(0)
         self._bump_generation(new, rows)
         self._mark_update_entities(new)
@@ -326,6 +354,8 @@ class EpisodeWriter(RoundRobinWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
         self._episodes.clear()
+        if self._on_disk is not None:
+            self._storage.restart(None, None, self._write_count)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""
@@ -353,6 +383,7 @@ class EpisodeWriter(RoundRobinWriter):
         self._episodes.load_state_dict(state_dict["episodes"])
         self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
         super().load_state_dict(state_dict)
+        self._after_load()
 
     def dumps(self, path: str | Path) -> None:
         """Saves the writer in the directory `path`, as JSON and raw tensors."""
@@ -382,6 +413,11 @@ class EpisodeWriter(RoundRobinWriter):
         super().loads(path)
         self._last_trajectory.copy_(state["last_trajectory"])  # type: ignore[union-attr]
         self._episodes.load_state_dict(state["episodes"])
+        self._after_load()
+
+    def _after_load(self) -> None:
+        if self._on_disk is not None:
+            self._storage.restart(None, None, self._write_count)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"

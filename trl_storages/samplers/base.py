@@ -83,6 +83,30 @@ class WrappingSampler(Sampler):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restores what `_own_state` returned."""
 
+    def progress(self) -> dict[str, Any]:
+        """Returns how far the sampler has come, without its parameters, in plain values."""
+        base = self.base.progress() if isinstance(self.base, WrappingSampler) else {}
+        return {**self._own_progress(), "base": base}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Goes on where `progress` was taken."""
+        if isinstance(self.base, WrappingSampler):
+            self.base.resume(progress.get("base", {}))
+        if own := {key: value for key, value in progress.items() if key != "base"}:
+            self._resume_own(own)
+
+    def _own_progress(self) -> dict[str, Any]:
+        """Returns what `progress` has of this sampler alone."""
+        return {}
+
+    def _resume_own(self, progress: dict[str, Any]) -> None:
+        """Restores what `_own_progress` returned."""
+
+    def hear_of_rows(self) -> None:
+        """Hears that another process wrote rows."""
+        if isinstance(self.base, WrappingSampler):
+            self.base.hear_of_rows()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler and of its base."""
         return {**self._own_state(), "base": self.base.state_dict()}

@@ -238,6 +238,19 @@ class ERESampler(WrappingSampler):
         super()._empty()
         self._update = self._num_updates = 0
 
+    def hear_of_rows(self) -> None:
+        """Hears that another process wrote rows."""
+        super().hear_of_rows()
+        self._on_write()
+
+    def _own_progress(self) -> dict[str, Any]:
+        return {"update": self._update, "num_updates": self._num_updates}
+
+    def _resume_own(self, progress: dict[str, Any]) -> None:
+        # A sampler of another kind may have been saved.
+        self._update = progress.get("update", self._update)
+        self._num_updates = progress.get("num_updates", self._num_updates)
+
     def _own_state(self) -> dict[str, Any]:
         return {
             "eta": self.eta,

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priority_tree import PriorityTable
+from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.samplers.uniform import check_not_empty
 
@@ -95,6 +96,8 @@ class PERSampler(PrioritizedSampler):
         self._eps = _checked("eps", eps, *_EPS_RANGE)
         self._marked: torch.Tensor | None = None
         self._table = self._make_table(torch.device(device))
+        # How often rows that are on disk were looked at; 0 while they are in memory.
+        self._refreshes = 0
 
     def _make_table(self, device: torch.device) -> PriorityTable:
         return PriorityTable(self._max_capacity, alpha=self._alpha, eps=self._eps, device=device)
@@ -290,12 +293,23 @@ class PERSampler(PrioritizedSampler):
             if self._table.has_rows:
                 table.load_state_dict(self._table.state_dict())
             self._table = table
+        refreshes = getattr(storage, "refreshes", 0)
+        if refreshes != self._refreshes:
+            self._refreshes = refreshes
+            self._table = DurableTable(
+                storage, self._max_capacity, alpha=self._alpha, eps=self._eps
+            )
+            return self._table.has_rows
         if self._table.has_rows or not len(storage):
             return False
         episodes = getattr(storage, "episodes", None)
         rows = torch.arange(len(storage if episodes is None else episodes), device=self.device)
         self._table.write(rows if episodes is None else episodes.slots_by_age(rows))
         return True
+
+    def attach(self, storage: Storage) -> None:
+        """Takes over the priorities that are kept with the rows of a directory, if there is one."""
+        self._settle(storage)
 
     def _empty(self) -> None:
         self._marked = None
@@ -317,6 +331,13 @@ class PERSampler(PrioritizedSampler):
         if get_spawning_popen() is not None:
             return ElsewhereSampler, ()
         return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if isinstance(self._table, DurableTable):
+            # The files stay with the storage.
+            state |= {"_table": self._table.in_memory(), "_refreshes": 0}
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters and raw priorities; trees are derived from them."""

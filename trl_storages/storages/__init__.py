@@ -1,6 +1,23 @@
 """Where the rows live."""
 
+from trl_storages.storages.durable_lanes import DurableLanes
+from trl_storages.storages.following import FollowingStorage
+from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, Span, nest
 from trl_storages.storages.packed import PackedStorage, field_keys, read_fields
+from trl_storages.storages.priority_column import PriorityColumn
 
-__all__ = ["Field", "Layout", "PackedStorage", "Span", "field_keys", "nest", "read_fields"]
+__all__ = [
+    "DurableLanes",
+    "Field",
+    "FollowingStorage",
+    "Journal",
+    "Layout",
+    "PackedStorage",
+    "PriorityColumn",
+    "Span",
+    "Steps",
+    "field_keys",
+    "nest",
+    "read_fields",
+]

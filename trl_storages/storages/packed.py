@@ -5,9 +5,9 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage, TensorStorage, TensorStorageCheckpointer
 
 from trl_storages.episodes import EpisodeIndex
+from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
+from trl_storages.storages.durable import Durable, check_same
+from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
 
 __all__ = ["PackedStorage", "field_keys", "read_fields"]
 
-_ROWS_FILE = "rows.bin"
-_LAYOUT_FILE = "layout.json"
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
     "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
@@ -40,8 +41,9 @@ class PackedStorage(LazyTensorStorage):
     Args:
         max_size: N, the number of rows.
         device: where the rows live.
-        scratch_dir: directory of the memory-mapped rows; None keeps them in memory.
-        existsok: whether rows that are already in `scratch_dir` may be overwritten.
+        scratch_dir: directory of memory-mapped rows that outlive the process; None keeps rows in
+            memory. If it holds rows, they are there again, with their episodes.
+        existsok: whether to forget what `scratch_dir` holds, and begin anew.
         fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
             the first write fixes it, and the layout with it.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
@@ -50,8 +52,9 @@ class PackedStorage(LazyTensorStorage):
 
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
-            other than the CPU.
-        FileExistsError: `scratch_dir` holds rows and `existsok` is false.
+            other than the CPU, or what it holds is damaged, or of another size or layout.
+        RuntimeError: another writer has `scratch_dir` open.
+        OSError: the disk is full, or may not be written.
 
     >>> from tensordict import TensorDict
     >>> storage = PackedStorage(4)
@@ -62,6 +65,8 @@ class PackedStorage(LazyTensorStorage):
 
     #: Set by the `EpisodeWriter` that writes to this storage.
     episodes: EpisodeIndex | None = None
+    #: Counts how often what others write to the files was looked at; above 0 once there are files.
+    refreshes = 0
 
     def __init__(
         self,
@@ -100,19 +105,53 @@ class PackedStorage(LazyTensorStorage):
         self._sharing_process: int | None = None
         self._views: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
-        if self.scratch_dir is not None:
-            self._refuse_foreign_rows(self.scratch_dir)
+        #: The files of the rows; None while they are in memory.
+        self.journal: Journal | None = None
+        self._durable: Durable | None = None
         self.out_device = None if out_device is None else torch.device(out_device)
         self._declared = dict(fields or {})
-        if fields is not None and None not in fields.values():
+        if self.scratch_dir is not None:
+            self._reopen(self.scratch_dir)
+        if self.rows is None and fields is not None and None not in fields.values():
             self._allocate(Layout(fields))  # type: ignore[arg-type]
 
-    def _refuse_foreign_rows(self, directory: Path) -> None:
-        if not self.existsok and (directory / _ROWS_FILE).exists():
-            raise FileExistsError(
-                f"{directory} already holds rows; pass existsok=True to overwrite them, or another "
-                "scratch_dir."
-            )
+    @classmethod
+    def open(
+        cls, directory: str | Path, *, out_device: torch.device | str | None = None
+    ) -> PackedStorage:
+        """Takes up the rows of a directory, to go on writing them.
+
+        Args:
+            directory: as `scratch_dir`.
+            out_device: where `get` puts batches.
+
+        Raises:
+            FileNotFoundError: it holds no storage. Otherwise as the constructor.
+        """
+        directory = Path(directory)
+        check_is_storage(directory)
+        return cls(size_of(directory), scratch_dir=directory, out_device=out_device)
+
+    def _reopen(self, directory: Path) -> None:
+        """Takes up the rows that the directory holds, if it holds any."""
+        if not holds_storage(directory):
+            return
+        journal = Journal.open(directory)
+        if self.existsok:
+            journal.delete()
+            return
+        try:
+            check_same(journal, self.max_size, self._declared)
+            self._take_up(journal)
+        except BaseException:
+            journal.close()
+            raise
+
+    def _take_up(self, journal: Journal) -> None:
+        self.journal, self._durable, self.refreshes = journal, Durable(journal), 1
+        self._adopt(journal.layout, journal.tensor())
+        self.episodes = self._durable.episodes()
+        self._len = journal.state.num_rows
 
     @property
     def row_nbytes(self) -> int:
@@ -144,17 +183,16 @@ class PackedStorage(LazyTensorStorage):
     def _allocate(self, layout: Layout) -> None:
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
-        shape = (self.max_size, layout.num_words)
         if self.scratch_dir is None:
-            rows = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        else:
-            self.scratch_dir.mkdir(parents=True, exist_ok=True)
-            path = self.scratch_dir / _ROWS_FILE
-            rows = torch.from_file(
-                str(path), shared=True, size=shape[0] * shape[1], dtype=torch.int64
-            ).view(shape)
-            (self.scratch_dir / _LAYOUT_FILE).write_text(json.dumps(layout.to_json(), indent=1))
-        self._adopt(layout, rows)
+            shape = (self.max_size, layout.num_words)
+            self._adopt(layout, torch.zeros(shape, dtype=torch.int64, device=self.device))
+            return
+        lanes = None if self.episodes is None else self.episodes.num_envs
+        self.journal = Journal.create(
+            self.scratch_dir, layout, self.max_size, lanes or 1, has_episodes=lanes is not None
+        )
+        self._durable, self.refreshes = Durable(self.journal), 1
+        self._adopt(layout, self.journal.tensor())
 
     def share_memory_(self) -> PackedStorage:
         """Moves the rows to memory that other processes see, when they get this storage.
@@ -185,7 +223,15 @@ class PackedStorage(LazyTensorStorage):
 
     # Writing
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True, strict: bool = True) -> None:
+    def set(
+        self,
+        cursor: Any,
+        data: Any,
+        *,
+        set_cursor: bool = True,
+        strict: bool = True,
+        steps: Steps | None = None,
+    ) -> None:
         """Writes transitions at the slots `cursor`.
 
         Args:
@@ -194,6 +240,7 @@ class PackedStorage(LazyTensorStorage):
             set_cursor: whether the write counts as new rows; false for a write in place.
             strict: whether entries that the rows have no room for are an error; they are left out
                 otherwise.
+            steps: which steps of which lanes they are, for the files of a directory.
 
         Raises:
             KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
@@ -216,10 +263,15 @@ class PackedStorage(LazyTensorStorage):
         leaves = layout.leaves_of(data, batch_size, strict=strict)
         if not self.initialized:
             self._allocate(layout)
+        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else len(self)
+        if self._durable is None:
+            self._write(cursor, leaves)
+        else:
+            with self._durable.writing(cursor, steps, length, is_new=set_cursor):
+                self._write(cursor, leaves)
         if set_cursor:
             self._set_last_cursor(cursor)
-            self._len = min(len(self) + batch_size.numel(), self.max_size)
-        self._write(cursor, leaves)
+            self._len = length
         self._bump_mutation_revision()
 
     def _write(self, cursor: Any, leaves: list[torch.Tensor]) -> None:
@@ -303,6 +355,51 @@ class PackedStorage(LazyTensorStorage):
 
     # State
 
+    def _empty(self) -> None:
+        super()._empty()
+        if self._durable is not None:
+            self._durable.clear()
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Lets another writer into the directory if what is built on this storage fails."""
+        try:
+            yield
+        except BaseException:
+            if self.journal is not None:
+                self.journal.close()
+            raise
+
+    def flush(self) -> None:
+        """Waits until the rows of a directory are on disk, so that they outlast a loss of power."""
+        if self._durable is not None:
+            self._durable.flush(self.episodes)
+
+    def close(self) -> None:
+        """Flushes the rows of a directory, and lets another writer in."""
+        if self.journal is not None and self.journal.is_writer:
+            self.flush()
+            self.journal.close()
+
+    def restart(
+        self, slots: torch.Tensor | None, rows: TensorDictBase | None, write_count: int
+    ) -> None:
+        """Brings the files of a directory in line with the episode index, after rows were forgotten.
+
+        Args:
+            slots: `[n]` int64 where kept rows are to lie now; None if none is moved.
+            rows: TensorDict `[n]` of them.
+            write_count: rows written, as the writer counts them.
+        """
+        if self._durable is None:
+            return
+
+        def move() -> None:
+            if slots is not None and len(slots):
+                self._write(slots, self.layout.leaves_of(rows, slots.shape))  # type: ignore
+
+        self._durable.restart(self.episodes, write_count, move)  # type: ignore[arg-type]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
         return {
@@ -328,6 +425,8 @@ class PackedStorage(LazyTensorStorage):
                 )
             if self.rows is None:
                 self._allocate(layout)
+            if self._durable is not None:
+                self._durable.clear()
             self.rows.copy_(rows)  # type: ignore[union-attr]
         self._len = state_dict["_len"]
         self._bump_mutation_revision()
@@ -358,6 +457,10 @@ class PackedStorage(LazyTensorStorage):
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
         state["_storage"], state["_views"], state["_arrays"] = None, [], []
+        if self.journal is not None:
+            # A directory has one writer, so a copy lives in memory.
+            state["journal"] = state["_durable"] = state["scratch_dir"] = None
+            state["refreshes"] = 0
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,97 @@
+"""Batches drawn in worker processes, from a directory that one process writes.
+
+Letters: B batch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+__all__ = ["ReplayBatches", "make_loader"]
+
+# Workers may be started before the first row is written.
+_PATIENCE = 60.0  # seconds
+
+
+class ReplayBatches(IterableDataset):
+    """Endless batches of a storage that another process writes.
+
+    Args:
+        open_reader: opens it for reading, in the process that iterates: `generator -> ReplayStorage`.
+    """
+
+    def __init__(self, open_reader: Callable[[torch.Generator], Any]) -> None:
+        super().__init__()
+        self._open_reader = open_reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each worker gets a copy, while what is sent to a new process is otherwise shared with it.
+        process = get_spawning_popen()
+        set_spawning_popen(None)
+        try:
+            return {"open_reader": pickle.dumps(self._open_reader)}
+        finally:
+            set_spawning_popen(process)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._open_reader = pickle.loads(state["open_reader"])
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        worker = get_worker_info()
+        # DataLoader gives each worker a seed of its own.
+        seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
+        reader = self._open_reader(torch.Generator().manual_seed(seed))
+        until = time.monotonic() + _PATIENCE
+        while not len(reader) and time.monotonic() < until:
+            time.sleep(0.01)
+            reader.storage.refresh()
+        while True:
+            yield reader.sample()
+
+
+def make_loader(
+    open_reader: Callable[[torch.Generator], Any],
+    *,
+    num_workers: int,
+    pin_memory: bool,
+    seed: int | None,
+    **options: Any,
+) -> DataLoader:
+    """Returns a `DataLoader` of endless batches.
+
+    Args:
+        open_reader: as in `ReplayBatches`.
+        num_workers: processes that draw; 0 draws in this one.
+        pin_memory: whether batches arrive in pinned memory, from which they cross to a GPU by
+            themselves; without a GPU it changes nothing.
+        seed: of the workers, each of which gets another one; None follows torch's default generator.
+        **options: as in `DataLoader`.
+
+    Raises:
+        ValueError: `num_workers` is negative.
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be 0 or more, got {num_workers}.")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(
+        ReplayBatches(open_reader),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        generator=generator,
+        **options,
+    )
+
+
+def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
+    # The default takes a TensorDict for a dict, and makes it anew.
+    return batch

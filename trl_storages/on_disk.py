@@ -1,0 +1,211 @@
+"""What a container does with rows that lie in a directory: flush, close, resume, share.
+
+Letters: B batch, E lanes (environments).
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from trl_storages.loader import make_loader
+from trl_storages.progress_bar import tracker
+from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.storages import FollowingStorage, Journal, PackedStorage
+
+__all__ = ["OnDisk", "intact"]
+
+Method = TypeVar("Method", bound=Callable)
+
+
+def intact(method: Method) -> Method:
+    """Makes a method that reads rows read them anew if another process overwrote some meanwhile."""
+
+    @wraps(method)
+    def read(self: OnDisk, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_reader:
+            return method(self, *args, **kwargs)
+        with self._replay_lock, self._write_lock:
+            return self._storage.read_intact(partial(method, self, *args, **kwargs))
+
+    return read  # type: ignore[return-value]
+
+
+class OnDisk:
+    """The part of `ReplayStorage` that knows of files. In memory it does nothing."""
+
+    # Of TorchRL's ReplayBuffer.
+    _storage: Any
+    _sampler: Any
+    _transform: Any
+    _recorder: Any
+    _rng: torch.Generator | None
+    _replay_lock: Any
+    _write_lock: Any
+    _batch_size: int | None
+
+    _is_reader = False
+
+    @property
+    def _journal(self) -> Journal | None:
+        return getattr(self._storage, "journal", None)
+
+    def _resume(self) -> None:
+        """Goes on where the directory was left."""
+        journal = self._journal
+        self._is_reader = isinstance(self._storage, FollowingStorage)
+        if journal is None:
+            return
+        sampler = self._sampler
+        while isinstance(sampler, WrappingSampler):
+            sampler = sampler.base
+        if isinstance(sampler, PERSampler):
+            sampler.attach(self._storage)
+        if self._is_reader:
+            if isinstance(self._sampler, WrappingSampler):
+                self._storage.on_new_rows = self._sampler.hear_of_rows
+            return
+        progress = journal.load_progress()
+        if self._rng is not None and "generator" in progress:
+            state = bytearray(base64.b64decode(progress["generator"]))
+            self._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
+        if isinstance(self._sampler, WrappingSampler):
+            self._sampler.resume(progress.get("sampler", {}))
+        if self._recorder is not None and "ended" in progress:
+            self._recorder.load_state_dict({"ended": progress["ended"]})
+
+    def _initialize_prioritized_sampler(self) -> None:
+        # TorchRL would give rows that are there already new priorities, where these have their own.
+        if isinstance(self._sampler, PERSampler):
+            self._sampler.attach(self._storage)
+        else:
+            super()._initialize_prioritized_sampler()  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
+
+        A killed process loses nothing that was written; a machine that loses its power may lose what
+        was written since the last flush. Rows in memory are left alone.
+        """
+        with self._replay_lock, self._write_lock:
+            journal = self._journal
+            if journal is None or not journal.is_writer:
+                return
+            progress: dict[str, Any] = {}
+            if self._rng is not None:
+                state = self._rng.get_state().numpy().tobytes()
+                progress["generator"] = base64.b64encode(state).decode()
+            if isinstance(self._sampler, WrappingSampler):
+                progress["sampler"] = self._sampler.progress()
+            if self._recorder is not None:
+                progress["ended"] = self._recorder.state_dict()["ended"].tolist()
+            journal.save_progress(progress)
+            self._storage.flush()
+
+    def close(self, *, keep: bool = True) -> None:
+        """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
+
+        Args:
+            keep: whether the files stay; they are deleted otherwise.
+        """
+        with self._replay_lock, self._write_lock:
+            journal = self._journal
+            if journal is None or not journal.is_writer:
+                return
+            if keep:
+                self.flush()
+                journal.close()
+            else:
+                journal.delete()
+
+    def loader(
+        self,
+        num_workers: int = 0,
+        *,
+        batch_size: int | None = None,
+        fetch_every: int = 1,
+        pin_memory: bool = False,
+        seed: int | None = None,
+        **options: Any,
+    ) -> DataLoader:
+        """Returns a `DataLoader` whose workers draw batches from the directory while this writes.
+
+        Each worker has a seed of its own and reads what is committed; sampler and transforms are copies
+        of this storage's as they are now. Priorities are those that this storage sets: rows are drawn
+        by what they were when a worker looked last.
+
+        Workers are started as `torch.multiprocessing` is set. TorchRL sets "spawn": a script then needs
+        its `if __name__ == "__main__":`, and reward functions must be importable;
+        `multiprocessing_context="fork"` asks for neither.
+
+        Args:
+            num_workers: processes that draw; 0 draws in this one.
+            batch_size: B; None is the one given to the constructor.
+            fetch_every: batches that a worker draws before it looks at new rows and priorities.
+            pin_memory: whether batches arrive in pinned memory.
+            seed: of the workers; None follows torch's default generator.
+            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, persistent_workers, ...
+
+        Raises:
+            RuntimeError: the rows are not in a directory, or none was made yet.
+            ValueError: a number is too small, or no batch size is known.
+        """
+        journal = self._journal
+        if journal is None:
+            raise RuntimeError(
+                "workers read rows from a directory, and these are in memory (or none was written yet): "
+                "make the storage with path=, or scratch_dir= and fields=."
+            )
+        if fetch_every < 1:
+            raise ValueError(f"fetch_every must be at least 1 batch, got {fetch_every}.")
+        batch_size = batch_size or self._batch_size
+        if batch_size is None or batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        open_reader = partial(
+            _open_reader,
+            type(self),
+            journal.directory,
+            sampler=self._sampler_without_rows(),
+            transform=self._transform if len(self._transform) else None,
+            batch_size=batch_size,
+            fetch_every=fetch_every,
+        )
+        return make_loader(
+            open_reader, num_workers=num_workers, pin_memory=pin_memory, seed=seed, **options
+        )
+
+    def _sampler_without_rows(self) -> Any:
+        with self._replay_lock, self._write_lock:
+            sampler, self._sampler._rng = self._sampler, None
+            try:
+                sampler = copy.deepcopy(sampler)
+            finally:
+                self._sampler._rng = self._rng
+        sampler._empty()
+        return sampler
+
+    def _check_rows(self, progress: bool) -> None:
+        """Raises a RuntimeError if a row on disk does not match its checksum."""
+        journal, storage = self._journal, self._storage
+        if journal is None or self._is_reader or not isinstance(storage, PackedStorage):
+            return
+        episodes = storage.episodes
+        rows = torch.arange(len(storage))
+        slots = rows if episodes is None else episodes.slots_by_age(rows)
+        bad = journal.damaged_slots(slots.numpy(), tracker("checking rows", progress))
+        if len(bad):
+            raise RuntimeError(
+                f"{len(bad)} rows in {journal.directory} do not match their checksums, those in the "
+                f"slots {bad[:5].tolist()} among them: they were changed from outside, or lost with the "
+                "power. Bring the directory back from a copy."
+            )
+
+
+def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> Any:
+    return kind._open(path, mode="r", generator=generator, **options)

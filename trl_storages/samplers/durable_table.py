@@ -1,0 +1,106 @@
+"""Priorities of rows that are on disk, kept there as well.
+
+Letters: B batch, N slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data import Storage
+
+from trl_storages.priority_tree import ABSENT, PriorityTable
+from trl_storages.storages import PriorityColumn
+
+__all__ = ["DurableTable"]
+
+
+class DurableTable(PriorityTable):
+    """A `PriorityTable` that begins with what a directory holds, and writes it through.
+
+    The generation of a row is the same in every process that has the directory open, so that
+    priorities of batches which another process drew come to the right rows.
+
+    Args:
+        storage: whose rows are on disk.
+        capacity: as in `PriorityTable`.
+        alpha: as in `PriorityTable`.
+        eps: as in `PriorityTable`.
+
+    Raises:
+        OSError, ValueError: as in `PriorityColumn`.
+    """
+
+    def __init__(self, storage: Any, capacity: int, *, alpha: float, eps: float) -> None:
+        super().__init__(capacity, alpha=alpha, eps=eps, device=torch.device("cpu"))
+        self._column = column = PriorityColumn(storage.journal)
+        slots = _live_slots(storage)
+        largest = column.largest
+        # Rows that were committed by a writer which was killed then have no priority yet.
+        known = column.get(slots).nan_to_num(nan=largest or 1.0)
+        self._fill(slots, known, largest, num_lanes=1)
+        if column.is_writable:
+            column.put(slots, known)
+
+    def _fill(
+        self, slots: torch.Tensor, priority: torch.Tensor, largest: float, num_lanes: int
+    ) -> None:
+        priorities = torch.full((self.capacity,), ABSENT)
+        priorities[slots] = priority
+        super().load_state_dict(
+            {"priorities": priorities, "largest": largest, "num_lanes": num_lanes}
+        )
+        self._tree.generations[self._order.leaves(slots)] = self._column.generations(slots)
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Gives rows that were written the largest priority; see `PriorityTable.write`."""
+        super().write(slots)
+        slots = slots[slots >= 0]
+        self._tree.generations[self._order.leaves(slots)] = self._column.generations(slots)
+        self._column.put(slots, torch.tensor(self.new_priority))
+
+    def update(
+        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+    ) -> None:
+        """Takes in reported priorities; see `PriorityTable.update`.
+
+        Raises:
+            RuntimeError: another process writes the rows, and their priorities.
+        """
+        self._column.check_writable()
+        super().update(slots, priority, generation)
+        slots = slots[slots >= 0]
+        # What was left alone is written as it is.
+        priority = self._tree.get(self._order.leaves(slots))
+        there = priority != ABSENT
+        self._column.put(slots[there], priority[there])
+        self._column.largest = self._largest.item()
+
+    def clear(self) -> None:
+        """Forgets all rows and what was reported."""
+        self._column.check_writable()
+        super().clear()
+        self._column.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. All rows count as written anew."""
+        self._column.check_writable()
+        priorities = state_dict["priorities"]
+        slots = (priorities != ABSENT).nonzero().squeeze(1)
+        self._fill(slots, priorities[slots], state_dict["largest"], state_dict["num_lanes"])
+        self._column.clear()
+        self._column.put(slots, priorities[slots])
+        self._column.largest = self._largest.item()
+
+    def in_memory(self) -> PriorityTable:
+        """Returns a table that holds the same and knows of no files."""
+        table = PriorityTable(self.capacity, alpha=self._alpha, eps=self._eps, device=self.device)
+        table.load_state_dict(self.state_dict())
+        return table
+
+
+def _live_slots(storage: Storage) -> torch.Tensor:
+    rows = torch.arange(len(storage))
+    episodes = getattr(storage, "episodes", None)
+    return rows if episodes is None else episodes.slots_by_age(rows)

@@ -1,0 +1,123 @@
+"""The lanes of a storage on disk, as their writer sees them.
+
+Letters: T steps, E lanes (environments), L lanes written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from trl_storages.episodes import EpisodeIndex, Lanes
+from trl_storages.keys import DESIRED_GOAL, OBSERVATION, next_key
+from trl_storages.storages.durable import feed
+from trl_storages.storages.journal import Steps
+from trl_storages.storages.packed import PackedStorage
+
+__all__ = ["DurableLanes"]
+
+
+class DurableLanes:
+    """Says which rows begin an episode, for the files, and where an episode goes on after reopening.
+
+    An episode that was going on when the directory was closed, or its writer killed, goes on if the
+    next row of its lane shows what its last row led to. Otherwise the environment was reset in
+    between, and the next row begins another episode.
+
+    Args:
+        storage: whose rows are on disk, now or from the first write on.
+    """
+
+    def __init__(self, storage: PackedStorage) -> None:
+        self._storage = storage
+        episodes: EpisodeIndex = storage.episodes  # type: ignore[assignment]
+        self._episodes = episodes
+        # Lanes of which it is not known yet whether their episode goes on.
+        self._unsure = np.zeros(episodes.num_envs, bool)
+        if storage.journal is not None:
+            self._unsure[:] = episodes.is_open.numpy() & (episodes.num_steps_written.numpy() > 0)
+
+    @property
+    def trajectories(self) -> np.ndarray:
+        """`[E]` int64, the collector's number of each lane's last trajectory."""
+        journal = self._storage.journal
+        none = np.zeros(self._episodes.num_envs, np.int64)
+        return none if journal is None else journal.state.trajectories.copy()
+
+    @property
+    def write_count(self) -> int:
+        """Rows written, as TorchRL's writers count them."""
+        return 0 if self._storage.journal is None else self._storage.journal.state.write_count
+
+    def steps(
+        self,
+        data: TensorDictBase,
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        lanes: Lanes,
+        last_trajectory: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, Steps]:
+        """Returns what the files are told of the rows to be written.
+
+        Args:
+            data: the rows, `[L, T]`, `[T]` or `[L]`.
+            done: `[L, T]` bool.
+            cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
+            lanes: the lanes, as the writer takes them.
+            last_trajectory: `[L]` int64, or None.
+
+        Returns:
+            `cut`, with a cut where an episode does not go on after reopening, and the steps.
+        """
+        lane = self._episodes.lane_ids(lanes).numpy()
+        if self._unsure.any():
+            cut = self._cut_where_reset(data, done, cut, lane)
+        ends = done.numpy()
+        begins = np.empty_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        begins[:, 0] = ~self._episodes.is_open.numpy()[lane]
+        if cut is not None:
+            begins |= cut.numpy()
+        trajectories = None if last_trajectory is None else last_trajectory.numpy()
+        return cut, Steps(lane, begins, ends, trajectories)
+
+    def catch_up(self) -> None:
+        """Takes in a write that was committed when an interrupt kept it from the index."""
+        journal = self._storage.journal
+        if journal is not None and not np.array_equal(
+            journal.state.cursors, self._episodes.num_steps_written.numpy()
+        ):
+            feed(self._episodes, journal, journal.state)
+
+    def _cut_where_reset(
+        self,
+        data: TensorDictBase,
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        lane: np.ndarray,
+    ) -> torch.Tensor:
+        cut = torch.zeros_like(done) if cut is None else cut.clone()
+        keys = self._continued_keys()
+        rows = data.reshape(done.shape)[:, 0]
+        newest = self._episodes.cursors[lane] - 1
+        slots = newest % self._episodes.steps_per_lane * self._episodes.num_envs
+        slots += torch.from_numpy(lane)
+        before = self._storage.read(slots, [next_key(key) for key in keys])
+        goes_on = torch.full((len(lane),), bool(keys))
+        for key in keys:
+            pair = before[next_key(key)], rows.get(key).cpu()
+            goes_on &= (pair[0] == pair[1]).reshape(len(lane), -1).all(1)
+        cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & ~goes_on
+        self._unsure[lane] = False
+        return cut
+
+    def _continued_keys(self) -> Sequence[NestedKey]:
+        """Returns the entries whose next value is the value of the next row, within an episode."""
+        known = self._storage.layout.keys  # type: ignore[union-attr]
+        if OBSERVATION in known and next_key(OBSERVATION) in known:
+            return [OBSERVATION]
+        # A goal may be drawn anew within an episode.
+        return [key for key in known if key != DESIRED_GOAL and next_key(key) in known]

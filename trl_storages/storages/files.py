@@ -1,0 +1,203 @@
+"""Files of words: reserved on disk when they are made, then read and written as arrays.
+
+A word is an int64.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["WORD", "MappedWords", "WriterLock", "create_file", "write_text"]
+
+WORD = 8  # bytes
+# Readers map files privately, so that nothing they do reaches the disk; without this flag the kernel
+# would set memory aside for a copy of the whole file.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+
+
+def create_file(path: Path, num_words: int) -> None:
+    """Makes a file of zeros whose space on disk is taken now.
+
+    A memory-mapped file that finds no space when it is written kills the process, so a full disk must
+    be found here.
+
+    Raises:
+        OSError: there is no space, or the file can't be made. It does not exist then.
+    """
+    nbytes = num_words * WORD
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, nbytes)
+            else:
+                _write_zeros(descriptor, nbytes)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
+            "storage smaller, or choose another directory; nothing of it was kept",
+        ) from error
+
+
+def _write_zeros(descriptor: int, nbytes: int) -> None:
+    zeros = bytes(1 << 20)
+    while nbytes > 0:
+        nbytes -= os.write(descriptor, zeros[:nbytes])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a text file at once: it holds the old text or the new one, also after a crash."""
+    new = path.with_name(path.name + ".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    new.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names of the files in a directory last through a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class MappedWords:
+    """A file seen as an array of words.
+
+    Args:
+        path: the file.
+        num_words: how many words it must hold at least.
+        writable: whether what is written into the array goes to the file; if not it goes nowhere.
+
+    Attributes:
+        array: `[num_words]` int64.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is shorter.
+    """
+
+    def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path} is missing: the storage in {path.parent} is damaged. Bring the file back "
+                "from a copy, or make a new storage in another directory."
+            ) from None
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < num_words * WORD:
+                raise ValueError(
+                    f"{path} must hold {num_words * WORD} bytes, got {size}: it was truncated. Bring it "
+                    "back from a copy; nothing was changed."
+                )
+            self._map = mmap.mmap(
+                descriptor,
+                num_words * WORD,
+                flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        finally:
+            os.close(descriptor)
+        self.array = np.frombuffer(self._map, dtype=np.int64)
+
+    def flush(self) -> None:
+        """Waits until what was written is on disk."""
+        self._map.flush()
+
+
+class WriterLock:
+    """Held by the one process that writes to a directory; the kernel frees it when the process ends.
+
+    Args:
+        directory: an existing directory.
+
+    Raises:
+        RuntimeError: another writer holds it.
+        OSError: the directory may not be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor: int | None = None
+        path = directory / "lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{directory} must be writable, to be written by this process: {error.strerror}. Open "
+                "it for reading with ReplayStorage.open(path, mode='r')",
+            ) from error
+        self._descriptor = descriptor
+        try:
+            if not _lock(descriptor):
+                # Storages are parts of cycles: one that nobody uses may still be in memory.
+                gc.collect()
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._forget()
+            raise RuntimeError(
+                f"the rows in {directory} have a writer already, and there can be one only: close() it, "
+                "or open them for reading with ReplayStorage.open(path, mode='r')."
+            ) from None
+        _HELD.add(self)
+
+    def _forget(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process may write."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Lets another writer in."""
+        if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._forget()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+_HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock._forget()
+
+
+# A forked child shares the locks; it must not keep them when this process ends.
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,169 @@
+"""Rows that another process writes, read without being torn.
+
+Letters: T steps a lane, E lanes (environments).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.storages.durable import feed
+from trl_storages.storages.header import fence
+from trl_storages.storages.journal import Journal
+from trl_storages.storages.packed import PackedStorage
+
+__all__ = ["FollowingStorage"]
+
+Batch = TypeVar("Batch")
+
+# A batch that loses a row to the writer so often is too slow for it, and so is one that waits so long.
+_ATTEMPTS = 1000
+_PATIENCE = 10.0  # seconds
+
+
+class FollowingStorage(PackedStorage):
+    """Reads a directory that another process may be writing to at the same time.
+
+    Its index is fed with what the writer has committed. While a batch is read the writer may overwrite
+    some of its rows; it says so before it does, so the reader looks afterwards and reads another batch
+    if need be.
+
+    Args:
+        directory: of a storage that an `EpisodeWriter` writes.
+        fetch_every: batches that are drawn before the writer's new rows are looked at.
+        out_device: as in `PackedStorage`.
+
+    Raises:
+        FileNotFoundError, ValueError: the directory holds no storage, or one that is damaged.
+        ValueError: `fetch_every` is below 1, or the rows were written without an `EpisodeWriter`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        fetch_every: int = 1,
+        out_device: torch.device | str | None = None,
+    ) -> None:
+        if fetch_every < 1:
+            raise ValueError(f"fetch_every must be at least 1 batch, got {fetch_every}.")
+        self.fetch_every = fetch_every
+        #: Called after new rows were found, so that samplers hear of them.
+        self.on_new_rows: Callable[[], None] | None = None
+        journal = Journal.open(Path(directory), writable=False)
+        identity = journal.header.identity
+        if not identity.has_episodes:
+            raise ValueError(
+                f"the rows in {directory} must be written by an EpisodeWriter to be followed, and were "
+                "not, or are still to come."
+            )
+        self._seen: list[torch.Tensor] | None = None
+        self._batches = 0
+        super().__init__(identity.num_rows, out_device=out_device)
+        self.scratch_dir = Path(directory)
+        self._take_up(journal)
+
+    def _take_up(self, journal: Journal) -> None:
+        identity = journal.header.identity
+        self.journal = journal
+        self._adopt(journal.layout, journal.tensor())
+        self.episodes = EpisodeIndex(identity.num_rows, identity.num_lanes)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in what was committed since the last time."""
+        journal: Journal = self.journal  # type: ignore[assignment]
+        index: EpisodeIndex = self.episodes  # type: ignore[assignment]
+        before, until = journal.state.sequence, time.monotonic() + _PATIENCE
+        while True:
+            state = journal.header.read()
+            if state.epoch != journal.state.epoch:
+                index.clear()
+            journal.state = state
+            if feed(index, journal, state):
+                break
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"the rows in {journal.directory} are overwritten faster than they are read, or they "
+                    "are damaged: make the storage larger, or open it for writing once to check it."
+                )
+        self._len = state.num_rows
+        self.refreshes += 1
+        if state.sequence != before and self.on_new_rows is not None:
+            self.on_new_rows()
+
+    def read_intact(self, read: Callable[[], Batch]) -> Batch:
+        """Returns what `read` reads, all of it from rows that were there while it did.
+
+        Args:
+            read: reads from this storage; it is called again where rows were overwritten meanwhile.
+
+        Raises:
+            RuntimeError: rows are overwritten faster than a batch is read.
+        """
+        if self._seen is not None:
+            return read()  # within another call, which will look
+        if self._batches % self.fetch_every == 0:
+            self.refresh()
+        self._batches += 1
+        header = self.journal.header  # type: ignore[union-attr]
+        until = time.monotonic() + _PATIENCE
+        for _ in range(_ATTEMPTS):
+            rewrites = header.rewrites
+            self._seen = []
+            try:
+                if rewrites % 2 == 0:
+                    batch = read()
+                    fence()
+                    if header.rewrites == rewrites and self._are_there(self._seen):
+                        return batch
+                elif time.monotonic() > until:
+                    break
+                else:
+                    time.sleep(1e-3)
+            finally:
+                self._seen = None
+            self.refresh()
+        raise RuntimeError(
+            f"the rows in {self.scratch_dir} are overwritten faster than a batch is read, or their "
+            "writer was killed while it changed them: make the storage larger or the batches smaller, or "
+            "open it for writing once."
+        )
+
+    def _are_there(self, seen: list[torch.Tensor]) -> bool:
+        """Returns whether the writer has not begun to overwrite any of the rows that were read."""
+        index: EpisodeIndex = self.episodes  # type: ignore[assignment]
+        reserved = self.journal.header.reserved  # type: ignore[union-attr]
+        oldest = torch.from_numpy(np.asarray(reserved) - index.steps_per_lane)
+        for slots in seen:
+            lanes = slots % index.num_envs
+            if bool((index.steps(slots) < oldest[lanes]).any()):
+                return False
+        return True
+
+    def get(self, index: Any) -> Any:
+        """Returns the transitions at `index`; see `PackedStorage.get`."""
+        self._note(index)
+        return super().get(index)
+
+    def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some fields only; see `PackedStorage.read`."""
+        self._note(index)
+        return super().read(index, keys)
+
+    def _note(self, index: Any) -> None:
+        if self._seen is not None:
+            whole = torch.arange(self.max_size) if not isinstance(index, torch.Tensor) else index
+            self._seen.append(whole.reshape(-1).long())
+
+    def set(self, *_: Any, **__: Any) -> None:
+        """Raises a RuntimeError: these rows are another process's."""
+        self.journal.check_writable()  # type: ignore[union-attr]

@@ -1,0 +1,89 @@
+"""What a write is about to replace, kept until the write is committed.
+
+Letters: n rows that are replaced, W words a row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from trl_storages.storages.files import WORD, MappedWords, create_file
+
+__all__ = ["Undo"]
+
+# So much room is made at first, or for one row.
+_ROOM = 1 << 16  # bytes
+
+
+class Undo:
+    """A file of slots, marks and rows as they were.
+
+    It may grow, before anything is written: should the disk be full by then, nothing has changed.
+
+    Args:
+        path: the file; it is made if it is missing.
+        num_words: W.
+    """
+
+    def __init__(self, path: Path, num_words: int) -> None:
+        self._path, self._width = path, 3 + num_words
+        if not path.exists():
+            create_file(path, 1 + self._width * max(_ROOM // (self._width * WORD), 1))
+        self._map()
+
+    def _map(self) -> None:
+        size = self._path.stat().st_size // WORD
+        self._words = MappedWords(self._path, size, writable=True)
+        array = self._words.array
+        self._room = (size - 1) // self._width
+        self._slots = array[1 : 1 + self._room]
+        self._marks = array[1 + self._room : 1 + 3 * self._room].reshape(-1, 2)
+        self._rows = array[1 + 3 * self._room : 1 + self._width * self._room]
+        self._rows = self._rows.reshape(self._room, -1)
+
+    def make_room(self, num_rows: int) -> None:
+        """Makes room for so many rows. What was kept is lost.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if num_rows > self._room:
+            new = self._path.with_name(self._path.name + ".new")
+            create_file(new, 1 + self._width * num_rows)
+            new.replace(self._path)
+            self._map()
+
+    def keep(self, slots: np.ndarray, marks: np.ndarray, rows: np.ndarray) -> None:
+        """Keeps rows.
+
+        Args:
+            slots: `[n]` int64; none says that nothing is replaced.
+            marks: `[N, 2]` int64 of all slots.
+            rows: `[N, W]` int64 of all slots.
+        """
+        size = len(slots)
+        self._words.array[0] = size
+        if size:
+            self._slots[:size] = slots
+            marks.take(slots, 0, out=self._marks[:size], mode="clip")
+            rows.take(slots, 0, out=self._rows[:size], mode="clip")
+
+    def restore(self, marks: np.ndarray, rows: np.ndarray) -> None:
+        """Puts back what was kept; doing it twice does no harm.
+
+        Raises:
+            ValueError: the file is damaged. Nothing was changed then.
+        """
+        size = int(self._words.array[0])
+        slots = self._slots[:size]
+        if not 0 <= size <= self._room or (
+            size and not 0 <= slots.min() <= slots.max() < len(rows)
+        ):
+            raise ValueError(
+                f"{self._path} is damaged: it does not hold the rows that an interrupted write was "
+                "replacing. Bring it back from a copy; nothing was changed."
+            )
+        rows[slots] = self._rows[:size]
+        marks[slots] = self._marks[:size]
