@@ -1,4 +1,4 @@
-"""Reads what another process writes: `python -m durable.following DIRECTORY SECONDS`.
+"""Reads what another process writes: `python -m durable.following DIRECTORY`.
 
 Forks a writer whose ring wraps every second and 4 readers, and prints what the readers saw as JSON.
 """
@@ -18,7 +18,7 @@ from trl_storages import HERSampler, ReplayStorage, UniformSampler
 torch.set_num_threads(1)
 
 SIZE, LANES, STEPS = 2000, 4, 5
-READERS, BATCH, ROWS = 4, 512, 1_000_000
+READERS, BATCH, ROWS, SECONDS = 4, 512, 1_000_000, 4
 
 
 def writer(path, shared):
@@ -38,7 +38,8 @@ def reader(path, number, shared):
         path, mode="r", sampler=sampler, batch_size=BATCH, generator=generator
     )
     newest = seen = 0
-    while seen < ROWS // READERS:
+    end = time.monotonic() + SECONDS
+    while seen < ROWS // READERS or time.monotonic() < end:
         batch = storage.sample()
         torn = is_torn(batch)
         if torn.any():

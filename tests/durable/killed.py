@@ -22,8 +22,6 @@ from trl_storages import storages
 torch.set_num_threads(1)
 
 SIZE = 24
-# Work in which a writer is killed, step by step.
-JOURNAL = {"durable.py", "header.py", "journal.py", "packed.py", "priority_column.py", "undo.py"}
 
 
 def work(storage, rng, acknowledge):
