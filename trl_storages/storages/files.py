@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["WORD", "MappedWords", "WriterLock", "create_file", "write_text"]
+__all__ = ["WORD", "MappedWords", "WriterLock", "create_file", "sync_directory", "write_text"]
 
 WORD = 8  # bytes
 # Readers map files privately, so that nothing they do reaches the disk; without this flag the kernel
