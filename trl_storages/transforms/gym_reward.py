@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey
+from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
 __all__ = ["gym_reward"]
 
@@ -30,6 +31,12 @@ class gym_reward:  # noqa: N801  (it is used as a function)
     """
 
     def __init__(self, env: Any) -> None:
+        base = env.base_env if isinstance(env, TransformedEnv) else env
+        if isinstance(base, (ParallelEnv, SerialEnv)):
+            raise TypeError(
+                f"{type(base).__name__} holds several environments, maybe in other processes: give "
+                "gym_reward one made alike."
+            )
         unwrapped = getattr(env, "unwrapped", env)
         # TorchRL's wrappers hold gymnasium's environment as `_env`.
         while not hasattr(unwrapped, "compute_reward") and hasattr(unwrapped, "_env"):
