@@ -34,7 +34,7 @@ def run(module, *args):
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_killed_at_random_moments(tmp_path, lanes):
     result = run("killed", "random", tmp_path / "rows", lanes, 100)
-    assert result["kills"] == 100
+    assert result["kills"] >= 100
     assert result["wraps"] > 2
 
 

@@ -267,10 +267,11 @@ def main(argv: Sequence[str] | None = None) -> list[Curve]:
     # Networks as small as these gain nothing from more threads.
     torch.set_num_threads(1)
     num_goals = {WITHOUT: 0} if args.no_her else {WITH: args.num_goals, WITHOUT: 0}
-    try:
-        storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}
-    except FileExistsError as error:
-        raise SystemExit(f"train_her.py: --path: {error}") from None
+    for name in num_goals if args.path else ():
+        # The storage would go on where those rows end; a comparison must begin with none.
+        if (args.path / name).exists():
+            raise SystemExit(f"train_her.py: --path: {args.path / name} already holds rows")
+    storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}
     curves = [train(args, storage, name) for name, storage in storages.items()]
     for curve in curves:
         result = f"{curve.name:17} success {curve.success[-1]:.2f} in {curve.seconds:.0f} s"
