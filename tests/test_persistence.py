@@ -223,6 +223,18 @@ def test_batches_drawn_ahead(reload, tmp_path):
         assert_same(saved.sample(), fresh.sample())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "reload", [by_state_dict, by_dumps, lambda saved, *_: copy.deepcopy(saved)]
+)
+def test_on_a_gpu(reload, tmp_path):
+    loop = Loop()
+    saved, fresh = (make("all of them", seed=seed, device="cuda:0") for seed in (1, 2))
+    loop.write(4, saved)
+    loop.run(43, saved)
+    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
+
+
 def test_nothing_is_pickled(tmp_path):
     storage = make("all of them", seed=1, prefetch=2)
     Loop().write(20, storage)

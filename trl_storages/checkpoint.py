@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchrl.data import TensorDictReplayBuffer
 
 from trl_storages.batch_files import dump_batches, load_batches
@@ -17,7 +19,8 @@ from trl_storages.writers import EpisodeWriter
 
 __all__ = ["CheckpointedBuffer"]
 
-_RECORDER_FILE = "recorder.json"
+_STATE_FILE = "state.json"
+_STOCK_GENERATOR = "rng_state"
 _PREFETCH_DIRECTORY = "prefetch"
 
 
@@ -60,12 +63,19 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         Args:
             path: a directory, which may hold an earlier dump.
         """
-        super().dumps(path)
-        if self._recorder is not None:
-            ended = self._recorder.state_dict()["ended"].tolist()
-            (Path(path) / _RECORDER_FILE).write_text(json.dumps({"ended": ended}))
-        else:
-            (Path(path) / _RECORDER_FILE).unlink(missing_ok=True)
+        path = Path(path)
+        with self._futures_lock:
+            # Draws that are under way take the other lock.
+            self.synchronize()
+            with self._replay_lock:
+                super().dumps(path)
+                # TorchRL's own file is of no use if the generator is one of a GPU.
+                shutil.rmtree(path / _STOCK_GENERATOR, ignore_errors=True)
+                ended = None
+                if self._recorder is not None:
+                    ended = self._recorder.state_dict()["ended"].tolist()
+                state = {"ended": ended, "generator": _describe(self._rng)}
+                (path / _STATE_FILE).write_text(json.dumps(state))
 
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved.
@@ -80,8 +90,10 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         if isinstance(self._writer, EpisodeWriter):
             self._writer.check_dump(path / "writer")
         super().loads(path)
-        recorder = path / _RECORDER_FILE
-        self._restore_recorder(json.loads(recorder.read_text()) if recorder.exists() else None)
+        state = json.loads((path / _STATE_FILE).read_text())
+        self._restore_recorder(None if state["ended"] is None else {"ended": state["ended"]})
+        if state["generator"] is not None:
+            self.set_rng(_generator(state["generator"]))
 
     def _restore_recorder(self, state: dict[str, Any] | None) -> None:
         if self._recorder is None and state is not None:
@@ -100,14 +112,33 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         return {"version": 1, "capacity": self._prefetch_cap, "queue": queue}
 
     def __getstate__(self) -> dict[str, Any]:
-        # An iterator that was left halfway can't be pickled, nor is it part of the state.
-        state = {**super().__getstate__(), "_iterator": None}
-        if get_spawning_popen() is not None:
-            # TorchRL's copy of the generator's state is freed, and its memory closed, before the new
-            # process opens it. Another process could only repeat the draws of this one, too.
-            state["_rng"] = None
+        # An iterator that was left halfway can't be pickled, nor is it part of the state. TorchRL's
+        # copy of the generator's state is of no use if the generator is one of a GPU.
+        state = {**super().__getstate__(), "_iterator": None, "_rng": None}
+        # Another process could only repeat the draws of this one.
+        is_spawning = get_spawning_popen() is not None
+        state["generator__context"] = None if is_spawning else _describe(self._rng)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = state.pop("generator__context")
         super().__setstate__(state)
         self._prefetch_in_order()
+        if generator is not None:
+            self.set_rng(_generator(generator))
+
+
+def _describe(generator: torch.Generator | None) -> dict[str, str] | None:
+    """Returns device and state of a generator in plain strings."""
+    if generator is None:
+        return None
+    state = generator.get_state()  # on the CPU, wherever the generator is
+    return {"device": str(generator.device), "state": bytes(state.tolist()).hex()}
+
+
+def _generator(description: dict[str, str]) -> torch.Generator:
+    """Makes the generator that `_describe` described."""
+    generator = torch.Generator(description["device"])
+    state = torch.tensor(list(bytes.fromhex(description["state"])), dtype=torch.uint8)
+    generator.set_state(state)
+    return generator
