@@ -217,6 +217,19 @@ class EpisodeMachine(RuleBasedStateMachine):
             slot = torch.tensor([self.oracle.slot(row)])
             assert self.index.shift(slot, other.step - row.step).item() == self.oracle.slot(other)
 
+    @precondition(lambda self: len(self.index))
+    @rule(num_rows=st.integers(1, 6))
+    def windows(self, num_rows):
+        rows = self.oracle.by_age()
+        slots = torch.tensor([self.oracle.slot(row) for row in rows])
+        window, length = self.index.windows(slots, num_rows)
+        assert window.shape == (num_rows, len(rows))
+        for column, row, size in zip(window.T.tolist(), rows, length.tolist(), strict=True):
+            onward = [other for other in self.oracle.episode(row) if other.step >= row.step]
+            expected = [self.oracle.slot(other) for other in onward[:num_rows]]
+            assert size == len(expected)
+            assert column == expected + expected[-1:] * (num_rows - size)
+
     @invariant()
     def sound(self):
         self.index.validate()

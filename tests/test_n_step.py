@@ -1,5 +1,6 @@
 """NStep: folded transitions against a plain loop, and the targets that TorchRL's losses make of them."""
 
+import numpy as np
 import pytest
 import torch
 from goal_data import HISTORIES, achieved_goals, distance_reward, goal_transitions, write
@@ -11,7 +12,15 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage
 from torchrl.envs.transforms import Compose, RewardScaling
 
-from trl_storages import EpisodeWriter, GoalRelabel, HERSampler, NStep, PackedStorage, ReplayStorage
+from trl_storages import (
+    EpisodeWriter,
+    GoalRelabel,
+    HERSampler,
+    NStep,
+    PackedStorage,
+    ReplayStorage,
+    ReplayTransform,
+)
 from trl_storages.sample_units import EpisodeSequence
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
@@ -206,7 +215,7 @@ class TestFold:
 
         monkeypatch.setattr(base, "read_fields", spy)
         buffer.sample(16)
-        assert [key for key, shape in reads if shape == (16, 9)] == [("next", "reward")]
+        assert [key for key, shape in reads if shape == (10, 16)] == [("next", "reward")]
         rest = {key for key, shape in reads if shape == (16,)}
         assert {key[0] for key in rest} == {"next"}
         assert ("next", "observation") in rest
@@ -398,7 +407,54 @@ class TestHindsight:
         relabel = GoalRelabel(reward_fn, info_keys=["effort"])
         buffer, _ = filled(Compose(relabel, NStep(4, 0.9)), "lanes", sampler=HERSampler())
         buffer.sample(10)
-        assert shapes == [((size, 3), (size, 3), (size, 1)) for size in (10, 30)]
+        # Ten windows of four rows, all judged at once.
+        assert shapes == [((40, 3), (40, 3), (40, 1))]
+
+
+class Clip(ReplayTransform):
+    """Shows rewards between -bound and bound, those of further rows too."""
+
+    changed_keys = frozenset({("next", "reward")})
+
+    def __init__(self, bound):
+        super().__init__()
+        self.bound, self.seen = bound, []
+
+    def replay(self, batch, rows):
+        self.seen.append(batch["next", "reward"].clone())
+        batch["next", "reward"].clamp_(-self.bound, self.bound)
+        return batch
+
+    def show(self, batch, slots, wanted, rows):
+        fields = rows.read(batch, slots, wanted)
+        if ("next", "reward") in fields:
+            fields["next", "reward"].clamp_(-self.bound, self.bound)
+        return fields
+
+
+class TestTransformsOfOnesOwn:
+    def test_further_rows_are_seen_through_it(self):
+        buffer, oracle = filled(Compose(Clip(0.0), NStep(4, 0.9)), "wrapped")
+        batch = buffer.sample(40)
+        assert (batch["next", "reward"] == 0).all()
+        expected = folds(oracle, batch, 4, 0.9)
+        for transition, _ in expected:
+            transition["next", "reward"] = torch.zeros(1)
+        assert_folded(batch, expected)
+
+    def test_each_sees_what_those_before_it_did(self):
+        """The clipping gets the rewards for the new goals, though folding would overwrite them."""
+        clip = Clip(1e9)
+        relabel = GoalRelabel(distance_reward)
+        transform = Compose(relabel, Compose(clip, NStep(3, 0.9)))
+        buffer, oracle = filled(transform, "lanes", sampler=HERSampler())
+        batch = buffer.sample(30)
+        assert_folded(batch, folds(oracle, batch, 3, 0.9, reward_fn=distance_reward))
+        live = oracle.live()
+        for i in batch["her_mask"].nonzero().squeeze(1).tolist():
+            row, goal = live[batch["index"][i].item()], live[batch["goal_index"][i].item()]
+            reward = distance_reward(achieved_goals([row]), achieved_goals([goal]), None)
+            assert torch.equal(clip.seen[0][i], reward)
 
 
 class TestErrors:
@@ -406,6 +462,11 @@ class TestErrors:
     def test_n_steps_out_of_range(self, n_steps):
         with pytest.raises(ValueError, match=r"n_steps must be .* 1 or more; got"):
             NStep(n_steps)
+
+    @pytest.mark.parametrize("name", ["reward_key", "terminated_key"])
+    def test_keys_that_are_not_under_next(self, name):
+        with pytest.raises(ValueError, match="lies under 'next', got the key 'score'"):
+            NStep(**{name: "score"})
 
     @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
     def test_gamma_out_of_range(self, gamma):
@@ -420,6 +481,9 @@ class TestErrors:
         with pytest.raises(ValueError, match="7"):
             n_step.gamma = 7
         assert (n_step.n_steps, n_step.gamma) == (3, 0.9)
+        n_step.n_steps = np.int64(4)  # as schedulers set it
+        assert type(n_step.n_steps) is int
+        n_step.n_steps = 3
         assert repr(n_step) == "NStep(n_steps=3, gamma=0.9)"
 
     def test_no_reward(self):

@@ -426,6 +426,21 @@ class EpisodeIndex:
         distance = steps if self.num_envs == 1 else steps * self.num_envs
         return (slots + distance) % self.capacity
 
+    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds each row and those that follow it in its episode.
+
+        Args:
+            slots: int64 slots of live rows, `[B]`.
+            num_rows: n, at least 1.
+
+        Returns:
+            `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
+            stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
+        """
+        step = torch.arange(num_rows, device=self.device).unsqueeze(1)
+        step = torch.minimum(self.ahead(slots), step)
+        return self.shift(slots, step), step[-1] + 1
+
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
         return _take(self._tables.episode, slots).long()

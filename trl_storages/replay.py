@@ -393,7 +393,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
                 set_entry(batch, key, value.to(batch.device))
             if len(self._transform):
                 with dispatch_td_nn_modules(True):
-                    batch, _ = _see(self._transform, batch, SeenRows(self._storage))
+                    batch = _see(self._transform, batch, SeenRows(self._storage))
         return batch, info
 
     @intact
@@ -427,7 +427,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
             batch.set(keys.MASK, mask)
             if len(self._transform):
                 with dispatch_td_nn_modules(True):
-                    batch, _ = _see(self._transform, batch, None)
+                    batch = _see(self._transform, batch, None)
         return batch
 
     def batches(
@@ -591,19 +591,24 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _see(
-    transform: Transform, batch: TensorDictBase, rows: SeenRows | None
-) -> tuple[TensorDictBase, SeenRows | None]:
-    """Applies a transform to a batch, and to the rows that later ones read beside it.
+def _parts(transform: Transform) -> list[Transform]:
+    """Returns the transforms that a `Compose` is made of, nested ones included, in their order."""
+    if isinstance(transform, Compose):
+        return [part for inner in transform for part in _parts(inner)]
+    return [transform]
+
+
+def _see(transform: Transform, batch: TensorDictBase, rows: SeenRows | None) -> TensorDictBase:
+    """Applies transforms to a batch, and to the rows that later ones read beside it.
 
     Without rows, transforms that read them are left out.
     """
-    if isinstance(transform, Compose):
-        for part in transform:
-            batch, rows = _see(part, batch, rows)
-        return batch, rows
-    if not isinstance(transform, ReplayTransform):
-        batch = transform(batch)
-    elif rows is not None:
-        batch = transform.replay(batch, rows)
-    return batch, None if rows is None else rows.through(transform)
+    parts = _parts(transform)
+    for part, follower in zip(parts, [*parts[1:], None], strict=True):
+        if not isinstance(part, ReplayTransform):
+            batch = part(batch)
+        elif rows is not None:
+            rows.follower = follower
+            batch = part.replay(batch, rows)
+        rows = None if rows is None else rows.through(part)
+    return batch

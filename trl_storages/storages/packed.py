@@ -6,7 +6,7 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -345,7 +345,13 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        return self.layout.read(self.rows, index, keys)  # type: ignore[union-attr,arg-type]
+        keys = tuple(keys)
+        column = self._storage.get(keys[0], None) if len(keys) == 1 else None
+        if column is None:
+            return self.layout.read(self.rows, index, keys)  # type: ignore[union-attr,arg-type]
+        # A lone field is gathered as it is, without the words around it.
+        picked = column.index_select(0, index.reshape(-1))
+        return {keys[0]: picked.view(*index.shape, *column.shape[1:])}
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
@@ -514,8 +520,8 @@ def read_fields(
     return fields
 
 
-def field_keys(storage: TensorStorage) -> Collection[NestedKey]:
+def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:
     """Returns the keys of all fields of a storage, whether its rows are packed or TorchRL's own."""
     if isinstance(storage, PackedStorage):
         return storage.layout.keys  # type: ignore[union-attr]
-    return storage._storage.keys(include_nested=True, leaves_only=True)
+    return tuple(storage._storage.keys(include_nested=True, leaves_only=True))

@@ -59,14 +59,21 @@ class ReplayTransform(Transform):
 
         Args:
             batch: `[B]` transitions that `replay` has changed.
-            slots: `[B]` or `[B, n]` int64: the further rows of each of them.
+            slots: `[B]` or `[n, B]` int64: the further rows of each of them.
             wanted: the entries to read.
             rows: the rows as the transforms before this one show them.
 
         Returns:
-            key -> `[B, ...]` or `[B, n, ...]`, at least the wanted ones.
+            key -> `[B, ...]` or `[n, B, ...]`, at least the wanted ones.
         """
         return rows.read(batch, slots, wanted)
+
+    def replaces(self, key: NestedKey) -> bool:
+        """Returns whether this transform overwrites an entry of the batch without reading it.
+
+        The transform that runs just before need not work it out then.
+        """
+        return False
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Refuses to run where there is no storage to read.
@@ -95,6 +102,8 @@ class SeenRows:
         self._below: SeenRows | None = None
         self._transform: Transform | None = None
         self._changed: frozenset[NestedKey] = frozenset()
+        #: The transform that runs after the one that is handed these rows.
+        self.follower: Transform | None = None
 
     def through(self, transform: Transform) -> SeenRows:
         """Returns the rows as a transform shows them that has just run."""
@@ -109,16 +118,23 @@ class SeenRows:
         return episodes_of(self.storage)
 
     @property
-    def keys(self) -> Collection[NestedKey]:
+    def keys(self) -> tuple[NestedKey, ...]:
         """The entries of a row, stored or added by a transform."""
         if self._below is None:
             return field_keys(self.storage)
         below = self._below.keys
-        return [*below, *self._changed.difference(below)]
+        return (*below, *self._changed.difference(below))
 
     def changes(self, key: NestedKey) -> bool:
         """Returns whether an entry may be shown differently from what is stored."""
         return key in self._changed or (self._below is not None and self._below.changes(key))
+
+    def needed(self, entries: frozenset[NestedKey]) -> frozenset[NestedKey]:
+        """Returns those entries of the batch that the next transform does not replace anyway."""
+        follower = self.follower
+        if not isinstance(follower, ReplayTransform):
+            return entries
+        return frozenset(key for key in entries if not follower.replaces(key))
 
     def read(
         self, batch: TensorDictBase, slots: torch.Tensor, wanted: Collection[NestedKey]
@@ -127,11 +143,11 @@ class SeenRows:
 
         Args:
             batch: `[B]` the sampled transitions.
-            slots: `[B]` or `[B, n]` int64, on any device.
+            slots: `[B]` or `[n, B]` int64, on any device.
             wanted: the entries.
 
         Returns:
-            key -> `[B, ...]` or `[B, n, ...]` on the device of the batch, at least the wanted ones.
+            key -> `[B, ...]` or `[n, B, ...]` on the device of the batch, at least the wanted ones.
 
         Raises:
             KeyError: the rows have no such entry.

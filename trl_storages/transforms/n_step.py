@@ -6,13 +6,15 @@ Letters: B batch, n steps looked ahead at most, m steps taken.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
+from numbers import Integral
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
-from trl_storages.functional.returns import n_step_return, window_length
+from trl_storages.functional.returns import n_step_return, n_step_weights, window_length
 from trl_storages.storages import nest
 from trl_storages.transforms.base import ReplayTransform, SeenRows
 
@@ -65,6 +67,10 @@ class NStep(ReplayTransform):
         self.reward_key = unravel_key(reward_key)
         self.terminated_key = unravel_key(terminated_key)
         self.steps_to_next_obs_key = unravel_key(steps_to_next_obs_key)
+        self._made_for: tuple | None = None
+        for key in (self.reward_key, self.terminated_key):
+            if key[0] != "next":
+                raise ValueError(f"what a step leads to lies under 'next', got the key {key!r}.")
 
     @property
     def n_steps(self) -> int:
@@ -73,9 +79,9 @@ class NStep(ReplayTransform):
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"n_steps must be a whole number, 1 or more; got {value!r}.")
-        self._n_steps = value
+        self._n_steps: int = int(value)
 
     @property
     def gamma(self) -> float:
@@ -88,73 +94,79 @@ class NStep(ReplayTransform):
             raise ValueError(f"gamma must be from 0 to 1, got {value}.")
         self._gamma = float(value)
 
+    def replaces(self, key: NestedKey) -> bool:
+        """Returns whether the key lies under `next`, unless the window is a single step."""
+        return self.n_steps > 1 and key[0] == "next"
+
     def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Folds the window of each transition of `batch`.
 
         Raises:
-            KeyError: the batch has no reward, or something under `next` that the rows lack.
+            KeyError: the rows have no reward, or lack something that the batch has under `next`.
             ValueError: the reward is not one value a row, or the rows are n-step transitions already.
         """
-        reward = self._reward(batch)
-        episodes = rows.episodes
-        first = batch.get(keys.INDEX).to(episodes.device)
-        length = (episodes.ahead(first) + 1).clamp_(max=self.n_steps)
-        if self.n_steps > 1:
-            # Steps past the end repeat the last row of the window: every row read is of the episode.
-            step = torch.arange(1, self.n_steps, device=first.device)
-            offset = torch.minimum(step, length.unsqueeze(-1) - 1)
-            window = episodes.shift(first.unsqueeze(-1), offset)
-            last = window[..., -1]
-            # The episode ends at terminal rows anyway, unless a transform sees others as terminal.
-            may_end_early = rows.changes(self.terminated_key)
-            wanted = [self.reward_key, self.terminated_key][: 1 + may_end_early]
-            later = rows.read(batch, window, wanted)
-            rewards = torch.cat([reward, later[self.reward_key].squeeze(-1)], -1)
-            length = length.to(reward.device)
-            if may_end_early:
-                terminated = torch.cat(
-                    [batch.get(self.terminated_key), later[self.terminated_key].squeeze(-1)], -1
-                )
-                length = window_length(length, terminated)
-                last = episodes.shift(first, length.to(first.device) - 1)
-            reward = n_step_return(rewards, length, self.gamma).unsqueeze(-1)
-            self._set_next(batch, rows, last, reward)
-        set_entry(batch, self.steps_to_next_obs_key, length.to(reward.device).unsqueeze(-1))
-        return batch
-
-    def _reward(self, batch: TensorDictBase) -> torch.Tensor:
-        reward = batch.get(self.reward_key, None)
-        if reward is None:
-            there = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-            raise KeyError(f"NStep needs {self.reward_key!r} in the batch; it has {there}.")
-        if reward.shape != (*batch.batch_size, 1):
-            raise ValueError(
-                f"{self.reward_key!r} must be one value a row, shape {[*batch.batch_size, 1]}; got "
-                f"{list(reward.shape)}."
-            )
         if batch.get(self.steps_to_next_obs_key, None) is not None:
             raise ValueError(
-                f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions already: "
-                "store single steps, without MultiStep or MultiStepTransform."
+                f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
+                "already: store single steps, without MultiStep or MultiStepTransform."
             )
-        return reward
+        index = batch.get(keys.INDEX)
+        if self.n_steps == 1:
+            length = torch.ones_like(index)
+        else:
+            window, length = rows.episodes.windows(index.to(rows.episodes.device), self.n_steps)
+            length = self._fold(batch, rows, window, length.to(index.device))
+        set_entry(batch, self.steps_to_next_obs_key, length.unsqueeze(-1))
+        return batch
 
-    def _set_next(
-        self, batch: TensorDictBase, rows: SeenRows, last: torch.Tensor, reward: torch.Tensor
-    ) -> None:
-        """Replaces what lies under `next` by that of the rows `last`, with the folded reward."""
-        wanted = [key for key in rows.keys if key[0] == "next" and key != self.reward_key]
-        fields = rows.read(batch, last, wanted)
-        following = {key[1:]: fields[key] for key in wanted}
-        following[self.reward_key[1:]] = reward
-        replaced = batch.get("next")
-        if len(replaced.keys()) != len({key[0] for key in following}):
-            there = sorted(map(str, following))
-            raise KeyError(
-                f"the batch has {sorted(replaced.keys())} under 'next', the rows have {there}: what is "
-                "not stored cannot be read from a later row; put the transform that adds it behind NStep."
+    def _fold(
+        self, batch: TensorDictBase, rows: SeenRows, window: torch.Tensor, length: torch.Tensor
+    ) -> torch.Tensor:
+        """Replaces what lies under `next`, and returns how many rows were folded, `[B]`.
+
+        Args:
+            batch: `[B]`.
+            rows: the rows as they are seen.
+            window: `[n, B]` slots; past `length` they repeat the last row.
+            length: `[B]`, from 1 to n.
+        """
+        # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
+        may_end_early = rows.changes(self.terminated_key)
+        wanted = [self.reward_key, self.terminated_key] if may_end_early else [self.reward_key]
+        light = rows.read(batch, window, wanted)
+        rewards = light[self.reward_key]
+        if rewards.shape != (*window.shape, 1):
+            raise ValueError(
+                f"{self.reward_key!r} must be one value a row, shape {[*length.shape, 1]}; got "
+                f"{list(rewards.shape[1:])}."
             )
-        batch.set("next", nest(following, replaced.batch_size, replaced.device))
+        last = window[-1]
+        if may_end_early:
+            length = window_length(length, light[self.terminated_key].squeeze(-1))
+            last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
+        weights = self._weights(rewards.dtype, rewards.device)
+        reward = n_step_return(rewards.squeeze(-1), length, weights).unsqueeze(-1)
+
+        heavy, names = _under_next(rows.keys, self.reward_key)
+        following = {key[1:]: field for key, field in rows.read(batch, last, heavy).items()}
+        replaced = batch.get("next")
+        if not names.issuperset(replaced.keys()):
+            raise KeyError(
+                f"the batch has {sorted(replaced.keys())} under 'next', the rows have "
+                f"{sorted(names)}: what is not stored cannot be read from a later row; put the "
+                "transform that adds it behind NStep."
+            )
+        following[self.reward_key[1:]] = reward
+        set_entry(batch, "next", nest(following, replaced.batch_size, replaced.device))
+        return length
+
+    def _weights(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns the table of `n_step_weights`, which only a new n or γ changes."""
+        made_for = (self.n_steps, self.gamma, dtype, device)
+        if self._made_for != made_for:
+            self._table = n_step_weights(self.n_steps, self.gamma, dtype=dtype, device=device)
+            self._made_for = made_for
+        return self._table
 
     def show(
         self,
@@ -170,10 +182,20 @@ class NStep(ReplayTransform):
         """
         if any(key[0] == "next" for key in wanted):
             raise RuntimeError(
-                "NStep folds the sampled rows only: put it behind the transforms that read further ones, "
-                "as in Compose(GoalRelabel(...), NStep(...))."
+                "NStep folds the sampled rows only: put it behind the transforms that read further "
+                "ones, as in Compose(GoalRelabel(...), NStep(...))."
             )
         return rows.read(batch, slots, wanted)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
+
+
+@cache
+def _under_next(
+    entries: tuple[NestedKey, ...], reward_key: NestedKey
+) -> tuple[tuple[NestedKey, ...], frozenset[str]]:
+    """Returns the entries under `next` but the reward, and the names right under it, with it."""
+    following = [key for key in entries if key[0] == "next"]
+    others = tuple(key for key in following if key != reward_key)
+    return others, frozenset(key[1] for key in following)

@@ -114,7 +114,7 @@ class GoalRelabel(ReplayTransform):
                 f"the achieved goal must have the desired goal's shape {list(pursued.shape)}, got "
                 f"{list(goal.shape)}."
             )
-        changed, mask = self.changed_keys, batch.get(keys.HER_MASK)
+        changed, mask = rows.needed(self.changed_keys), batch.get(keys.HER_MASK)
         fields = {
             self.desired_goal_key: pursued,
             # Rows without a next desired goal pursue one goal throughout.
@@ -143,8 +143,7 @@ class GoalRelabel(ReplayTransform):
         if not changed:
             return rows.read(batch, slots, wanted)
         goal = batch.get(self.desired_goal_key)
-        if slots.ndim > 1:
-            goal = goal.unsqueeze(1).expand(*slots.shape, *goal.shape[1:])
+        goal = goal.expand(*slots.shape, *goal.shape[1:])
         lacking = {self.next_desired_goal_key}.difference(rows.keys)
         reads = self._reads(changed).union(wanted) - lacking
         fields = rows.read(batch, slots, reads) | dict.fromkeys(lacking, goal)
@@ -172,14 +171,14 @@ class GoalRelabel(ReplayTransform):
         mask: torch.Tensor,
         shape: torch.Size,
     ) -> dict[NestedKey, torch.Tensor]:
-        """Returns the entries `changed` of rows `[B]` or `[B, n]`, for one goal each.
+        """Returns the entries `changed` of rows `[B]` or `[n, B]`, for one goal each.
 
         Args:
             fields: what is stored in these rows: `changed`, and what `_reads` says.
             changed: some of `changed_keys`.
-            goal: `[B, *G]` or `[B, n, *G]`.
+            goal: `[B, *G]` or `[n, B, *G]`.
             mask: `[B]` bool, the others are as stored.
-            shape: `[B]` or `[B, n]`.
+            shape: `[B]` or `[n, B]`.
         """
         seen = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
         if self.reward_key in changed:
@@ -188,7 +187,7 @@ class GoalRelabel(ReplayTransform):
             reached = self._ask("terminated_fn", self.terminated_fn, fields, goal, shape)
             seen[self.terminated_key] = terminated = reached.bool()
             seen[self.done_key] = terminated | fields[self.truncated_key]
-        return {key: _blend(mask, seen[key], fields[key]) for key in changed}
+        return {key: _blend(mask, seen[key], fields[key], len(shape)) for key in changed}
 
     def _ask(
         self,
@@ -198,7 +197,7 @@ class GoalRelabel(ReplayTransform):
         goal: torch.Tensor,
         shape: torch.Size,
     ) -> torch.Tensor:
-        """Returns what a goal function says of rows `[B]` or `[B, n]`, with a trailing 1."""
+        """Returns what a goal function says of rows `[B]` or `[n, B]`, with a trailing 1."""
         achieved = fields[self.next_achieved_goal_key]
         infos = {key: fields[key] for key in self.info_keys}
         if len(shape) == 1:
@@ -294,9 +293,12 @@ class RelabelAudit:
         return "\n".join(lines)
 
 
-def _blend(mask: torch.Tensor, new: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns `new` where `mask` `[B]`, `stored` `[B, ...]` elsewhere."""
-    return torch.where(mask.view(-1, *(1,) * (stored.ndim - 1)), new.to(stored.dtype), stored)
+def _blend(
+    mask: torch.Tensor, new: torch.Tensor, stored: torch.Tensor, batch_dims: int
+) -> torch.Tensor:
+    """Returns `new` where `mask` `[B]`, elsewhere `stored` `[B, ...]` or `[n, B, ...]`."""
+    mask = mask.view(-1, *(1,) * (stored.ndim - batch_dims))
+    return torch.where(mask, new.to(stored.dtype), stored)
 
 
 def _judge(
