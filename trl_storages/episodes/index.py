@@ -2,35 +2,32 @@
 
 Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
 
-A lane is the stream of one environment. The ring is time-major: step s of lane l lives in slot
-`(s % T) * E + l`, and each lane has a cursor of its own, so a lane may skip a step. Every slot names a
-row of the episode table, and the table holds the first and the last surviving slot of each episode. All
-rows of an episode lie E slots apart on the ring, so distances are differences of slots modulo M: no
-step counter is compared, nothing overflows, and overwriting touches one table entry per lane.
+Every slot names a row of the episode table, and the table holds the first and the last surviving slot of
+each episode. All rows of an episode lie E slots apart on the ring, so distances are differences of slots
+modulo M: no step counter is compared, nothing overflows, and overwriting touches one table entry per
+lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from trl_storages.episodes.invariants import check_invariants
+from trl_storages.episodes.ring import Lanes, Ring
+from trl_storages.episodes.tables import Array, Tables, put, take
+from trl_storages.episodes.whole import draw_whole_episodes
 from trl_storages.functional.draws import random_below
 
 __all__ = ["EpisodeIndex", "episodes_of"]
 
-# How often whole episodes are drawn anew before all of them are listed.
-_PATIENCE = 32
 _LONG_AGO = -(2**62)
-
-Array = Any  # a tensor, or NumPy's view of one
-Lanes = Sequence[int] | torch.Tensor | None
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -48,30 +45,7 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     return index
 
 
-class _Tables(NamedTuple):
-    """The state of an `EpisodeIndex`: M slots, as many entries for episodes and a void one, E lanes."""
-
-    episode: Array
-    """`[M]` the entry of each slot's episode."""
-    first: Array
-    """`[M + 1]` the first surviving slot of each episode."""
-    last: Array
-    """`[M + 1]` the last slot of each episode, so far."""
-    first_step: Array
-    """`[M + 1]` int64, the step of its lane with which the episode began."""
-    finished: Array
-    """`[M + 1]` bool, whether `done` ended it."""
-    begun: Array
-    """`[E]` int64, how many episodes the lane has begun."""
-    open: Array
-    """`[E]` bool, whether the lane's next row continues its last episode."""
-    cursors: Array
-    """`[E]` int64, steps written to the lane."""
-    num_rows: Array
-    """`[]` int64, live rows."""
-
-
-class EpisodeIndex:
+class EpisodeIndex(Ring):
     """Knows for every slot of a ring how much of its own episode lies before and after it.
 
     An episode ends where `done` is true and is cut where the next row of the lane belongs to another
@@ -96,17 +70,7 @@ class EpisodeIndex:
     def __init__(
         self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
-        if capacity < num_envs:
-            raise ValueError(
-                f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
-                f"{capacity} for {num_envs} lanes."
-            )
-        self.num_envs = num_envs
-        self.steps_per_lane = capacity // num_envs
-        self.capacity = self.steps_per_lane * num_envs
-        self.device = torch.device(device)
+        super().__init__(capacity, num_envs, device)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -116,7 +80,7 @@ class EpisodeIndex:
         # The table of episodes has one entry more than there can be live ones: masked writes that
         # must change nothing go there, which spares a shape that depends on the data.
         self._void = self.capacity
-        self._tables = _Tables(
+        self._tables = Tables(
             episode=zeros(self.capacity, dtype=slot_dtype),
             first=zeros(self.capacity + 1, dtype=slot_dtype),
             last=zeros(self.capacity + 1, dtype=slot_dtype),
@@ -124,75 +88,16 @@ class EpisodeIndex:
             finished=zeros(self.capacity + 1, dtype=torch.bool),
             begun=zeros(num_envs),
             open=zeros(num_envs, dtype=torch.bool),
-            cursors=zeros(num_envs),
-            num_rows=zeros(),
-        )
-        self._lane_ids = torch.arange(num_envs, device=self.device)
-        # What the host must know without asking the device. On the CPU the tensor is the same.
-        self._host_cursors = (
-            self.cursors if self._xp is np else torch.zeros(num_envs, dtype=torch.int64)
+            cursors=self.cursors,
+            num_rows=self.num_rows,
         )
 
     @cached_property
-    def _arrays(self) -> _Tables:
+    def _arrays(self) -> Tables:
         """The tables as what they are written with: NumPy's view of them on the CPU."""
-        return _Tables(*map(self._own, self._tables))
-
-    @property
-    def cursors(self) -> torch.Tensor:
-        """`[E]` int64, on the device: steps written to each lane since the beginning."""
-        return self._tables.cursors
-
-    @property
-    def num_rows(self) -> torch.Tensor:
-        """`[]` int64, on the device: rows that are live now."""
-        return self._tables.num_rows
-
-    # Size
-
-    def __len__(self) -> int:
-        """Number of live rows, known to the host."""
-        if self.num_envs == 1:
-            return min(int(self._host_cursors), self.steps_per_lane)
-        return int(self._host_cursors.clamp(max=self.steps_per_lane).sum())
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every slot holds a row."""
-        return len(self) == self.capacity
-
-    @property
-    def num_steps_written(self) -> torch.Tensor:
-        """`[E]` int64 on the host: steps written to each lane since the beginning."""
-        return self._host_cursors
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether all lanes were written equally often, as far as the host may decide it.
-
-        On a GPU this is left open for several lanes, so that a captured graph takes the general path,
-        which stays right when a lane skips a step later.
-        """
-        if self.num_envs == 1:
-            return True
-        cursors = self._host_cursors
-        return self.device.type == "cpu" and bool((cursors == cursors[0]).all())
+        return Tables(*map(self._own, self._tables))
 
     # Writing
-
-    def next_slots(self, num_steps: int, lanes: Lanes = None) -> torch.Tensor:
-        """Returns the slots that the next `num_steps` steps of the lanes will take.
-
-        Args:
-            num_steps: S, at most T.
-            lanes: the L lanes that are written; None is all of them.
-
-        Returns:
-            `[L, S]` int64 slots.
-        """
-        lane = self.lane_ids(lanes).unsqueeze(1)
-        step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
-        return step % self.steps_per_lane * self.num_envs + lane
 
     def append(
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
@@ -251,13 +156,13 @@ class EpisodeIndex:
         entry = lane * self.steps_per_lane + number % self.steps_per_lane
         opened = xp.where(begins, entry, self._void)
         newest = xp.where(last, entry, self._void)
-        _put(table.episode, slots, entry)
-        _put(table.first, opened, slots)
-        _put(table.first_step, opened, first_step)
-        _put(table.last, newest, slots)
-        _put(table.finished, newest, done)
-        _put(table.begun, lane, number[:, -1:] + 1)
-        _put(table.open, lane, ~done[:, -1:])
+        put(table.episode, slots, entry)
+        put(table.first, opened, slots)
+        put(table.first_step, opened, first_step)
+        put(table.last, newest, slots)
+        put(table.finished, newest, done)
+        put(table.begun, lane, number[:, -1:] + 1)
+        put(table.open, lane, ~done[:, -1:])
         table.cursors[lane] += num_steps
         if self._host_cursors is not self.cursors:
             self._host_cursors[slice(None) if lanes is None else self.lane_ids(lanes).cpu()] += (
@@ -276,7 +181,7 @@ class EpisodeIndex:
         oldest = table.cursors[lane] - self.steps_per_lane
         slots = oldest % self.steps_per_lane * self.num_envs + lane
         # While a lane is not full its oldest row is step 0, and nothing was overwritten.
-        _put(table.first, xp.where(oldest > 0, table.episode[slots], self._void), slots)
+        put(table.first, xp.where(oldest > 0, table.episode[slots], self._void), slots)
         table.num_rows[...] = table.cursors.clip(max=self.steps_per_lane).sum()
 
     # Writing happens in NumPy where the tables lie on the CPU, whose operations on a few numbers
@@ -293,40 +198,6 @@ class EpisodeIndex:
 
     def _range(self, stop: int) -> Array:
         return np.arange(stop) if self._xp is np else torch.arange(stop, device=self.device)
-
-    def lane_ids(self, lanes: Lanes = None) -> torch.Tensor:
-        """Returns the lanes that `lanes` names, checked on the host.
-
-        Args:
-            lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
-
-        Returns:
-            `[L]` int64.
-
-        Raises:
-            ValueError: `lanes` is something else, or names an unknown lane or one twice.
-        """
-        if lanes is None:
-            return self._lane_ids
-        ids = torch.as_tensor(lanes, device="cpu")
-        if ids.dtype is torch.bool:
-            if ids.shape != (self.num_envs,):
-                raise ValueError(
-                    f"a mask of lanes must have shape [{self.num_envs}], got {list(ids.shape)}."
-                )
-            ids = ids.nonzero().squeeze(1)
-        values = ids.reshape(-1).tolist()
-        if (
-            ids.ndim != 1
-            or not values
-            or ids.is_floating_point()
-            or len(set(values)) != len(values)
-            or not all(0 <= lane < self.num_envs for lane in values)
-        ):
-            raise ValueError(
-                f"lanes must be a list of distinct numbers in 0..{self.num_envs - 1}, got {lanes}."
-            )
-        return ids.long().to(self.device)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -399,9 +270,9 @@ class EpisodeIndex:
         Returns:
             two int64 tensors of shape B.
         """
-        entry = _take(self._tables.episode, slots)
-        behind = self._steps_between(_take(self._tables.first, entry), slots)
-        return behind, self._steps_between(slots, _take(self._tables.last, entry))
+        entry = take(self._tables.episode, slots)
+        behind = self._steps_between(take(self._tables.first, entry), slots)
+        return behind, self._steps_between(slots, take(self._tables.last, entry))
 
     def _steps_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
         """Returns how many steps `stop` comes after `start` in the same lane."""
@@ -412,19 +283,14 @@ class EpisodeIndex:
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
         return self._steps_between(
-            _take(self._tables.first, _take(self._tables.episode, slots)), slots
+            take(self._tables.first, take(self._tables.episode, slots)), slots
         )
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of the same episode lie after each slot, int64."""
         return self._steps_between(
-            slots, _take(self._tables.last, _take(self._tables.episode, slots))
+            slots, take(self._tables.last, take(self._tables.episode, slots))
         )
-
-    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
-        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked."""
-        distance = steps if self.num_envs == 1 else steps * self.num_envs
-        return (slots + distance) % self.capacity
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds each row and those that follow it in its episode.
@@ -443,13 +309,7 @@ class EpisodeIndex:
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return _take(self._tables.episode, slots).long()
-
-    def is_live(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether each slot, of any number at all, is one that holds a row, bool."""
-        inside = (slots >= 0) & (slots < self.capacity)
-        # Counted back from the cursor, a slot not yet written comes out before step 0.
-        return inside & (self.steps(slots.clamp(0, self.capacity - 1)) >= 0)
+        return take(self._tables.episode, slots).long()
 
     def is_end(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each row ended its episode by `done`, bool."""
@@ -457,109 +317,14 @@ class EpisodeIndex:
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
-        return _take(self._tables.finished, _take(self._tables.episode, slots))
+        return take(self._tables.finished, take(self._tables.episode, slots))
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been overwritten, bool."""
-        first_step = _take(self._tables.first_step, _take(self._tables.episode, slots))
-        return first_step >= _take(self.cursors, slots % self.num_envs) - self.steps_per_lane
-
-    def steps(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the absolute step of each slot in its lane, int64, counted from 0."""
-        newest = _take(self.cursors, slots % self.num_envs) - 1
-        return newest - (newest - slots // self.num_envs) % self.steps_per_lane
+        first_step = take(self._tables.first_step, take(self._tables.episode, slots))
+        return first_step >= take(self.cursors, slots % self.num_envs) - self.steps_per_lane
 
     # Age
-
-    def ages(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the rank by age of each slot among all live rows: 0 is the newest.
-
-        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
-        such step by lane: those that hold more rows first, of equal ones the last lane first.
-
-        Args:
-            slots: int64 slots of live rows, any shape B.
-
-        Returns:
-            int64 ranks of shape B.
-        """
-        if self._in_step:
-            return (self.cursors[0] * self.num_envs - 1 - slots) % self.capacity
-        lane = slots % self.num_envs
-        age = (_take(self.cursors, lane) - 1 - slots // self.num_envs) % self.steps_per_lane
-        fill, lanes = self._by_fill()
-        # Rows that are younger: those of lanes emptied before this age, and `age` of each other lane.
-        place = torch.empty_like(lanes).scatter_(0, lanes, self._lane_ids)
-        num_emptied = torch.searchsorted(fill, age, right=True)
-        shorter = torch.cat([fill.new_zeros(1), fill.cumsum(0)])
-        younger = _take(shorter, num_emptied) + (self.num_envs - num_emptied) * age
-        return younger + self.num_envs - 1 - _take(place, lane)
-
-    def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
-        """Returns the slots of the rows with these ranks by age; the inverse of `ages`.
-
-        Args:
-            ranks: int64 in `[0, num_rows)`, any shape B. The c newest rows have ranks `0 .. c - 1`.
-
-        Returns:
-            int64 slots of shape B.
-        """
-        if self._in_step:
-            return (self.cursors[0] * self.num_envs - 1 - ranks) % self.capacity
-        fill, lanes = self._by_fill()
-        # Level j holds the ages at which exactly the j emptiest lanes have no row left. Its first
-        # rank is the number of rows younger than its first age.
-        first_age = torch.cat([fill.new_zeros(1), fill[:-1]])
-        rows_in_level = (fill - first_age) * (self.num_envs - self._lane_ids)
-        end_rank = rows_in_level.cumsum(0)
-        level = torch.searchsorted(end_rank, ranks, right=True)
-        offset = ranks - _take(end_rank - rows_in_level, level)
-        width = self.num_envs - level
-        age = _take(first_age, level) + offset // width
-        lane = _take(lanes, self.num_envs - 1 - offset % width)
-        step = _take(self.cursors, lane) - 1 - age
-        return step % self.steps_per_lane * self.num_envs + lane
-
-    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
-        """Counts how many of the `window` newest rows each lane holds.
-
-        Args:
-            window: `[]` int64, rows by the order of `ages`.
-
-        Returns:
-            `[E]` int64: the newest so many rows of each lane make up the window.
-        """
-        if self._in_step:
-            # Whole steps, and of one step more the last lanes.
-            length = (window + self._lane_ids) // self.num_envs
-            return torch.minimum(length, self.cursors.clamp(max=self.steps_per_lane))
-        fill, lanes = self._by_fill()
-        # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
-        end = fill.cumsum(0) + fill * (self.num_envs - 1 - self._lane_ids)
-        emptied = torch.searchsorted(end, window, right=True)
-        # Not indexed: an index without dimensions would be read on the host.
-        whole = _take(torch.cat([fill.new_zeros(1), fill.cumsum(0)]), emptied)
-        sharing = (self.num_envs - emptied).clamp(min=1)
-        left = window - whole
-        # Of equally old rows, those of the fullest lanes come first.
-        place = self.num_envs - 1 - self._lane_ids
-        share = left // sharing + (place < left % sharing)
-        length = torch.where(self._lane_ids < emptied, fill, share)
-        return torch.empty_like(length).scatter_(0, lanes, length)
-
-    def _by_fill(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the lanes' numbers of live rows, ascending, and the lanes in that order."""
-        return torch.sort(self.cursors.clamp(max=self.steps_per_lane), stable=True)
-
-    def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` live slots uniformly with replacement, whatever the lanes' fill.
-
-        Returns:
-            `[n]` int64 slots.
-        """
-        ranks = random_below(self.num_rows, n, generator=generator, device=self.device)
-        # In step, the live rows are a prefix of the slots, so any rank is a slot as it stands.
-        return ranks if self._in_step else self.slots_by_age(ranks)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.
@@ -570,7 +335,7 @@ class EpisodeIndex:
         Raises:
             RuntimeError: there is no such episode.
         """
-        drawn = self._draw_whole_episodes(n, generator)
+        drawn = draw_whole_episodes(self, self._tables, n, generator)
         if drawn is not None:
             return drawn
         first = self._first_of_whole_episodes()
@@ -585,40 +350,13 @@ class EpisodeIndex:
         """Returns whether there is an episode that `random_episodes` can draw."""
         # Looking for one at random is soonest over, unless there is none or hardly any.
         generator = torch.Generator(self.device)
-        if self._draw_whole_episodes(1, generator) is not None:
+        if draw_whole_episodes(self, self._tables, 1, generator) is not None:
             return True
         return len(self._first_of_whole_episodes()) > 0
 
     def _first_of_whole_episodes(self) -> torch.Tensor:
         episodes = self.episodes()
         return episodes["first"][episodes["finished"] & episodes["whole"]]
-
-    def _draw_whole_episodes(
-        self, n: int, generator: torch.Generator | None
-    ) -> torch.Tensor | None:
-        """Draws as `random_episodes`, or returns None if it was out of luck."""
-        lanes = self._lane_ids
-        begun = self._tables.begun
-        # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
-        start = (self.cursors - self.steps_per_lane).clamp(min=0)
-        start_slot = start % self.steps_per_lane * self.num_envs + lanes
-        entry = self._tables.episode[start_slot].long() - lanes * self.steps_per_lane
-        oldest = begun - 1 - (begun - 1 - entry) % self.steps_per_lane
-        oldest += ~self.is_whole(start_slot)
-        counts = torch.where(self.cursors > 0, begun - oldest, 0).clamp(min=0)
-        ends = counts.cumsum(0)
-        found = torch.full((n,), self._void, device=self.device)
-        # Cut and running episodes are drawn too, and drawn again. They are few as a rule.
-        for _ in range(_PATIENCE if int(ends[-1]) else 0):
-            draw = random_below(ends[-1], n, generator=generator, device=self.device)
-            lane = torch.searchsorted(ends, draw, right=True)
-            number = oldest[lane] + draw - (ends - counts)[lane]
-            drawn = lane * self.steps_per_lane + number % self.steps_per_lane
-            usable = self._tables.finished[drawn] & (found == self._void)
-            found = torch.where(usable, drawn, found)
-            if bool((found != self._void).all()):
-                return self._tables.first[found].long()
-        return None
 
     # The whole of it
 
@@ -653,36 +391,7 @@ class EpisodeIndex:
         Raises:
             RuntimeError: an invariant is broken; the message names the lane and the step.
         """
-        if not torch.equal(self.cursors.cpu(), self._host_cursors):
-            raise RuntimeError("the host's cursors differ from the device's.")
-        if int(self.num_rows) != len(self):
-            raise RuntimeError(f"num_rows is {int(self.num_rows)} for {len(self)} live rows.")
-        for lane, cursor in enumerate(self._host_cursors.tolist()):
-            oldest = max(cursor - self.steps_per_lane, 0)
-            steps = torch.arange(oldest, cursor, device=self.device)
-            slots = steps % self.steps_per_lane * self.num_envs + lane
-            entry, (behind, ahead) = self.episode_id(slots), self.extent(slots)
-            begins = torch.ones_like(entry, dtype=torch.bool)
-            begins[1:] = entry[1:] != entry[:-1]
-            run = begins.cumsum(0) - 1
-            lengths = torch.bincount(run, minlength=1)
-            in_run = steps - steps[begins][run] if len(steps) else steps
-            expected_ahead = lengths[run] - 1 - in_run if len(steps) else steps
-            for name, got, expected in (
-                ("behind", behind, in_run),
-                ("ahead", ahead, expected_ahead),
-                ("steps", self.steps(slots), steps),
-                ("ages", self.slots_by_age(self.ages(slots)), slots),
-            ):
-                wrong = (got != expected).nonzero()
-                if len(wrong):
-                    at = int(wrong[0])
-                    raise RuntimeError(
-                        f"{name} of step {int(steps[at])} in lane {lane} is {int(got[at])}, must be "
-                        f"{int(expected[at])}."
-                    )
-            if entry[begins].unique().numel() != int(begins.sum()):
-                raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
+        check_invariants(self)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns copies of all tensors of the index."""
@@ -713,23 +422,6 @@ class EpisodeIndex:
             tensor.copy_(state_dict[name])
         self._host_cursors.copy_(self.cursors)
 
-    def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
-        """Returns the slots of the surviving rows that were written after so many steps.
-
-        Args:
-            num_steps: `[E]` int64 on the host, a former `num_steps_written`.
-
-        Returns:
-            int64 slots `[n]`, lane by lane, the oldest row first.
-        """
-        written = self._host_cursors
-        steps = [
-            torch.arange(max(before, now - self.steps_per_lane), now)
-            for before, now in zip(num_steps.tolist(), written.tolist(), strict=True)
-        ]
-        slots = [step % self.steps_per_lane * self.num_envs + at for at, step in enumerate(steps)]
-        return torch.cat(slots).to(self.device)
-
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
         for table in (*self._tables, self._host_cursors):
@@ -749,15 +441,3 @@ class EpisodeIndex:
             f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "
             f"device={self.device})"
         )
-
-
-def _put(array: Array, index: Array, value: Array) -> None:
-    """Writes to an array, converting as NumPy does."""
-    array[index] = value.to(array.dtype) if isinstance(array, torch.Tensor) else value
-
-
-def _take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gathers rows of `table` for an index of any shape; `index_select` is the fastest way."""
-    if index.ndim == 1:
-        return table.index_select(0, index)
-    return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])

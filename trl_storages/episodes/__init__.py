@@ -1,0 +1,6 @@
+"""Which rows of the ring belong to one episode, and how old they are."""
+
+from trl_storages.episodes.index import EpisodeIndex, episodes_of
+from trl_storages.episodes.ring import Lanes, Ring
+
+__all__ = ["EpisodeIndex", "Lanes", "Ring", "episodes_of"]

@@ -1,0 +1,50 @@
+"""What must hold in an episode index at any time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from trl_storages.episodes.index import EpisodeIndex
+
+__all__ = ["check_invariants"]
+
+
+def check_invariants(index: EpisodeIndex) -> None:
+    """Walks all rows, and compares what the index says of them with what they say themselves.
+
+    Raises:
+        RuntimeError: an invariant is broken; the message names the lane and the step.
+    """
+    if not torch.equal(index.cursors.cpu(), index.num_steps_written):
+        raise RuntimeError("the host's cursors differ from the device's.")
+    if int(index.num_rows) != len(index):
+        raise RuntimeError(f"num_rows is {int(index.num_rows)} for {len(index)} live rows.")
+    for lane, cursor in enumerate(index.num_steps_written.tolist()):
+        oldest = max(cursor - index.steps_per_lane, 0)
+        steps = torch.arange(oldest, cursor, device=index.device)
+        slots = steps % index.steps_per_lane * index.num_envs + lane
+        entry, (behind, ahead) = index.episode_id(slots), index.extent(slots)
+        begins = torch.ones_like(entry, dtype=torch.bool)
+        begins[1:] = entry[1:] != entry[:-1]
+        run = begins.cumsum(0) - 1
+        lengths = torch.bincount(run, minlength=1)
+        in_run = steps - steps[begins][run] if len(steps) else steps
+        expected_ahead = lengths[run] - 1 - in_run if len(steps) else steps
+        for name, got, expected in (
+            ("behind", behind, in_run),
+            ("ahead", ahead, expected_ahead),
+            ("steps", index.steps(slots), steps),
+            ("ages", index.slots_by_age(index.ages(slots)), slots),
+        ):
+            wrong = (got != expected).nonzero()
+            if len(wrong):
+                at = int(wrong[0])
+                raise RuntimeError(
+                    f"{name} of step {int(steps[at])} in lane {lane} is {int(got[at])}, must be "
+                    f"{int(expected[at])}."
+                )
+        if entry[begins].unique().numel() != int(begins.sum()):
+            raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
