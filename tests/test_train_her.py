@@ -58,6 +58,12 @@ def test_each_algorithm_runs_with_and_without_hindsight_and_draws_both(run, algo
     assert "success" in printed.err
 
 
+def test_a_robot_arm_is_trained(run):
+    pytest.importorskip("gymnasium_robotics", reason="needs the extra 'tutorials'")
+    (curve,) = run("--env", "FetchReach-v4", "--algo", "sac", "--steps", 128, "--no-her")
+    assert curve.steps[-1] == 128
+
+
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 def test_each_strategy_runs(run, strategy):
     assert len(run(*SHORT, "--strategy", strategy, "--num-goals", 1)) == 2
