@@ -70,6 +70,20 @@ class TestDamage:
         (closed / name).write_bytes(whole)
         check(make(closed, 2))
 
+    @pytest.mark.parametrize("kept", [0, 4, 8, 1000])
+    def test_a_truncated_undo_file(self, closed, kept):
+        """It is the writer's alone."""
+        whole = (closed / "undo.bin").read_bytes()
+        (closed / "undo.bin").write_bytes(whole[:kept])
+        with pytest.raises(ValueError, match=r"undo\.bin.*truncated"):
+            make(closed, 2)
+        assert len(ReplayStorage.open(closed, mode="r")) == 24
+        (closed / "undo.bin").unlink()
+        with pytest.raises(FileNotFoundError, match=r"undo\.bin"):
+            make(closed, 2)
+        (closed / "undo.bin").write_bytes(whole)
+        check(make(closed, 2))
+
     @pytest.mark.parametrize("name", ["rows.bin", "marks.bin", "header.bin"])
     def test_a_missing_file(self, closed, name):
         (closed / name).rename(closed.parent / name)

@@ -49,7 +49,8 @@ class ReplayBatches(IterableDataset):
         # DataLoader gives each worker a seed of its own.
         seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
         reader = self._open_reader(torch.Generator().manual_seed(seed))
-        until = time.monotonic() + _PATIENCE
+        # There is nobody to wait for where this is the process that writes.
+        until = time.monotonic() + (0 if worker is None else _PATIENCE)
         while not len(reader) and time.monotonic() < until:
             time.sleep(0.01)
             reader.storage.refresh()

@@ -9,6 +9,7 @@ import base64
 import copy
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from trl_storages.loader import make_loader
 from trl_storages.progress_bar import tracker
 from trl_storages.samplers import PERSampler, WrappingSampler
-from trl_storages.storages import FollowingStorage, Journal, PackedStorage
+from trl_storages.storages import PROGRESS, FollowingStorage, Journal, PackedStorage
 
 __all__ = ["OnDisk", "intact"]
 
@@ -62,9 +63,7 @@ class OnDisk:
         self._is_reader = isinstance(self._storage, FollowingStorage)
         if journal is None:
             return
-        sampler = self._sampler
-        while isinstance(sampler, WrappingSampler):
-            sampler = sampler.base
+        sampler = self._innermost_sampler()
         if isinstance(sampler, PERSampler):
             sampler.attach(self._storage)
         if self._is_reader:
@@ -72,12 +71,25 @@ class OnDisk:
                 self._storage.on_new_rows = self._sampler.hear_of_rows
             return
         progress = journal.load_progress()
+        try:
+            self._resume_from(progress, journal.state.sequence)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{journal.directory / PROGRESS} is damaged: {error!r}; delete it to go on without."
+            ) from error
+
+    def _resume_from(self, progress: dict[str, Any], sequence: int) -> None:
         if self._rng is not None and "generator" in progress:
             state = bytearray(base64.b64decode(progress["generator"]))
             self._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
         if isinstance(self._sampler, WrappingSampler):
             self._sampler.resume(progress.get("sampler", {}))
-        if self._recorder is not None and "ended" in progress:
+        # The environments of a writer that was killed later are gone.
+        if (
+            self._recorder is not None
+            and progress.get("sequence") == sequence
+            and "ended" in progress
+        ):
             self._recorder.load_state_dict({"ended": progress["ended"]})
 
     def _initialize_prioritized_sampler(self) -> None:
@@ -86,6 +98,45 @@ class OnDisk:
             self._sampler.attach(self._storage)
         else:
             super()._initialize_prioritized_sampler()  # type: ignore[misc]
+
+    def _check_writable(self) -> None:
+        """Raises a RuntimeError if the rows are in a directory that this process may not write."""
+        if (journal := self._journal) is not None:
+            journal.check_writable()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. Rows in a directory are forgotten before they come.
+
+        Raises:
+            RuntimeError: the rows are in a directory that this process may not write.
+            ValueError: as in `CheckpointedBuffer`.
+        """
+        self._check_writable()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._keep_priorities()
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved. Rows in a directory are forgotten before they come.
+
+        Raises:
+            RuntimeError: the rows are in a directory that this process may not write.
+            FileNotFoundError, ValueError: as in `CheckpointedBuffer`.
+        """
+        self._check_writable()
+        super().loads(path)  # type: ignore[misc]
+        self._keep_priorities()
+
+    def _keep_priorities(self) -> None:
+        sampler = self._innermost_sampler()
+        if self._journal is not None and isinstance(sampler, PERSampler):
+            # They came before it was known which rows they belong to.
+            sampler.load_state_dict(sampler.state_dict())
+
+    def _innermost_sampler(self) -> Any:
+        sampler = self._sampler
+        while isinstance(sampler, WrappingSampler):
+            sampler = sampler.base
+        return sampler
 
     def flush(self) -> None:
         """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
@@ -97,7 +148,8 @@ class OnDisk:
             journal = self._journal
             if journal is None or not journal.is_writer:
                 return
-            progress: dict[str, Any] = {}
+            self._storage.flush()
+            progress: dict[str, Any] = {"sequence": journal.state.sequence}
             if self._rng is not None:
                 state = self._rng.get_state().numpy().tobytes()
                 progress["generator"] = base64.b64encode(state).decode()
@@ -106,15 +158,19 @@ class OnDisk:
             if self._recorder is not None:
                 progress["ended"] = self._recorder.state_dict()["ended"].tolist()
             journal.save_progress(progress)
-            self._storage.flush()
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
 
         Args:
             keep: whether the files stay; they are deleted otherwise.
+
+        Raises:
+            RuntimeError: files shall be deleted that this process may not write.
         """
         with self._replay_lock, self._write_lock:
+            if not keep:
+                self._check_writable()
             journal = self._journal
             if journal is None or not journal.is_writer:
                 return
@@ -208,4 +264,5 @@ class OnDisk:
 
 
 def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> Any:
-    return kind._open(path, mode="r", generator=generator, **options)
+    # One loader may be iterated several times at once.
+    return kind._open(path, mode="r", generator=generator, **copy.deepcopy(options))

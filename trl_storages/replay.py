@@ -248,8 +248,10 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
 
         Raises:
             ValueError: there is no such lane. Nothing is changed then.
+            RuntimeError: the rows are in a directory that this process may not write.
         """
         with self._replay_lock, self._write_lock:
+            self._check_writable()
             self.episodes.end_episodes(lanes)
             if self._recorder is not None:
                 self._recorder.reset(lanes)
@@ -495,6 +497,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
                 slots = slots_of(self.episodes, index)
             self._writer.write_at(slots, value)
 
+    @intact
     def query(
         self,
         predicate: Callable[[Trajectory], bool] | None = None,
@@ -535,6 +538,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
 
         Raises:
             ValueError: `keep_steps` is negative.
+            RuntimeError: the rows are in a directory that this process may not write.
         """
         if keep_steps < 0:
             raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
@@ -542,10 +546,12 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
             # Batches that were drawn ahead show rows that are gone.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
+                self._check_writable()
                 self._heard = None
                 if keep_steps and len(self):
+                    kept = self.writer.restart(keep_steps, empty_write_count)
                     self.sampler._empty()
-                    self.sampler.extend(self.writer.restart(keep_steps, empty_write_count))
+                    self.sampler.extend(kept)
                     return
                 super().empty(empty_write_count)
                 if self._recorder is not None:
@@ -569,6 +575,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         with self._replay_lock, self._write_lock:
             return explain(batch, self.episodes)
 
+    @intact
     def validate(self, *, progress: bool = False) -> None:
         """Checks the invariants of storage and index, walking all rows, and those on disk by checksum.
 

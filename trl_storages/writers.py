@@ -140,7 +140,7 @@ class EpisodeWriter(RoundRobinWriter):
         num_lanes, num_steps = self._shape(data.batch_size, lanes)
         shape, episodes = data.batch_size, self._episodes
         if self._on_disk is not None:
-            self._on_disk.catch_up()
+            self._catch_up()
         done = self._flag(data, self.done_key, (num_lanes, num_steps))
         cut, last_trajectory = self._cuts(data, lanes, (num_lanes, num_steps))
         kept = min(num_steps, episodes.steps_per_lane)
@@ -164,6 +164,14 @@ class EpisodeWriter(RoundRobinWriter):
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
         return written.reshape(shape)
+
+    def _catch_up(self) -> None:
+        """Takes in a write to disk that an interrupt kept from everything else."""
+        missed = self._on_disk.catch_up()  # type: ignore[union-attr]
+        if missed is not None:
+            self._write_count = self._on_disk.write_count  # type: ignore[union-attr]
+            self._count(0)
+            self._mark_update_entities(missed)
 
     def _set(
         self,

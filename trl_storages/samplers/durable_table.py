@@ -74,8 +74,9 @@ class DurableTable(PriorityTable):
         # What was left alone is written as it is.
         priority = self._tree.get(self._order.leaves(slots))
         there = priority != ABSENT
-        self._column.put(slots[there], priority[there])
+        # First, so that no row of a killed writer has a larger one.
         self._column.largest = self._largest.item()
+        self._column.put(slots[there], priority[there])
 
     def clear(self) -> None:
         """Forgets all rows and what was reported."""

@@ -1,5 +1,6 @@
 """Where the rows live."""
 
+from trl_storages.storages.directory import PROGRESS
 from trl_storages.storages.durable_lanes import DurableLanes
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
@@ -8,6 +9,7 @@ from trl_storages.storages.packed import PackedStorage, field_keys, read_fields
 from trl_storages.storages.priority_column import PriorityColumn
 
 __all__ = [
+    "PROGRESS",
     "DurableLanes",
     "Field",
     "FollowingStorage",

@@ -6,8 +6,8 @@ Letters: N rows, W words a row, E lanes (environments).
 from __future__ import annotations
 
 import json
-import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,13 @@ def create_files(
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    there = {path.name for path in directory.iterdir()}
-    if there - {_LOCK} and not (_CREATING in there and there <= _OWN_FILES - {_DESCRIPTION}):
-        raise FileExistsError(
-            f"{directory} must be empty, or hold the rows of a storage, got {sorted(there)[:5]}; "
-            "choose another directory."
-        )
+    _check_is_free(directory)
     lock = WriterLock(directory)
+    try:
+        _check_is_free(directory)  # of what another process made until it let the lock go
+    except FileExistsError:
+        lock.release()
+        raise
     text = json.dumps(
         {
             "format": "trl_storages",
@@ -94,17 +94,25 @@ def create_files(
         (directory / _CREATING).write_text(text)
         create_file(directory / ROWS, num_rows * layout.num_words)
         create_file(directory / MARKS, 2 * num_rows)
-        (directory / UNDO).unlink(missing_ok=True)
-        Undo(directory / UNDO, layout.num_words)
+        Undo.create(directory / UNDO, layout.num_words)
         write_header(
             directory, Identity(num_rows, layout.num_words, num_lanes, has_episodes, check)
         )
         write_text(directory / _DESCRIPTION, text)
     except OSError:
-        lock.release()
         remove_files(directory, and_directory=is_new)
+        lock.release()
         raise
     return lock
+
+
+def _check_is_free(directory: Path) -> None:
+    there = {path.name for path in directory.iterdir()}
+    if there - {_LOCK} and not (_CREATING in there and there <= _OWN_FILES - {_DESCRIPTION}):
+        raise FileExistsError(
+            f"{directory} must be empty, or hold the rows of a storage, got {sorted(there)[:5]}; "
+            "choose another directory."
+        )
 
 
 def read_layout(directory: Path) -> tuple[Layout, Identity]:
@@ -171,8 +179,12 @@ def write_header(directory: Path, identity: Identity) -> None:
 
 
 def remove_files(directory: Path, *, and_directory: bool) -> None:
-    """Removes our own files, the description first, so that nothing is left to be opened."""
-    for name in sorted(_OWN_FILES, key=lambda name: name != _DESCRIPTION):
+    """Removes our own files. A process that is killed halfway leaves what `create_files` takes over."""
+    if holds_storage(directory):
+        (directory / _DESCRIPTION).replace(directory / _CREATING)
+    last = [_CREATING, _LOCK]
+    for name in [*sorted(_OWN_FILES - {*last}), *last]:
         (directory / name).unlink(missing_ok=True)
-    if and_directory and not os.listdir(directory):
-        directory.rmdir()
+    if and_directory:
+        with suppress(OSError):  # something else is in it
+            directory.rmdir()

@@ -5,8 +5,9 @@ Letters: N rows, E lanes (environments), T steps a lane, L lanes and S steps of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,17 @@ class Durable:
         if not identity.has_episodes:
             return None
         index = EpisodeIndex(identity.num_rows, identity.num_lanes)
+        self.rebuild(index)
+        return index
+
+    def rebuild(self, index: EpisodeIndex) -> None:
+        """Makes an index anew from the rows that are there.
+
+        Raises:
+            ValueError: as `episodes`.
+        """
+        journal = self.journal
+        index.clear()
         if not feed(index, journal, journal.state):
             raise ValueError(
                 f"{journal.directory} is damaged: its marks are not of the steps that its header names, "
@@ -79,7 +91,6 @@ class Durable:
             )
         if (ended := journal.state.open == 0).any():
             index.end_episodes(torch.from_numpy(ended))
-        return index
 
     @contextmanager
     def writing(
@@ -99,16 +110,13 @@ class Durable:
         """
         journal = self.journal
         slots = _slots(cursor, len(journal.rows))
-        if new is not None:
-            marks = journal.begin_steps(slots, new)
-        else:
-            marks = self._begin_other(slots, length, is_new)
-        try:
+        with journal.undone_on_error():
+            if new is not None:
+                marks = journal.begin_steps(slots, new)
+            else:
+                marks = self._begin_other(slots, length, is_new)
             yield
             journal.commit(slots, marks)
-        except BaseException:
-            journal.abort()
-            raise
 
     def _begin_other(self, slots: np.ndarray, length: int, is_new: bool) -> np.ndarray:
         journal = self.journal
@@ -135,25 +143,29 @@ class Durable:
             write_count: rows written, as the writer counts them.
             move: called in between, to move rows to where the index has them.
         """
+        try:
+            with self.journal.undone_on_error():
+                self._restart(index, write_count, move)
+        except BaseException:
+            self.rebuild(index)
+            raise
+
+    def _restart(self, index: EpisodeIndex, write_count: int, move: Any) -> None:
         journal, size = self.journal, len(index)
         slots = index.slots_by_age(torch.arange(size - 1, -1, -1))
         # Nothing is replaced where nothing counts, as while a whole storage is loaded.
         state = journal.begin_rewrite(slots.numpy()[: None if journal.state.num_rows else 0])
-        try:
-            if move is not None:
-                move()
-            state.cursors[:] = index.num_steps_written
-            state.epoch += 1
-            state.write_count, state.num_rows = write_count, size
-            self.note_open(index, state)
-            behind, ahead = index.extent(slots)
-            first = (behind == 0) & index.is_whole(slots)
-            last = (ahead == 0) & index.is_finished(slots)
-            marks = pack_marks(index.steps(slots).numpy(), first.numpy(), last.numpy())
-            journal.commit(slots.numpy(), marks)
-        except BaseException:
-            journal.abort()
-            raise
+        if move is not None:
+            move()
+        state.cursors[:] = index.num_steps_written
+        state.epoch += 1
+        state.write_count, state.num_rows = write_count, size
+        self.note_open(index, state)
+        behind, ahead = index.extent(slots)
+        first = (behind == 0) & index.is_whole(slots)
+        last = (ahead == 0) & index.is_finished(slots)
+        marks = pack_marks(index.steps(slots).numpy(), first.numpy(), last.numpy())
+        journal.commit(slots.numpy(), marks)
 
     def note_open(self, index: EpisodeIndex, state: State) -> None:
         """Notes in a state which lanes' episodes go on."""
@@ -163,8 +175,7 @@ class Durable:
         """Waits until everything is on disk, also which episodes were ended without a row."""
         journal = self.journal
         if index is not None and not np.array_equal(journal.state.open, index.is_open.numpy()):
-            self.note_open(index, journal.begin_rewrite(np.empty(0, np.int64)))
-            journal.commit(np.empty(0, np.int64), np.empty(0, np.int64))
+            self._recount(partial(self.note_open, index))
         journal.flush()
 
     def clear(self) -> None:
@@ -172,11 +183,20 @@ class Durable:
         journal = self.journal
         if not journal.state.num_rows and not journal.state.cursors.any():
             return
-        state = journal.begin_rewrite(np.empty(0, np.int64))
-        state.epoch += 1
-        state.num_rows = 0
-        state.cursors[:] = state.open[:] = 0
-        journal.commit(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._recount(_forget_rows)
+
+    def _recount(self, change: Callable[[State], None]) -> None:
+        """Commits other counters, and no rows."""
+        journal, none = self.journal, np.empty(0, np.int64)
+        with journal.undone_on_error():
+            change(journal.begin_rewrite(none))
+            journal.commit(none, none)
+
+
+def _forget_rows(state: State) -> None:
+    state.epoch += 1
+    state.num_rows = 0
+    state.cursors[:] = state.open[:] = 0
 
 
 def _slots(cursor: Any, num_rows: int) -> np.ndarray:

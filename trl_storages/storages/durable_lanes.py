@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.keys import DESIRED_GOAL, OBSERVATION, next_key
-from trl_storages.storages.durable import feed
+from trl_storages.storages.durable import Durable
 from trl_storages.storages.journal import Steps
 from trl_storages.storages.packed import PackedStorage
 
@@ -84,13 +84,21 @@ class DurableLanes:
         trajectories = None if last_trajectory is None else last_trajectory.numpy()
         return cut, Steps(lane, begins, ends, trajectories)
 
-    def catch_up(self) -> None:
-        """Takes in a write that was committed when an interrupt kept it from the index."""
-        journal = self._storage.journal
-        if journal is not None and not np.array_equal(
-            journal.state.cursors, self._episodes.num_steps_written.numpy()
-        ):
-            feed(self._episodes, journal, journal.state)
+    def catch_up(self) -> torch.Tensor | None:
+        """Takes in a write that was committed when an interrupt kept it from the index.
+
+        Returns:
+            `[n]` int64 slots of its rows; None if there was no such write.
+        """
+        journal, written = self._storage.journal, self._episodes.num_steps_written
+        if journal is None:
+            return None
+        journal.abort()
+        if np.array_equal(journal.state.cursors, written.numpy()):
+            return None
+        known = written.clone()
+        Durable(journal).rebuild(self._episodes)
+        return self._episodes.slots_since(known)
 
     def _cut_where_reset(
         self,

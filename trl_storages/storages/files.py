@@ -85,7 +85,7 @@ class MappedWords:
 
     Args:
         path: the file.
-        num_words: how many words it must hold at least.
+        num_words: how many words it must hold at least; None maps all that it holds.
         writable: whether what is written into the array goes to the file; if not it goes nowhere.
 
     Attributes:
@@ -96,7 +96,7 @@ class MappedWords:
         ValueError: the file is shorter.
     """
 
-    def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
+    def __init__(self, path: Path, num_words: int | None, *, writable: bool) -> None:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags)
@@ -107,6 +107,7 @@ class MappedWords:
             ) from None
         try:
             size = os.fstat(descriptor).st_size
+            num_words = max(size // WORD, 1) if num_words is None else num_words
             if size < num_words * WORD:
                 raise ValueError(
                     f"{path} must hold {num_words * WORD} bytes, got {size}: it was truncated. Bring it "
@@ -134,7 +135,7 @@ class WriterLock:
         directory: an existing directory.
 
     Raises:
-        RuntimeError: another writer holds it.
+        RuntimeError: another writer holds it, or has just deleted the directory.
         OSError: the directory may not be written.
     """
 
@@ -161,6 +162,11 @@ class WriterLock:
                 f"the rows in {directory} have a writer already, and there can be one only: close() it, "
                 "or open them for reading with ReplayStorage.open(path, mode='r')."
             ) from None
+        if not os.fstat(descriptor).st_nlink:
+            self._forget()
+            raise RuntimeError(
+                f"{directory} was being deleted by its writer when it was opened: try once more."
+            )
         _HELD.add(self)
 
     def _forget(self) -> None:

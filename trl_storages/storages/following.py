@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class FollowingStorage(PackedStorage):
     def _take_up(self, journal: Journal) -> None:
         identity = journal.header.identity
         self.journal = journal
+        self._rewrites = 0  # as the header counted them at the last look
         self._adopt(journal.layout, journal.tensor())
         self.episodes = EpisodeIndex(identity.num_rows, identity.num_lanes)
         self.refresh()
@@ -82,19 +83,25 @@ class FollowingStorage(PackedStorage):
         """Takes in what was committed since the last time."""
         journal: Journal = self.journal  # type: ignore[assignment]
         index: EpisodeIndex = self.episodes  # type: ignore[assignment]
-        before, until = journal.state.sequence, time.monotonic() + _PATIENCE
+        header, before = journal.header, journal.state.sequence
+        until = time.monotonic() + _PATIENCE
         while True:
-            state = journal.header.read()
-            if state.epoch != journal.state.epoch:
-                index.clear()
-            journal.state = state
-            if feed(index, journal, state):
-                break
+            self._rewrites = header.rewrites
+            if self._rewrites % 2:
+                time.sleep(1e-3)
+            else:
+                state = header.read()
+                if state.epoch != journal.state.epoch:
+                    index.clear()
+                journal.state = state
+                is_fed = feed(index, journal, state)
+                fence()
+                if header.rewrites != self._rewrites:
+                    index.clear()  # what was fed may be of two histories
+                elif is_fed:
+                    break
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"the rows in {journal.directory} are overwritten faster than they are read, or they "
-                    "are damaged: make the storage larger, or open it for writing once to check it."
-                )
+                raise RuntimeError(self._too_slow())
         self._len = state.num_rows
         self.refreshes += 1
         if state.sequence != before and self.on_new_rows is not None:
@@ -108,40 +115,43 @@ class FollowingStorage(PackedStorage):
 
         Raises:
             RuntimeError: rows are overwritten faster than a batch is read.
+            Exception: what `read` raises of rows that were there.
         """
         if self._seen is not None:
             return read()  # within another call, which will look
         if self._batches % self.fetch_every == 0:
             self.refresh()
         self._batches += 1
-        header = self.journal.header  # type: ignore[union-attr]
-        until = time.monotonic() + _PATIENCE
         for _ in range(_ATTEMPTS):
-            rewrites = header.rewrites
             self._seen = []
             try:
-                if rewrites % 2 == 0:
-                    batch = read()
-                    fence()
-                    if header.rewrites == rewrites and self._are_there(self._seen):
-                        return batch
-                elif time.monotonic() > until:
-                    break
-                else:
-                    time.sleep(1e-3)
+                batch = read()
+                if self._are_there(self._seen):
+                    return batch
+            except Exception:
+                # Of rows half written, a transform may say anything.
+                if self._are_there(self._seen):
+                    raise
             finally:
                 self._seen = None
             self.refresh()
-        raise RuntimeError(
-            f"the rows in {self.scratch_dir} are overwritten faster than a batch is read, or their "
-            "writer was killed while it changed them: make the storage larger or the batches smaller, or "
-            "open it for writing once."
+        raise RuntimeError(self._too_slow())
+
+    def _too_slow(self) -> str:
+        return (
+            f"the rows in {self.scratch_dir} are overwritten faster than a batch is read, or damaged, or "
+            "their writer was killed while it changed them: make the storage larger or the batches "
+            "smaller, or open it for writing once."
         )
 
     def _are_there(self, seen: list[torch.Tensor]) -> bool:
-        """Returns whether the writer has not begun to overwrite any of the rows that were read."""
+        """Returns whether the writer has not begun to change any of the rows that were read."""
         index: EpisodeIndex = self.episodes  # type: ignore[assignment]
-        reserved = self.journal.header.reserved  # type: ignore[union-attr]
+        header = self.journal.header  # type: ignore[union-attr]
+        fence()
+        if header.rewrites != self._rewrites:
+            return False
+        reserved = header.reserved
         oldest = torch.from_numpy(np.asarray(reserved) - index.steps_per_lane)
         for slots in seen:
             lanes = slots % index.num_envs
@@ -167,3 +177,11 @@ class FollowingStorage(PackedStorage):
     def set(self, *_: Any, **__: Any) -> None:
         """Raises a RuntimeError: these rows are another process's."""
         self.journal.check_writable()  # type: ignore[union-attr]
+
+    load_state_dict = loads = _empty = set
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            f"a reader of {self.scratch_dir} can't be copied or sent: open the directory where it is "
+            "needed, with ReplayStorage.open(path, mode='r') or loader()."
+        )

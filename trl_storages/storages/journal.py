@@ -14,7 +14,8 @@ writer puts back what was kept. So the directory is at any moment as it was befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from trl_storages.storages.directory import HEADER, UNDO
 from trl_storages.storages.files import MappedWords, WriterLock
-from trl_storages.storages.header import State
+from trl_storages.storages.header import State, fence
 from trl_storages.storages.layout import Layout
 from trl_storages.storages.marks import checksums, pack_marks, steps
 from trl_storages.storages.open_files import OpenFiles
@@ -70,17 +71,13 @@ class Journal(OpenFiles):
         if not pending:
             return
         if pending == self.state.sequence + 1:
-            # Odd while rows change, so that readers that are at work leave them alone.
-            header.rewrites |= 1
-            self._undo.restore(self.marks, self.rows)  # type: ignore[union-attr]
-            header.reserved[:] = self.state.cursors
+            self._put_back()
         elif pending != self.state.sequence:
             raise ValueError(
                 f"the header is damaged: commit {pending} can't follow commit "
                 f"{self.state.sequence}. Bring {HEADER} back from a copy; nothing was changed."
             )
-        header.rewrites += header.rewrites % 2
-        header.pending = 0
+        self._finish()
 
     # Writing
 
@@ -90,7 +87,7 @@ class Journal(OpenFiles):
         return self.header.identity.num_rows // self.header.identity.num_lanes
 
     def begin_steps(self, slots: np.ndarray, new: Steps) -> np.ndarray:
-        """Begins to write the next steps of some lanes; `commit` or `abort` must follow.
+        """Begins to write the next steps of some lanes; see `undone_on_error`.
 
         Args:
             slots: `[L * S]` int64, lane by lane; of more than T steps the last T.
@@ -113,10 +110,11 @@ class Journal(OpenFiles):
         replaces = step[:, -1].max() >= self.steps_per_lane
         self._prepare(slots if replaces else slots[:0])
         self.header.reserved[:] = state.cursors
+        fence()
         return pack_marks(step, new.begins[:, -kept:], new.dones[:, -kept:]).reshape(-1)
 
     def begin_rewrite(self, slots: np.ndarray) -> State:
-        """Begins to change rows in any other way; `commit` or `abort` must follow.
+        """Begins to change rows in any other way; see `undone_on_error`.
 
         Args:
             slots: `[n]` int64 of all that will change.
@@ -131,6 +129,7 @@ class Journal(OpenFiles):
 
     def _start(self) -> State:
         self.check_writable()
+        self.abort()  # what an interrupt left, if it came where nobody looks out for one
         self._next = self.state.copy()
         return self._next
 
@@ -157,19 +156,37 @@ class Journal(OpenFiles):
         self._finish()
 
     def abort(self) -> None:
-        """Puts back what was there before `begin_...`, unless it is committed already."""
-        if self.header.read().sequence != self.state.sequence:
-            self.state = self._next  # type: ignore[assignment]
-            self._finish()
+        """Ends a write that was not finished: undoes it, unless it was committed already."""
+        if self._next is None:
             return
-        self._undo.restore(self.marks, self.rows)  # type: ignore[union-attr]
+        header = self.header
+        if header.read().sequence != self.state.sequence:
+            self.state = self._next
+        elif header.pending == self.state.sequence + 1:
+            self._put_back()
         self._finish()
 
+    def _put_back(self) -> None:
+        # A reader that has seen rows half written must not find everything as it was.
+        self.header.rewrites |= 1
+        self._undo.restore(self.marks, self.rows)  # type: ignore[union-attr]
+
     def _finish(self) -> None:
-        self.header.reserved[:] = self.state.cursors
-        if (rewrites := self.header.rewrites) % 2:
-            self.header.rewrites = rewrites + 1
-        self.header.pending = 0
+        header = self.header
+        header.reserved[:] = self.state.cursors
+        if (rewrites := header.rewrites) % 2:
+            header.rewrites = rewrites + 1
+        header.pending = 0
+        self._next = None
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Surrounds a write from `begin_...` to `commit`, so that all of it counts or nothing."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
 
     # Care
 

@@ -177,8 +177,8 @@ class OpenFiles:
     def delete(self) -> None:
         """Closes the storage and removes its files, and the directory if nothing else is in it."""
         self.check_writable()
-        self.close()
         remove_files(self.directory, and_directory=True)
+        self.close()
 
     def tensor(self) -> torch.Tensor:
         """Returns the rows as a tensor that shares their memory."""

@@ -362,9 +362,9 @@ class PackedStorage(LazyTensorStorage):
     # State
 
     def _empty(self) -> None:
-        super()._empty()
         if self._durable is not None:
             self._durable.clear()
+        super()._empty()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -453,6 +453,8 @@ class PackedStorage(LazyTensorStorage):
                 raise ValueError(
                     f"the saved storage has {saved.batch_size[0]} rows, this one {self.max_size}."
                 )
+        if self._durable is not None:
+            self._durable.clear()
         super().loads(path)
 
     def __getstate__(self) -> dict[str, Any]:

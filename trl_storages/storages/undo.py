@@ -15,6 +15,7 @@ __all__ = ["Undo"]
 
 # So much room is made at first, or for one row.
 _ROOM = 1 << 16  # bytes
+_OWN_WORDS = 3  # a row: its slot, its mark and its checksum
 
 
 class Undo:
@@ -23,25 +24,38 @@ class Undo:
     It may grow, before anything is written: should the disk be full by then, nothing has changed.
 
     Args:
-        path: the file; it is made if it is missing.
+        path: the file.
         num_words: W.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file was truncated.
     """
 
     def __init__(self, path: Path, num_words: int) -> None:
-        self._path, self._width = path, 3 + num_words
-        if not path.exists():
-            create_file(path, 1 + self._width * max(_ROOM // (self._width * WORD), 1))
-        self._map()
-
-    def _map(self) -> None:
-        size = self._path.stat().st_size // WORD
-        self._words = MappedWords(self._path, size, writable=True)
+        self._path, self._width = path, _OWN_WORDS + num_words
+        self._words = MappedWords(path, None, writable=True)
         array = self._words.array
-        self._room = (size - 1) // self._width
+        self._room, over = divmod(len(array) - 1, self._width)
+        if self._room < 1 or over:
+            raise ValueError(
+                f"{path} must hold a word, and {self._width} for each of some rows, got {len(array)}: it "
+                "was truncated. Bring it back from a copy; nothing was changed."
+            )
         self._slots = array[1 : 1 + self._room]
         self._marks = array[1 + self._room : 1 + 3 * self._room].reshape(-1, 2)
         self._rows = array[1 + 3 * self._room : 1 + self._width * self._room]
         self._rows = self._rows.reshape(self._room, -1)
+
+    @staticmethod
+    def create(path: Path, num_words: int, num_rows: int = 0) -> None:
+        """Makes a file with room for so many rows, or a few more.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        width = _OWN_WORDS + num_words
+        create_file(path, 1 + width * max(num_rows, _ROOM // (width * WORD), 1))
 
     def make_room(self, num_rows: int) -> None:
         """Makes room for so many rows. What was kept is lost.
@@ -51,9 +65,10 @@ class Undo:
         """
         if num_rows > self._room:
             new = self._path.with_name(self._path.name + ".new")
-            create_file(new, 1 + self._width * num_rows)
+            self.create(new, self._width - _OWN_WORDS, num_rows)
             new.replace(self._path)
-            self._map()
+            # All of it at once: what is kept must not go to the file that is gone.
+            self.__dict__.update(Undo(self._path, self._width - _OWN_WORDS).__dict__)
 
     def keep(self, slots: np.ndarray, marks: np.ndarray, rows: np.ndarray) -> None:
         """Keeps rows.
