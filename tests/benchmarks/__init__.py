@@ -1,1 +1,1 @@
-"""Measurements of this package next to other libraries: `python -m tests.benchmarks.sampling`."""
+"""Measurements of this package next to other libraries: `python -m tests.benchmarks --help`."""

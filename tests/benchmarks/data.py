@@ -15,14 +15,18 @@ __all__ = [
     "FLAT_SIZE",
     "GOAL_SIZE",
     "HINDSIGHT_GOALS",
+    "LANES",
     "N_STEPS",
     "OBSERVATION_SIZE",
     "PRIORITY_ALPHA",
     "PRIORITY_BETA",
+    "SEQUENCE_STEPS",
     "Columns",
     "flat_columns",
     "goal_columns",
     "goal_reward",
+    "lane_steps",
+    "pixel_columns",
     "single_rows",
     "take_rows",
     "to_tensordict",
@@ -35,6 +39,9 @@ EPISODE_LENGTH = 50
 FLAT_SIZE = OBSERVATION_SIZE + 2 * GOAL_SIZE
 DISCOUNT = 0.99
 N_STEPS = 3
+SEQUENCE_STEPS = 16
+LANES = 8
+PIXEL_SHAPE = (4, 84, 84)
 PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4
 # Relabelled rows for each one left as it was: 4 of 5, the ratio of the paper and of every library.
 HINDSIGHT_GOALS = 4
@@ -104,7 +111,27 @@ def flat_columns(columns: Columns) -> Columns:
     return flat | {name: columns[name] for name in kept}
 
 
-def take_rows(columns: Columns, start: int, stop: int) -> Columns:
+def pixel_columns(num_rows: int, *, seed: int = 0) -> Columns:
+    """Makes transitions of a game seen as four stacked frames, in time order.
+
+    Args:
+        num_rows: how many transitions, N.
+        seed: of the generator.
+
+    Returns:
+        What `flat_columns` returns, with uint8 observations `[N, 4, 84, 84]` and one action.
+    """
+    rng = np.random.default_rng(seed)
+    flat = flat_columns(goal_columns(num_rows, seed=seed))
+    frames = rng.integers(0, 256, (num_rows + 1, *PIXEL_SHAPE), np.uint8)
+    return flat | {
+        "observation": frames[:-1],
+        "next_observation": frames[1:].copy(),
+        "action": flat["action"][:, :1].copy(),
+    }
+
+
+def take_rows(columns: Columns, start: int, stop: int | None) -> Columns:
     """Returns views of the rows `start` to `stop`."""
     return {name: column[start:stop] for name, column in columns.items()}
 
@@ -113,6 +140,12 @@ def single_rows(columns: Columns) -> Iterator[Columns]:
     """Goes through the rows one by one, each still with a leading dimension of 1."""
     for row in range(len(columns["done"])):
         yield take_rows(columns, row, row + 1)
+
+
+def lane_steps(columns: Columns) -> Iterator[tuple[int, int]]:
+    """Goes through the rows `[start, stop)` of each step of `LANES` environments."""
+    for start in range(0, len(columns["done"]) - LANES + 1, LANES):
+        yield start, start + LANES
 
 
 def to_tensordict(columns: Columns) -> TensorDict:

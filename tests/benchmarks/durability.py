@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
+from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
 from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage, UniformSampler
 
@@ -71,7 +72,7 @@ def sample_time(storage: ReplayStorage, seconds: float) -> float:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    print(format_machine())
+    print(format_machine(describe_machine()))
     root = Path(tempfile.mkdtemp(dir=arguments.path))
     try:
         print(f"{'write':>24} {'in memory':>14} {'on disk':>14} {'ratio':>7}   calls a second")

@@ -1,104 +1,101 @@
-"""How long a call takes, for several libraries side by side."""
+"""How long calls take, by turns."""
 
 import gc
-import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any, TypeVar
 
-from tests.benchmarks.data import Columns, take_rows
-from tests.benchmarks.peers import Buffer
+__all__ = ["Effort", "Turn", "measure"]
 
-__all__ = ["Case", "Result", "measure_sampling"]
-
-# Rows that are written between samples, over and over: every library has room for that many more
-# than it is filled with, as TorchRL's HER raises once it is full. A multiple of the episodes.
-SPARE_ROWS = 2000
+Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One line of a table: what is done, on how many rows, for which batches."""
-
-    work: str
-    rows: int
-    batch_size: int
+def nothing() -> None:
+    """Comes before a call that needs no preparation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """The median time of a call, and the quartiles around it, in microseconds."""
+class Turn:
+    """What one side does when it is its turn.
 
-    case: Case
-    peer: str
-    median: float
-    low: float
-    high: float
+    Attributes:
+        call: what is timed.
+        before: what comes before each call and is not timed.
+        repeat: how many calls are timed together, for those that are as quick as the clock.
+    """
 
-
-# A library that takes so long for a few samples needs no more of them to have a median.
-TURN_SECONDS = 0.2
-
-
-def time_samples(buffer: Buffer, steps: Iterator, batch_size: int, calls: int) -> list[float]:
-    """Times up to `calls` samples, with a write of one step before each that is not timed."""
-    times: list[float] = []
-    end = time.perf_counter() + TURN_SECONDS
-    while len(times) < calls and (len(times) < 2 or time.perf_counter() < end):
-        buffer.write(next(steps))
-        begin = time.perf_counter()
-        buffer.sample(batch_size)
-        times.append(1e6 * (time.perf_counter() - begin))
-    return times
+    call: Callable[[], Any]
+    before: Callable[[], Any] = nothing
+    repeat: int = 1
 
 
-def measure_sampling(
-    work: str,
-    columns: Columns,
-    batch_sizes: list[int],
-    peers: dict[str, ModuleType],
-    *,
-    rounds: int,
-    calls: int,
-) -> Iterator[Result]:
-    """Samples from each library in turn, one write before each sample.
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured.
 
-    The libraries take turns of a few calls each, so that whatever else the machine does meets all
-    of them, while the caches stay as warm as they are within a loop of one library.
+    Attributes:
+        rounds: how many turns each side gets, after one that is thrown away.
+        calls: how many times a turn has.
+        seconds: after which a turn ends, however many calls it has had. Who takes that long needs no
+            more of them for a median.
+        processor_time: whether to count the time of the processor instead of the clock on the wall.
+            On a machine that does other things, those interrupt long calls more often than short
+            ones. Of no use with several threads, whose times it adds up.
+    """
+
+    rounds: int = 10
+    calls: int = 20
+    seconds: float = 0.1
+    processor_time: bool = False
+
+
+def take_turn(turn: Turn, effort: Effort) -> float:
+    """Returns the median time of a call, in microseconds."""
+    call, before, repeat = turn.call, turn.before, turn.repeat
+    clock = time.process_time if effort.processor_time else time.perf_counter
+    taken: list[float] = []
+    end = clock() + effort.seconds
+    while len(taken) < effort.calls and (not taken or clock() < end):
+        before()
+        if repeat == 1:
+            begin = clock()
+            call()
+            taken.append(clock() - begin)
+        else:
+            begin = clock()
+            for _ in range(repeat):
+                call()
+            taken.append((clock() - begin) / repeat)
+    return 1e6 * statistics.median(taken)
+
+
+def measure(turns: Mapping[Key, Turn], effort: Effort) -> dict[Key, list[float]]:
+    """Lets the sides take turns of a few calls each, and returns the median of each turn.
+
+    Whatever else the machine does meets all of them, while the caches stay as warm as they are within
+    a loop of one side. Every other round goes backwards, so that nobody always follows the same one.
 
     Args:
-        work: a key of the adapters' `WORKS`; adapters without it are left out.
-        columns: the transitions; the last `SPARE_ROWS` of them are those that are written.
-        batch_sizes: of the samples.
-        peers: the adapters, by name.
-        rounds: how many turns each library gets, after one that is thrown away.
-        calls: how many samples a turn has, or fewer where they take long.
+        turns: the sides.
+        effort: how many rounds and calls.
 
-    Yields:
-        a result for each batch size and library.
+    Returns:
+        for each side one number a round, in microseconds a call.
     """
-    rows = len(columns["done"]) - SPARE_ROWS
-    fill, new = take_rows(columns, 0, rows), take_rows(columns, rows, rows + SPARE_ROWS)
-    buffers, steps = {}, {}
-    for name, peer in peers.items():
-        if work in peer.WORKS:
-            buffers[name] = peer.WORKS[work](fill, rows + SPARE_ROWS)
-            prepared = [buffers[name].prepare(take_rows(new, i, i + 1)) for i in range(SPARE_ROWS)]
-            steps[name] = itertools.cycle(prepared)
+    rounds: dict[Key, list[float]] = {key: [] for key in turns}
     gc.collect()
+    gc.freeze()  # What is there now is not walked again by the collections between the rounds.
     gc.disable()
     try:
-        for batch_size in batch_sizes:
-            times: dict[str, list[float]] = {name: [] for name in buffers}
-            for turn in range(rounds + 1):
-                for name, buffer in buffers.items():
-                    taken = time_samples(buffer, steps[name], batch_size, calls)
-                    times[name] += taken if turn else []
-            for name, taken in times.items():
-                low, median, high = statistics.quantiles(taken, n=4)
-                case = Case(work=work, rows=rows, batch_size=batch_size)
-                yield Result(case=case, peer=name, median=median, low=low, high=high)
+        for number in range(effort.rounds + 1):
+            for key in list(turns)[:: 1 if number % 2 else -1]:
+                taken = take_turn(turns[key], effort)
+                if number:
+                    rounds[key].append(taken)
+            gc.collect()
     finally:
         gc.enable()
+        gc.unfreeze()
+    return rounds

@@ -1,36 +1,141 @@
-"""Results as lines of text."""
+"""A run as lines of text."""
 
-import platform
-from importlib import metadata
+from collections.abc import Iterable, Iterator
 
-from tests.benchmarks.measure import Result
+from tests.benchmarks.results import Report, Result, pick, ratio
+from tests.benchmarks.targets import WORKS, outcomes
 
-__all__ = ["format_header", "format_line", "format_machine"]
+__all__ = ["format_machine", "format_report", "format_targets"]
 
-OURS = "ours"
-WIDTH = 19
-DISTRIBUTIONS = ("torch", "torchrl", "stable_baselines3", "cpprb", "tianshou", "flashbax", "jax")
+WIDTH = 17
+TITLES = {
+    "ours": "here",
+    "ours_mapped": "memory-mapped",
+    "torchrl": "TorchRL",
+    "sb3": "SB3",
+    "cpprb": "cpprb",
+    "tianshou": "tianshou",
+    "flashbax": "flashbax",
+    "columns": "by column",
+    "raw": "raw gather",
+}
+HEADS = {
+    "sampling": "Samples, one step written before each: microseconds, and how many times as long as here",
+    "writing": "Writes over the oldest rows of a full storage: microseconds a call",
+    "sequences": "Stretches of 16 steps, one step written before each",
+    "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
+    "pixels_n_step": "Pixels, returns of three steps (in brackets, ratio to ours)",
+    "growth": "Every work of ours at two sizes, next to the raw gather",
+    "mapped": "Rows in memory-mapped files, all pages warm, next to rows in memory",
+    "cold": "Samples after a walk through as much memory as the rows take",
+}
+# Who does the work of another name, next to ours.
+THEIRS = {"her_n_step": "her", "everything": "her", "pixels_n_step": "pixels_n_step"}
 
 
-def format_machine() -> str:
-    """Names the interpreter, the processor and the versions of the libraries."""
-    installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-    versions = [f"{name} {installed[name]}" for name in DISTRIBUTIONS if name in installed]
-    return ", ".join([f"python {platform.python_version()} on {platform.machine()}", *versions])
+def format_machine(machine: dict[str, str | int]) -> str:
+    """Names the machine and the versions in a line."""
+    named = ("processor", "cores", "architecture", "system")
+    place = f"{machine['processor']}, {machine['cores']} cores, {machine['system']} "
+    versions = [f"{name} {version}" for name, version in machine.items() if name not in named]
+    return ", ".join([place + str(machine["architecture"]), *versions])
 
 
-def format_header(titles: list[str]) -> str:
-    """Heads the columns of `format_line`."""
-    return f"{'rows':>9} {'batch':>6}" + "".join(f"{title:>{WIDTH}}" for title in titles)
+def format_report(report: Report) -> Iterator[str]:
+    """Gives all tables, one thread count after another, the targets last."""
+    for threads in sorted({result.threads for result in report.results}):
+        results = [result for result in report.results if result.threads == threads]
+        counted = f"{threads} thread{'s' * (threads > 1)}"
+        for section, head in HEADS.items():
+            of_section = [result for result in results if result.section == section]
+            if of_section:
+                yield f"\n{head} ({counted})"
+                yield from format_section(of_section)
+    if report.memory:
+        yield "\n" + format_memory(report.memory)
+    if report.profile:
+        yield from format_profile(report.profile)
+    for threads in sorted({result.threads for result in report.results}):
+        yield from format_targets(report, threads)
+    if report.left_out:
+        yield "\nLeft out"
+        yield from report.left_out
 
 
-def format_line(results: list[Result]) -> str:
-    """Gives the medians of one case in microseconds, each with its ratio to this package's."""
-    case = results[0].case
-    ours = next((result.median for result in results if result.peer == OURS), None)
+def format_section(results: list[Result]) -> Iterator[str]:
+    """Gives a line for each of our works, size and batch: our time, theirs and the ratios."""
+    peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
+    yield f"{'':<43}{'rows':>10}{'batch':>7}" + "".join(f"{TITLES[p]:>{WIDTH}}" for p in peers)
+    cases = dict.fromkeys(
+        (r.work, r.rows, r.batch_size, r.unequal) for r in results if r.peer != "raw"
+    )
+    works = [work for work in WORKS if any(case[0] == work for case in cases)]
+    for work in works:
+        for case in (case for case in cases if case[0] == work):
+            yield format_line(results, *case, peers=peers)
+
+
+def format_line(
+    results: list[Result], work: str, rows: int, batch_size: int, unequal: bool, peers: list[str]
+) -> str:
+    of_case = [
+        r for r in results if (r.rows, r.batch_size, r.unequal) == (rows, batch_size, unequal)
+    ]
+    ours = pick(of_case, peer="ours", work=work)
     cells = []
-    for result in results:
-        ratio = f" ({result.median / ours:.1f}x)" if ours and result.peer != OURS else ""
-        cells.append(f"{result.median:,.0f}{ratio}")
-    line = f"{case.rows:>9,} {case.batch_size:>6,}"
-    return line + "".join(f"{cell:>{WIDTH}}" for cell in cells)
+    for peer in peers:
+        found = pick(of_case, peer=peer, work=work)
+        if found is None and peer != "ours":
+            found = pick(of_case, peer=peer, work=THEIRS.get(work, work))
+        cells.append(format_cell(found, ours))
+    title = WORKS[work] + (", episodes of 1 to 99" if unequal else "")
+    return f"{title:<43}{rows:>10,}{batch_size:>7,}" + "".join(f"{c:>{WIDTH}}" for c in cells)
+
+
+def format_cell(found: Result | None, ours: Result | None) -> str:
+    if found is None:
+        return "-"
+    time = f"{found.median:,.1f}" if found.median < 100 else f"{found.median:,.0f}"
+    if ours is None or found is ours:
+        return time
+    return f"{time} ({format_ratio(ratio(found, ours))}x)"
+
+
+def format_ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"
+
+
+def format_memory(memory: dict[str, float]) -> str:
+    verdict = "within 5 %" if memory["ratio"] <= 1.05 else "NOT within 5 %"
+    return (
+        f"Memory: {memory['rows']:,.0f} further rows raise the peak of a process by "
+        f"{memory['bytes'] / 1e6:,.1f} MB; their fields add up to {memory['fields'] / 1e6:,.1f} MB, "
+        f"{memory['ratio']:.3f} times, {verdict}. (Without the {memory['baseline'] / 1e6:,.0f} MB of a "
+        "process with all imports and a storage of few rows.)"
+    )
+
+
+def format_profile(lines: Iterable[dict]) -> Iterator[str]:
+    for threads in sorted({line["threads"] for line in lines}):
+        yield f"\nA hindsight batch of 256, microseconds ({threads} thread{'s' * (threads > 1)})"
+        for line in lines:
+            if line["threads"] == threads:
+                yield f"{line['microseconds']:>9.1f}  {line['part']}"
+
+
+def format_targets(report: Report, threads: int) -> Iterator[str]:
+    """Gives a line for each target: the ratio, what it should be, and whether it is."""
+    yield f"\nTARGETS ({threads} thread{'s' * (threads > 1)})"
+    yield f"{'work':<43}{'against':<38}{'batch':>7}{'ratio':>8}{'target':>9}"
+    met = missed = 0
+    for outcome in outcomes(report, threads):
+        if outcome.ratio is None:
+            continue
+        met, missed = met + outcome.is_met, missed + (not outcome.is_met)
+        limit = ("<= " if outcome.target.at_most else ">= ") + f"{outcome.limit:g}"
+        verdict = "met" if outcome.is_met else "MISSED"
+        yield (
+            f"{outcome.target.work:<43}{outcome.target.against:<38}{outcome.batch_size:>7,}"
+            f"{outcome.ratio:>8.2f}{limit:>9}  {verdict}  {outcome.note}"
+        ).rstrip()
+    yield f"{met} met, {missed} missed"

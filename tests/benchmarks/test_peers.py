@@ -5,39 +5,57 @@ import pytest
 
 from tests.benchmarks.data import (
     DISCOUNT,
+    LANES,
     N_STEPS,
+    SEQUENCE_STEPS,
     flat_columns,
     goal_columns,
     goal_reward,
+    pixel_columns,
     take_rows,
 )
 from tests.benchmarks.peers import PEERS, load_peer
-from tests.benchmarks.sampling import FLAT
+from tests.benchmarks.sections import FLAT
 
 # The other libraries warn about each other and about what they will drop.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LIBRARIES = [name for name in PEERS if name != "raw"]
+LIBRARIES = [name for name in PEERS if name not in ("columns", "raw")]
 AT_ROOT = {"observation", "achieved_goal", "action"}
 GOALS = {"desired_goal", "next_desired_goal"}
 
 
-def draw(name, work, batch_size=64):
-    """Returns a batch, the data it is drawn from, and the rows of the data that it holds."""
+def adapter(name, work):
+    """Returns an adapter, or skips the test where the library is missing or does other things."""
     peer = load_peer(name)
     if isinstance(peer, str):
         pytest.skip(peer)
     if work not in peer.WORKS:
         pytest.skip(f"{name} has nothing for {work}")
-    columns = goal_columns(250)
-    columns = flat_columns(columns) if work in FLAT else columns
-    buffer = peer.WORKS[work](take_rows(columns, 0, 200), 250)
+    return peer.WORKS[work]
+
+
+def draw(name, work, batch_size=64, columns=None):
+    """Returns a batch, the data it is drawn from, and the rows of the data that it holds."""
+    kind = adapter(name, work)
+    if columns is None:
+        columns = goal_columns(250)
+        columns = flat_columns(columns) if work in FLAT else columns
+    buffer = kind(take_rows(columns, 0, 200), 250)
     buffer.write(buffer.prepare(take_rows(columns, 200, 250)))
     buffer.sample(batch_size)
     batch = buffer.columns_of(buffer.sample(batch_size))
-    found = [(columns["observation"] == drawn).all(-1) for drawn in batch["observation"]]
-    assert np.any(found, axis=1).all()
-    return batch, columns, np.argmax(found, axis=1)
+    assert len(batch["observation"]) == batch_size
+    return batch, columns, rows_of(batch, columns)
+
+
+def rows_of(batch, columns):
+    """Finds the rows of the data by their observations, which are all different."""
+    flat = columns["observation"].reshape(len(columns["done"]), -1)
+    drawn = np.asarray(batch["observation"]).reshape(-1, flat.shape[1])
+    found = (flat == drawn[:, None]).all(-1)
+    assert found.any(1).all()
+    return found.argmax(1)
 
 
 def assert_as_stored(batch, columns, rows, parts):
@@ -95,6 +113,58 @@ def test_rewards_of_three_steps_are_folded(name):
         # cpprb has no next observation for windows that the end of an episode cuts short.
         if steps == N_STEPS:
             np.testing.assert_array_equal(following, columns["next_observation"][row + steps - 1])
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_sequences_are_steps_in_time_order(name):
+    batch, columns, rows = draw(name, "sequences", batch_size=4 * SEQUENCE_STEPS)
+    rows = rows.reshape(4, SEQUENCE_STEPS)
+
+    # Ours repeat the last row of an episode that ends within; the others' stay whole, or go on.
+    following = np.diff(rows, axis=1)
+    assert np.isin(following, (0, 1) if name == "ours" else 1).all()
+    if name in ("ours", "torchrl"):
+        assert (rows[:, 0] // 50 == rows[:, -1] // 50).all()
+    assert_as_stored(batch, columns, rows.ravel(), AT_ROOT)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_pixels_are_as_stored(name):
+    batch, columns, rows = draw(name, "pixels", columns=pixel_columns(250), batch_size=8)
+
+    assert np.asarray(batch["observation"]).dtype == np.uint8
+    assert_as_stored(batch, columns, rows, {"observation", "next_observation", "action"})
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_pixels_are_folded_over_three_steps(name):
+    batch, columns, rows = draw(name, "pixels_n_step", columns=pixel_columns(250), batch_size=8)
+
+    whole = (rows < 247) & ~columns["done"][rows] & ~columns["done"][(rows + 1) % 250]
+    assert whole.any()
+    np.testing.assert_array_equal(
+        np.asarray(batch["next_observation"])[whole],
+        columns["next_observation"][(rows + N_STEPS - 1) % 250][whole],
+    )
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("work", ["extend", "record", "record_lanes"])
+def test_written_rows_replace_the_oldest(name, work):
+    kind = adapter(name, work)
+    columns = goal_columns(400)
+    old, new = take_rows(columns, 0, 200), take_rows(columns, 200, 200 + 8 * LANES)
+    buffer = kind(old, 200)
+    for start in range(0, 8 * LANES, LANES):
+        buffer.write(buffer.prepare(take_rows(new, start, start + LANES)))
+    sampled = buffer.columns_of(buffer.sample(190))
+
+    rows = rows_of(sampled, columns)
+    # Of 200 rows the first 64 are gone, and 64 others are there.
+    assert rows.min() >= 8 * LANES
+    assert ((rows >= 200) & (rows < 200 + 8 * LANES)).any()
+    kept = sampled.keys() & columns.keys() - {"terminated"}
+    assert_as_stored(sampled, columns, rows, kept)
 
 
 def test_everything_at_once_relabels_and_folds():

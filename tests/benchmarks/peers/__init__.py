@@ -5,13 +5,14 @@ does it. The libraries are optional; one that is not installed is left out with 
 """
 
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 from tests.benchmarks.peers.base import Buffer
 
-__all__ = ["PEERS", "Buffer", "load_peer"]
+__all__ = ["PEERS", "Buffer", "load_peer", "missing_peers"]
 
-PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
+PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "columns", "raw")
 
 
 def load_peer(name: str) -> ModuleType | str:
@@ -20,3 +21,8 @@ def load_peer(name: str) -> ModuleType | str:
         return importlib.import_module(f"tests.benchmarks.peers.{name}")
     except ModuleNotFoundError as error:
         return f'{name}: left out, {error}; pip install -e ".[bench]"'
+
+
+def missing_peers(names: Iterable[str]) -> list[str]:
+    """Returns a line of advice for each library that is not installed."""
+    return [advice for advice in map(load_peer, names) if isinstance(advice, str)]

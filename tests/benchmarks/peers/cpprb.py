@@ -165,10 +165,23 @@ class Prioritized(Uniform):
         return batch
 
 
+class Extend(Uniform):
+    """Writes of several rows at once."""
+
+    @staticmethod
+    def prepare(rows: Columns) -> Columns:
+        return rows
+
+    def write(self, prepared: Columns) -> None:
+        self.buffer.add(**prepared)
+
+
 WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,
     "priorities": Prioritized,
-    "everything": Hindsight,
+    "pixels": Uniform,
+    "pixels_n_step": NStep,
+    "extend": Extend,
 }

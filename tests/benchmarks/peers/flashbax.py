@@ -1,4 +1,4 @@
-"""flashbax: the item buffers, compiled by JAX for the CPU."""
+"""flashbax: the item and trajectory buffers, compiled by JAX for the CPU."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.benchmarks.data import PRIORITY_ALPHA, PRIORITY_BETA, Columns
+from tests.benchmarks.data import (
+    DISCOUNT,
+    N_STEPS,
+    PRIORITY_ALPHA,
+    PRIORITY_BETA,
+    SEQUENCE_STEPS,
+    Columns,
+)
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "flashbax"
@@ -36,10 +43,14 @@ class Uniform(Buffer):
 
             def sample(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
                 key, used = jax.random.split(key)
-                return buffer.sample(state, used).experience, key
+                return self.shown(buffer.sample(state, used).experience), key
 
             self.samplers[batch_size] = jax.jit(sample)
         return self.samplers[batch_size]
+
+    def shown(self, experience: Columns) -> Columns:
+        """Turns what the buffer draws into the batch, as a part of the compiled function."""
+        return experience
 
     @staticmethod
     def prepare(rows: Columns) -> list[Columns]:
@@ -89,4 +100,89 @@ class Prioritized(Uniform):
         return jax.block_until_ready(batch)
 
 
-WORKS = {"uniform": Uniform, "priorities": Prioritized}
+class Extend(Uniform):
+    """Writes of several rows at once; one compiled function for each number of them."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        super().__init__(columns, capacity)
+        self.add = jax.jit(self.make(1, add_batches=True).add, donate_argnums=0)
+
+    @staticmethod
+    def prepare(rows: Columns) -> Columns:
+        return {name: jnp.asarray(column) for name, column in rows.items()}
+
+    def write(self, prepared: Columns) -> None:
+        self.state = self.add(self.state, prepared)
+        jax.block_until_ready(self.state)
+
+
+class Trajectories(Uniform):
+    """Stretches of rows in time order, which may cross the ends of episodes."""
+
+    steps: int
+
+    def __init__(self, columns: Columns, capacity: int):
+        self.capacity = capacity
+        empty = self.make(1).init({name: column[0] for name, column in columns.items()})
+        self.add = jax.jit(self.make(1).add, donate_argnums=0)
+        self.state = self.add(empty, self.prepare(columns)[0])
+        self.key = jax.random.key(0)
+        self.samplers: dict[int, Callable] = {}
+
+    def make(self, batch_size: int) -> Any:
+        return flashbax.make_trajectory_buffer(
+            add_batch_size=1,
+            sample_batch_size=batch_size,
+            sample_sequence_length=self.steps,
+            period=1,
+            min_length_time_axis=self.steps,
+            max_length_time_axis=self.capacity,
+        )
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[Columns]:
+        return [{name: jnp.asarray(column[None]) for name, column in rows.items()}]
+
+
+class Sequences(Trajectories):
+    """The same, one after another in the batch."""
+
+    steps = SEQUENCE_STEPS
+
+    def sampler(self, batch_size: int) -> Callable:
+        return super().sampler(batch_size // SEQUENCE_STEPS)
+
+    @staticmethod
+    def columns_of(batch: Columns) -> dict[str, np.ndarray]:
+        return {name: np.asarray(part).reshape(-1, *part.shape[2:]) for name, part in batch.items()}
+
+
+class NStep(Trajectories):
+    """Flat observations, folded at sample time by what is compiled together with the draw."""
+
+    steps = N_STEPS
+
+    def shown(self, experience: Columns) -> Columns:
+        done = experience["done"]  # [B, n]
+        # A step counts if no step before it has ended the episode.
+        counts = jnp.cumulative_sum(done, axis=1, include_initial=True)[:, :-1] == 0
+        last = counts.sum(1) - 1
+        at_last = jnp.arange(len(last)), last
+        discounts = DISCOUNT ** jnp.arange(N_STEPS, dtype=jnp.float32)
+        ends = ("next_observation", "terminated", "truncated", "done")
+        return {
+            "observation": experience["observation"][:, 0],
+            "action": experience["action"][:, 0],
+            "reward": (experience["reward"] * discounts * counts).sum(1),
+            **{name: experience[name][at_last] for name in ends},
+        }
+
+
+WORKS = {
+    "uniform": Uniform,
+    "n_step": NStep,
+    "priorities": Prioritized,
+    "sequences": Sequences,
+    "pixels": Uniform,
+    "extend": Extend,
+}

@@ -1,29 +1,55 @@
-"""This package: `ReplayStorage` over `PackedStorage`."""
+"""This package: `ReplayStorage` over `PackedStorage`, and `record` of the ready-made storages."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.transforms import Compose
 
 from tests.benchmarks.data import (
+    ACTION_SIZE,
     DISCOUNT,
+    GOAL_SIZE,
     HINDSIGHT_GOALS,
+    LANES,
     N_STEPS,
+    OBSERVATION_SIZE,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
+    SEQUENCE_STEPS,
     Columns,
+    lane_steps,
     to_tensordict,
 )
 from tests.benchmarks.peers.base import Buffer
 from tests.benchmarks.peers.torchrl import columns_of
-from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel, NStep
+from trl_storages import (
+    EpisodeSequence,
+    ERESampler,
+    GoalRelabel,
+    HERSampler,
+    NStep,
+    PackedStorage,
+    PERSampler,
+    ReplayStorage,
+    UniformReplayStorage,
+)
 
 TITLE = "trl_storages"
+PARTS = ("observation", "achieved_goal", "desired_goal")
+
+
+def box(size: int) -> spaces.Box:
+    return spaces.Box(-np.inf, np.inf, (size,), np.float32)
+
+
+GOAL_SPACE = spaces.Dict(
+    dict(zip(PARTS, map(box, (OBSERVATION_SIZE, GOAL_SIZE, GOAL_SIZE)), strict=True))
+)
+ACTION_SPACE = spaces.Box(-1, 1, (ACTION_SIZE,), np.float32)
 
 
 def goal_reward(
@@ -36,12 +62,20 @@ def goal_reward(
 class Uniform(Buffer):
     """Uniform draws."""
 
+    # Where the rows are; None is in memory.
+    directory: Path | None = None
+
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
-        self.buffer.extend(to_tensordict(columns))
+        # In blocks, so that a memory-mapped storage need not keep what a single write replaces.
+        for rows in to_tensordict(columns).split(10_000):
+            self.buffer.extend(rows)
+
+    def rows(self, capacity: int) -> PackedStorage:
+        return PackedStorage(capacity, scratch_dir=self.directory)
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=PackedStorage(capacity))
+        return ReplayStorage(storage=self.rows(capacity))
 
     @staticmethod
     def prepare(rows: Columns) -> list[TensorDict]:
@@ -64,7 +98,7 @@ class Hindsight(Uniform):
 
     def make(self, capacity: int) -> ReplayStorage:
         return ReplayStorage(
-            storage=PackedStorage(capacity),
+            storage=self.rows(capacity),
             sampler=HERSampler("future", HINDSIGHT_GOALS),
             transform=GoalRelabel(goal_reward),
         )
@@ -74,14 +108,14 @@ class Folded(Uniform):
     """Flat observations, folded at sample time."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=PackedStorage(capacity), transform=NStep(N_STEPS, DISCOUNT))
+        return ReplayStorage(storage=self.rows(capacity), transform=NStep(N_STEPS, DISCOUNT))
 
 
 class Recent(Uniform):
     """Flat observations, recent ones more often."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=PackedStorage(capacity), sampler=ERESampler())
+        return ReplayStorage(storage=self.rows(capacity), sampler=ERESampler())
 
 
 class Prioritized(Uniform):
@@ -89,7 +123,7 @@ class Prioritized(Uniform):
 
     def make(self, capacity: int) -> ReplayStorage:
         return ReplayStorage(
-            storage=PackedStorage(capacity),
+            storage=self.rows(capacity),
             sampler=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA),
         )
 
@@ -100,23 +134,124 @@ class Prioritized(Uniform):
         return batch
 
 
+class HindsightNStep(Uniform):
+    """Hindsight, folded for the goal that was drawn."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        return ReplayStorage(
+            storage=self.rows(capacity),
+            sampler=HERSampler("future", HINDSIGHT_GOALS),
+            transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
+        )
+
+
 class Everything(Prioritized):
     """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
 
     def make(self, capacity: int) -> ReplayStorage:
         priorities = PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA)
         return ReplayStorage(
-            storage=PackedStorage(capacity),
+            storage=self.rows(capacity),
             sampler=HERSampler("future", HINDSIGHT_GOALS, base=ERESampler(base=priorities)),
             transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
         )
 
 
+class Sequences(Uniform):
+    """Stretches of an episode, one after another in the batch."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        return ReplayStorage(
+            storage=self.rows(capacity), sample_unit=EpisodeSequence(SEQUENCE_STEPS)
+        )
+
+    def sample(self, batch_size: int) -> TensorDictBase:
+        return self.buffer.sample(batch_size // SEQUENCE_STEPS)
+
+
+class Extend(Uniform):
+    """Writes of several rows at once."""
+
+    @staticmethod
+    def prepare(rows: Columns) -> TensorDict:
+        return to_tensordict(rows)
+
+    def write(self, prepared: TensorDict) -> None:
+        self.buffer.extend(prepared)
+
+
+class Record(Uniform):
+    """Steps of a plain loop over one environment: arrays as gymnasium gives them."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        return UniformReplayStorage(GOAL_SPACE, ACTION_SPACE, storage_size=capacity)
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[tuple]:
+        return [
+            (
+                {part: rows[part][row] for part in PARTS},
+                rows["action"][row],
+                float(rows["reward"][row]),
+                bool(rows["terminated"][row]),
+                bool(rows["truncated"][row]),
+                {},
+                {part: rows[f"next_{part}"][row] for part in PARTS},
+            )
+            for row in range(len(rows["done"]))
+        ]
+
+    def write(self, prepared: list[tuple]) -> None:
+        for step in prepared:
+            self.buffer.record(*step)
+
+
+class RecordLanes(Record):
+    """Steps of eight environments at once, the rows of the data dealt out to them."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        self.buffer = self.make(capacity)
+        lanes = to_tensordict(columns).reshape(-1, LANES).transpose(0, 1)
+        for steps in lanes.split(1000, 1):
+            self.buffer.extend(steps)
+
+    def make(self, capacity: int) -> ReplayStorage:
+        return UniformReplayStorage(GOAL_SPACE, ACTION_SPACE, storage_size=capacity, num_envs=LANES)
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[tuple]:
+        return [
+            (
+                {part: rows[part][start:stop] for part in PARTS},
+                rows["action"][start:stop],
+                rows["reward"][start:stop],
+                rows["terminated"][start:stop],
+                rows["truncated"][start:stop],
+                {},
+                {part: rows[f"next_{part}"][start:stop] for part in PARTS},
+            )
+            for start, stop in lane_steps(rows)
+        ]
+
+
 WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
+    "her_n_step": HindsightNStep,
+    "everything": Everything,
     "n_step": Folded,
     "priorities": Prioritized,
     "recent": Recent,
-    "everything": Everything,
+    "sequences": Sequences,
+    "pixels": Uniform,
+    "pixels_n_step": Folded,
+    "extend": Extend,
+    "record": Record,
+    "record_lanes": RecordLanes,
 }
+
+
+def on_disk(work: str, directory: Path) -> type[Uniform]:
+    """Returns the adapter of a work whose rows are in memory-mapped files."""
+    kind = WORKS[work]
+    return type(kind.__name__, (kind,), {"directory": directory})

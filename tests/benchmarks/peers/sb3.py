@@ -11,14 +11,16 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from tests.benchmarks.data import (
     ACTION_SIZE,
     DISCOUNT,
-    FLAT_SIZE,
     GOAL_SIZE,
     HINDSIGHT_GOALS,
+    LANES,
     N_STEPS,
     OBSERVATION_SIZE,
     Columns,
     goal_reward,
+    lane_steps,
     single_rows,
+    take_rows,
 )
 from tests.benchmarks.peers.base import Buffer
 
@@ -68,7 +70,7 @@ def fill(buffer: ReplayBuffer, columns: Columns) -> None:
 
 
 def step_of(row: Columns, observation: Any, next_observation: Any) -> tuple:
-    infos = [{"TimeLimit.truncated": row["truncated"][0]}]
+    infos = [{"TimeLimit.truncated": truncated} for truncated in row["truncated"].tolist()]
     return observation, next_observation, row["action"], row["reward"], row["done"], infos
 
 
@@ -142,17 +144,45 @@ class Hindsight(Uniform):
         )
 
 
-class NStep(Buffer):
-    """Flat observations, folded at sample time."""
+class RecordLanes(Uniform):
+    """Steps of eight environments at once, the rows of the data dealt out to them."""
 
     def __init__(self, columns: Columns, capacity: int):
-        self.buffer = NStepReplayBuffer(
-            capacity, box(FLAT_SIZE), ACTION_SPACE, device="cpu", n_steps=N_STEPS, gamma=DISCOUNT
+        self.buffer = DictReplayBuffer(
+            capacity, GOAL_SPACE, ACTION_SPACE, device="cpu", n_envs=LANES
         )
+        for step in lane_steps(columns):
+            self.write(self.prepare(take_rows(columns, *step)))
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[tuple]:
+        return [
+            step_of(
+                row,
+                {part: row[part] for part in PARTS},
+                {part: row[f"next_{part}"] for part in PARTS},
+            )
+            for row in (take_rows(rows, *step) for step in lane_steps(rows))
+        ]
+
+
+class Flat(Buffer):
+    """Uniform draws of observations that are one array."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        shape, dtype = columns["observation"].shape[1:], columns["observation"].dtype
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        action_space = spaces.Box(-1, 1, columns["action"].shape[1:], np.float32)
+        self.buffer = self.make(capacity, spaces.Box(low, high, shape, dtype.type), action_space)
         fill(self.buffer, columns)
         num_rows = len(columns["done"])
         self.buffer.observations[:num_rows, 0] = columns["observation"]
         self.buffer.next_observations[:num_rows, 0] = columns["next_observation"]
+
+    def make(
+        self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
+    ) -> ReplayBuffer:
+        return ReplayBuffer(capacity, observation_space, action_space, device="cpu")
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -170,4 +200,28 @@ class NStep(Buffer):
         }
 
 
-WORKS = {"uniform": Uniform, "her": Hindsight, "n_step": NStep, "everything": Hindsight}
+class NStep(Flat):
+    """The same, folded at sample time."""
+
+    def make(
+        self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
+    ) -> NStepReplayBuffer:
+        return NStepReplayBuffer(
+            capacity,
+            observation_space,
+            action_space,
+            device="cpu",
+            n_steps=N_STEPS,
+            gamma=DISCOUNT,
+        )
+
+
+WORKS = {
+    "uniform": Uniform,
+    "her": Hindsight,
+    "n_step": NStep,
+    "pixels": Flat,
+    "pixels_n_step": NStep,
+    "record": Uniform,
+    "record_lanes": RecordLanes,
+}

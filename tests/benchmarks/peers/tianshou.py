@@ -131,5 +131,5 @@ WORKS = {
     "her": Hindsight,
     "n_step": NStep,
     "priorities": Prioritized,
-    "everything": Hindsight,
+    "pixels": Uniform,
 }

@@ -6,6 +6,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import (
     HERReplayBuffer,
     LazyTensorStorage,
+    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -17,6 +18,7 @@ from tests.benchmarks.data import (
     N_STEPS,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
+    SEQUENCE_STEPS,
     Columns,
     to_tensordict,
 )
@@ -48,7 +50,7 @@ class Uniform(Buffer):
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
         # MultiStepTransform takes memory that grows with the square of what is written at once.
-        for rows in to_tensordict(columns).split(1000):
+        for rows in to_tensordict(columns).split(200):
             self.buffer.extend(rows)
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
@@ -112,10 +114,40 @@ class Prioritized(Uniform):
         return torch.linspace(0.1, 1.0, batch_size)
 
 
+class Sequences(Uniform):
+    """Stretches of an episode, one after another in the batch.
+
+    The sampler finds where episodes end by the flags, which its documentation names as the fastest
+    way, and keeps what it found until the next write.
+    """
+
+    def make(self, capacity: int) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(capacity),
+            sampler=SliceSampler(
+                slice_len=SEQUENCE_STEPS, end_key=("next", "done"), cache_values=True
+            ),
+        )
+
+
+class Extend(Uniform):
+    """Writes of several rows at once."""
+
+    @staticmethod
+    def prepare(rows: Columns) -> TensorDict:
+        return to_tensordict(rows)
+
+    def write(self, prepared: TensorDict) -> None:
+        self.buffer.extend(prepared)
+
+
 WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,
     "priorities": Prioritized,
-    "everything": Hindsight,
+    "sequences": Sequences,
+    "pixels": Uniform,
+    "pixels_n_step": NStep,
+    "extend": Extend,
 }

@@ -1,0 +1,117 @@
+"""Times this package next to other libraries: `python -m tests.benchmarks --help`.
+
+The libraries run in one process for each number of threads, and take turns. Prints tables of medians
+and ratios, then the targets and whether they are met. Absolute figures move between machines and with
+what else a machine does; both sides of a ratio are of the same moments.
+"""
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.benchmarks.measure import Effort
+from tests.benchmarks.peers import PEERS, missing_peers
+from tests.benchmarks.results import Report, describe_machine
+from tests.benchmarks.sections import SECTIONS, Plan, run_section
+from tests.benchmarks.tables import format_machine, format_report
+
+ONCE = ("memory", "profile")  # do not depend on the number of threads
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
+    names = [*SECTIONS, *ONCE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION",
+                        help=f"of {', '.join(names)}")  # fmt: skip
+    parser.add_argument("--rows", nargs="+", type=int, default=None,
+                        help="stored transitions; 10^4, 10^5 and 10^6 otherwise")  # fmt: skip
+    parser.add_argument("--batches", nargs="+", type=int, default=[256, 4096])
+    parser.add_argument("--threads", nargs="+", type=int, default=None)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--unequal", action="store_true", help="episodes of 1 to 99 steps, not 50")
+    parser.add_argument("--rounds", type=int, default=None, help="turns of each library")
+    parser.add_argument("--quick", action="store_true", help="fewer rows, rounds and threads")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
+                        help="processor time is steadier on a busy machine")  # fmt: skip
+    parser.add_argument("--json", type=Path, help="file to keep the results in")
+    parser.add_argument("--plot", type=Path, help="file to draw the medians into")
+    parser.add_argument("--readme", type=Path, metavar="JSON",
+                        help="measure nothing; print the README's tables of such a file")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def worker(threads: int) -> ProcessPoolExecutor:
+    """Starts a fresh process: JAX reads its flags, and torch its threads, only once."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    multi_threaded = "true" if threads > 1 else "false"
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={multi_threaded}"
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
+    """Fills in what was not asked for otherwise."""
+    quick = arguments.quick
+    rows = arguments.rows or ([10**4, 10**5] if quick else [10**4, 10**5, 10**6])
+    effort = Effort(
+        rounds=arguments.rounds or (4 if quick else 10),
+        calls=10 if quick else 20,
+        seconds=0.05 if quick else 0.1,
+        processor_time=arguments.clock == "processor",
+    )
+    return Plan(
+        rows=tuple(sorted(rows)),
+        batch_sizes=tuple(sorted(arguments.batches)),
+        threads=threads,
+        peers=tuple(arguments.peers),
+        unequal=arguments.unequal,
+        effort=effort,
+    )
+
+
+def measure_all(arguments: argparse.Namespace) -> Report:
+    """Runs the sections that were asked for, for each number of threads."""
+    threads = arguments.threads or ([1] if arguments.quick else [1, 2])
+    report = Report(machine=describe_machine(), left_out=missing_peers(arguments.peers))
+    print(*report.left_out, sep="\n", end="", file=sys.stderr)
+    for number in threads:
+        plan = plan_of(arguments, number)
+        with worker(number) as pool:
+            for section in arguments.only:
+                if section in ONCE and number != threads[0]:
+                    continue
+                begin = time.perf_counter()
+                found = pool.submit(run_section, section, plan).result()
+                report.results += found.results
+                report.memory |= found.memory
+                report.profile += found.profile
+                took = time.perf_counter() - begin
+                print(f"{section:>12}: {took:.0f} s", file=sys.stderr, flush=True)
+                if arguments.json is not None:
+                    report.save(arguments.json)
+    return report
+
+
+def main() -> None:
+    """Measures, or reads what was measured, and prints it."""
+    arguments = parse_arguments()
+    if arguments.readme is not None:
+        from tests.benchmarks.readme import format_readme
+
+        print(*format_readme(Report.load(arguments.readme)), sep="\n")
+        return
+    report = measure_all(arguments)
+    print(format_machine(report.machine))
+    print(*format_report(report), sep="\n")
+    if arguments.plot is not None:
+        from tests.benchmarks.plot import draw
+
+        draw(report, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

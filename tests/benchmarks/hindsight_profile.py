@@ -1,0 +1,119 @@
+"""Where the time of a hindsight batch goes.
+
+The public methods of the parts are wrapped in clocks: what a part takes is what passes within its
+call, less what passes within the calls of other parts from there. What is left of `sample` is the
+container: locks, merging the sampler's entries, TorchRL's own steps.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.benchmarks.data import HINDSIGHT_GOALS, goal_columns, take_rows, to_tensordict
+from tests.benchmarks.measure import Effort, Turn, measure
+from tests.benchmarks.peers.ours import goal_reward
+from tests.benchmarks.peers.raw import Raw
+from trl_storages import GoalRelabel, HERSampler, PackedStorage, ReplayStorage
+
+__all__ = ["profile"]
+
+BATCH_SIZE = 256
+PARTS = {
+    "sample": "container: locks, merging the sampler's entries, all that is not below",
+    "sampler": "sampler: rows and goals are drawn",
+    "gather": "gather: rows become a TensorDict",
+    "goals": "goals: the drawn achieved goals are read",
+    "relabel": "relabel: goals and rewards are written into the batch",
+    "reward": "reward function",
+}
+
+
+class Clocks:
+    """Wraps functions so that each counts the time that passes in it and in no other one."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = defaultdict(float)
+        self.running: list[str] = []
+        self.since = 0.0
+
+    def wrap(self, part: str, function: Callable) -> Callable:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            now = time.perf_counter()
+            if self.running:
+                self.taken[self.running[-1]] += now - self.since
+            self.running.append(part)
+            self.since = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                now = time.perf_counter()
+                self.taken[self.running.pop()] += now - self.since
+                self.since = time.perf_counter()
+
+        return timed
+
+
+def make_storage(rows: int, *, clocks: Clocks | None) -> ReplayStorage:
+    """Returns an empty hindsight storage, its parts wrapped in clocks if some are given."""
+
+    def wrap(part: str, function: Callable) -> Callable:
+        return function if clocks is None else clocks.wrap(part, function)
+
+    packed, sampler = PackedStorage(rows), HERSampler("future", HINDSIGHT_GOALS)
+    relabel = GoalRelabel(wrap("reward", goal_reward))
+    if clocks is not None:
+        sampler.sample = clocks.wrap("sampler", sampler.sample)
+        packed.get = clocks.wrap("gather", packed.get)
+        packed.read = clocks.wrap("goals", packed.read)
+        relabel.replay = clocks.wrap("relabel", relabel.replay)
+    return ReplayStorage(storage=packed, sampler=sampler, transform=relabel)
+
+
+def profile(rows: int, threads: int, effort: Effort) -> list[dict[str, Any]]:
+    """Takes a batch of 256 apart.
+
+    Args:
+        rows: how many are stored.
+        threads: how many torch may use, to be told again in the result.
+        effort: rounds of samples; their median is returned.
+
+    Returns:
+        a line for each part, with `microseconds`, then one for the whole without any clocks and one
+        for a gather of as many bytes.
+    """
+    columns = goal_columns(rows + BATCH_SIZE)
+    clocks = Clocks()
+    plain, timed = make_storage(rows, clocks=None), make_storage(rows, clocks=clocks)
+    for block in to_tensordict(take_rows(columns, 0, rows)).split(10_000):
+        plain.extend(block)
+        timed.extend(block)
+    raw = Raw(take_rows(columns, 0, rows), rows)
+    sample = clocks.wrap("sample", timed.sample)
+    taken: dict[str, list[float]] = defaultdict(list)
+
+    def sample_with_clocks() -> None:
+        clocks.taken.clear()
+        sample(BATCH_SIZE)
+        for part in PARTS:
+            taken[part].append(1e6 * clocks.taken[part])
+
+    with torch.no_grad():
+        turns = {
+            "timed": Turn(call=sample_with_clocks),
+            "plain": Turn(call=lambda: plain.sample(BATCH_SIZE)),
+            "raw": Turn(call=lambda: raw.sample(BATCH_SIZE)),
+        }
+        rounds = measure(turns, effort)
+    lines = [
+        {"part": text, "microseconds": statistics.median(taken[part])}
+        for part, text in PARTS.items()
+    ]
+    lines += [
+        {"part": "whole, without clocks", "microseconds": statistics.median(rounds["plain"])},
+        {"part": "one gather of as many bytes", "microseconds": statistics.median(rounds["raw"])},
+    ]
+    return [{"threads": threads, "rows": rows, **line} for line in lines]

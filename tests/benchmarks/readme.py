@@ -1,0 +1,110 @@
+"""A run as the tables of the README."""
+
+from collections.abc import Iterator
+
+from tests.benchmarks.results import Report, Result, pick, ratio
+from tests.benchmarks.tables import TITLES, format_machine, format_ratio
+from tests.benchmarks.targets import WORKS, outcomes
+
+__all__ = ["format_readme"]
+
+PEERS = ("torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
+# The works of a table, with the section that they are measured in and who stands next to ours.
+SAMPLES = {
+    "uniform": "uniform",
+    "her": "her",
+    "n_step": "n_step",
+    "priorities": "priorities",
+    "her_n_step": None,
+    "everything": None,
+}
+
+
+def format_readme(report: Report) -> Iterator[str]:
+    """Gives the machine, a table of samples, one of everything else, and the targets that are missed.
+
+    Args:
+        report: of a whole run; what was not measured is left out.
+    """
+    yield format_machine(report.machine)
+    yield ""
+    yield from format_samples(report)
+    yield ""
+    yield from format_rest(report)
+    missed = [
+        f"{o.target.work} against {o.target.against}, {o.batch_size:,}: {o.ratio:.2f} "
+        f"({'at most' if o.target.at_most else 'at least'} {o.limit:g} wanted)"
+        for o in outcomes(report, 1)
+        if o.ratio is not None and not o.is_met
+    ]
+    if missed:
+        yield "\nMissed:\n"
+        yield from (f"- {line}" for line in missed)
+
+
+def format_samples(report: Report) -> Iterator[str]:
+    """Gives our time and theirs, in microseconds, with how many times as long they take."""
+    results = [
+        r for r in report.results if r.section == "sampling" and r.threads == 1 and not r.unequal
+    ]
+    if not results:
+        return
+    rows = max(result.rows for result in results)
+    results = [result for result in results if result.rows == rows]
+    peers = [peer for peer in PEERS if any(result.peer == peer for result in results)]
+    yield (
+        f"| draw from {rows:,} rows | batch | "
+        + " | ".join(["here", *(TITLES[peer] for peer in peers)])
+        + " |"
+    )
+    yield "|---" * (len(peers) + 3) + "|"
+    for work, theirs in SAMPLES.items():
+        title = WORKS[work]
+        for batch_size in sorted({result.batch_size for result in results}):
+            of_batch = [result for result in results if result.batch_size == batch_size]
+            ours = pick(of_batch, work=work, peer="ours")
+            if ours is None:
+                continue
+            cells = [markdown_cell(pick(of_batch, work=theirs, peer=p), ours) for p in peers]
+            yield (
+                f"| {title} | {batch_size:,} | **{ours.median:,.0f}** | " + " | ".join(cells) + " |"
+            )
+            title = ""
+
+
+def markdown_cell(found: Result | None, ours: Result) -> str:
+    if found is None:
+        return ""
+    if found.peer == "raw":
+        return f"{found.median:,.0f}"
+    return f"{found.median:,.0f} ({format_ratio(ratio(found, ours))}x)"
+
+
+def format_rest(report: Report) -> Iterator[str]:
+    """Gives what is not a draw of rows: writes, sequences and pixels."""
+    titles = {"sequences": "sequences", "pixels": "pixels", "pixels_n_step": "pixels"}
+    results = [r for r in report.results if r.section in ("writing", *titles) and r.threads == 1]
+    peers = [p for p in PEERS if any(result.peer == p for result in results)]
+    if not results:
+        return
+    yield "| work | rows a call | " + " | ".join(["here", *(TITLES[p] for p in peers)]) + " |"
+    yield "|---" * (len(peers) + 3) + "|"
+    most = {section: max(r.rows for r in results if r.section == section)
+            for section in {r.section for r in results}}  # fmt: skip
+    for ours in results:
+        if ours.peer != "ours" or ours.rows != most[ours.section]:
+            continue
+        if ours.section == "pixels_n_step" and ours.work == "pixels":
+            continue
+        same = [
+            r
+            for r in results
+            if (r.section, r.work, r.rows, r.batch_size)
+            == (ours.section, ours.work, ours.rows, ours.batch_size)
+        ]
+        cells = [markdown_cell(pick(same, peer=peer), ours) for peer in peers]
+        yield (
+            f"| {WORKS[ours.work]} | {ours.batch_size:,} | **{ours.median:,.0f}** | "
+            + " | ".join(cells)
+            + " |"
+        )

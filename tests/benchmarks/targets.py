@@ -1,0 +1,237 @@
+"""What this package sets out to reach, and whether a run did.
+
+A ratio is the other's time through ours, or, where ours is compared with ours, the larger work's
+through the smaller one's. Those of the largest number of rows count.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.benchmarks.results import Report, Result, pick, ratio
+
+__all__ = ["TARGETS", "WORKS", "Outcome", "Target", "outcomes"]
+
+WORKS = {
+    "uniform": "uniform",
+    "her": "hindsight, `future`",
+    "her_n_step": "hindsight x 3-step",
+    "everything": "hindsight x 3-step x priorities x recency",
+    "n_step": "3-step returns",
+    "priorities": "priorities, sample + update",
+    "recent": "recency",
+    "sequences": "sequences, 32 of 16 steps",
+    "pixels": "pixels",
+    "pixels_n_step": "pixels, 3-step returns",
+    "record": "record, one environment",
+    "record_lanes": "record, 8 environments",
+    "extend": "extend",
+}
+TITLES = {
+    "torchrl": "TorchRL",
+    "sb3": "Stable-Baselines3",
+    "cpprb": "cpprb",
+    "flashbax": "flashbax",
+}
+
+Side = tuple[str, str]  # peer, work
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ratio, and what there is to say about it."""
+
+    ratio: float
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A ratio to reach.
+
+    Attributes:
+        work: what is done.
+        against: what it is compared with.
+        limits: the ratio to reach, for each batch size; 0 stands for work without batches.
+        at_most: whether the ratio must not be larger; otherwise it must not be smaller.
+        measured: finds the ratio for a batch size among the results of a thread count; None where
+            nobody measured it.
+    """
+
+    work: str
+    against: str
+    limits: dict[int, float]
+    at_most: bool = False
+    measured: Callable[[list[Result], int], Measured | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a target at one batch size; `ratio` is None where it was not measured."""
+
+    target: Target
+    batch_size: int
+    limit: float
+    ratio: float | None
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the ratio was measured and is as it should be."""
+        if self.ratio is None:
+            return False
+        return self.ratio <= self.limit if self.target.at_most else self.ratio >= self.limit
+
+
+def compared(
+    section: str, over: Side, under: Side
+) -> Callable[[list[Result], int], Measured | None]:
+    """Divides the times of two sides that took turns, at the largest size."""
+
+    def measured(results: list[Result], batch_size: int) -> Measured | None:
+        of_section = [r for r in results if r.section == section and r.batch_size == batch_size]
+        if not of_section:
+            return None
+        rows = max(result.rows for result in of_section)
+        sides = [
+            pick(of_section, rows=rows, peer=peer, work=work, unequal=of_section[-1].unequal)
+            for peer, work in (over, under)
+        ]
+        if sides[0] is None or sides[1] is None:
+            return None
+        return Measured(ratio(*sides))
+
+    return measured
+
+
+def grown(results: list[Result], batch_size: int) -> Measured | None:
+    """Says how much more the slowest-growing of our works grew than the raw gather did."""
+    grown: dict[str, float] = {}
+    sizes = sorted({r.rows for r in results if r.section == "growth"})
+    for work in {r.work for r in results if r.section == "growth"}:
+        sides = [
+            pick(results, section="growth", work=work, batch_size=size, peer=peer, rows=rows)
+            for peer in ("ours", "raw")
+            for rows in (sizes[0], sizes[-1])
+            for size in (512 if work == "sequences" else batch_size,)
+        ]
+        if None not in sides:
+            rounds = zip(*(side.rounds for side in sides if side), strict=True)
+            grown[work] = statistics.median(
+                (ours_large / ours_small) / (raw_large / raw_small)
+                for ours_small, ours_large, raw_small, raw_large in rounds
+            )
+    if not grown:
+        return None
+    most = max(grown, key=lambda work: grown[work])
+    return Measured(grown[most], f"the most: {WORKS[most]}")
+
+
+def faster(
+    work: str, peer: str, *limits: float, section: str = "sampling", theirs: str | None = None
+) -> Target:
+    """Makes a target of so many times as fast as a peer at 256 and 4096."""
+    return Target(
+        work=WORKS[work],
+        against=TITLES[peer] + (f", {WORKS[theirs]} alone" if theirs else ""),
+        limits=dict(zip((256, 4096), limits, strict=False)),
+        measured=compared(section, (peer, theirs or work), ("ours", work)),
+    )
+
+
+def writes(work: str, peer: str, num_rows: int, limit: float) -> Target:
+    rows = f" of {num_rows:,} row{'s' * (num_rows > 1)}" if work == "extend" else ""
+    return Target(
+        work=WORKS[work] + rows,
+        against=f"{TITLES[peer]} `add`" if peer == "sb3" else TITLES[peer],
+        limits={num_rows: limit},
+        measured=compared("writing", (peer, work), ("ours", work)),
+    )
+
+
+def own(work: str, against: str, section: str, over: Side, under: Side, *limits: float) -> Target:
+    """Makes a target of at most so many times as long as another work of ours."""
+    return Target(
+        work=work,
+        against=against,
+        limits=dict(zip((256, 4096), limits, strict=True)),
+        at_most=True,
+        measured=compared(section, over, under),
+    )
+
+
+TARGETS = [
+    faster("uniform", "torchrl", 6, 12),
+    faster("uniform", "flashbax", 2, 2.5),
+    faster("her", "torchrl", 30, 15),
+    faster("her", "sb3", 8, 8),
+    faster("her", "cpprb", 1, 2),
+    faster("n_step", "cpprb", 1, 1.3),
+    faster("n_step", "flashbax", 1, 1.3),
+    own(
+        WORKS["her_n_step"],
+        "our hindsight",
+        "sampling",
+        ("ours", "her_n_step"),
+        ("ours", "her"),
+        1.5,
+        1.8,
+    ),
+    faster("priorities", "torchrl", 4, 4),
+    faster("priorities", "flashbax", 1.2, 1.5),
+    faster("everything", "torchrl", 10, 5, theirs="her"),
+    writes("record", "sb3", 1, 1),
+    writes("record_lanes", "sb3", 8, 1),
+    *(writes("extend", "torchrl", num_rows, 4) for num_rows in (1, 8, 50, 1000)),
+    *(writes("extend", "cpprb", num_rows, 0.8) for num_rows in (1, 8, 50, 1000)),
+    Target(
+        work=WORKS["sequences"],
+        against="TorchRL",
+        limits={512: 20},
+        measured=compared("sequences", ("torchrl", "sequences"), ("ours", "sequences")),
+    ),
+    *(
+        faster(work, peer, limit, section=work)
+        for work in ("pixels", "pixels_n_step")
+        for peer, limit in (("torchrl", 8), ("sb3", 1.3))
+    ),
+    Target(
+        work="ours at the most rows / the fewest",
+        against="growth of the raw gather",
+        limits={256: 1.2, 4096: 1.2},
+        at_most=True,
+        measured=grown,
+    ),
+    *(
+        own(
+            f"{WORKS[work]}, memory-mapped",
+            "in memory",
+            "mapped",
+            ("ours_mapped", work),
+            ("ours", work),
+            1.2,
+            1.2,
+        )
+        for work in ("uniform", "her")
+    ),
+]
+
+
+def outcomes(report: Report, threads: int) -> Iterator[Outcome]:
+    """Compares a run with all targets.
+
+    Args:
+        report: of the run.
+        threads: whose results count.
+    """
+    results = [result for result in report.results if result.threads == threads]
+    for target in TARGETS:
+        for batch_size, limit in target.limits.items():
+            found = target.measured(results, batch_size)
+            yield Outcome(
+                target=target,
+                batch_size=batch_size,
+                limit=limit,
+                ratio=None if found is None else found.ratio,
+                note="" if found is None else found.note,
+            )
