@@ -1,5 +1,6 @@
 """EpisodeIndex: golden values, and a state machine against the plain-Python ring."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -254,6 +255,22 @@ class EpisodeMachine(RuleBasedStateMachine):
         assert self.index.is_finished(slots).tolist() == finished
         whole = [self.oracle.is_whole(row) for row in rows]
         assert self.index.is_whole(slots).tolist() == whole
+
+    @invariant()
+    def arrays_are_answered_as_tensors_are(self):
+        slots = self.index.slots_by_age(torch.arange(len(self.index)))
+        array = self.index.own(slots)
+        assert isinstance(array, np.ndarray)
+        for name in ("ahead", "behind"):
+            assert (
+                getattr(self.index, name)(array).tolist()
+                == getattr(self.index, name)(slots).tolist()
+            )
+        for of_array, of_tensor in (
+            (self.index.extent(array), self.index.extent(slots)),
+            (self.index.windows(array, 3), self.index.windows(slots, 3)),
+        ):
+            assert [part.tolist() for part in of_array] == [part.tolist() for part in of_tensor]
 
     @invariant()
     def episodes_are_told_apart(self):

@@ -104,6 +104,7 @@ def owners():
         "RoundRobinWriter": buffer.writer,
         "Sampler": buffer.sampler,
         "CatTensors": CatTensors(["a", "b"], out_key="c"),
+        "TensorDict": buffer[:],
         "GymWrapper": GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),
     }
 
@@ -118,8 +119,9 @@ def test_private_names_exist(owners, owner):
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        (TensorDict._new_unsafe, {"source", "batch_size", "device"}),
+        (TensorDict._new_unsafe, {"source", "batch_size", "nested"}),
         (TensorDict._set_tuple, {"self", "key", "value", "inplace", "validated", "non_blocking"}),
+        (TensorDict._set_str, {"self", "key", "value", "inplace", "validated", "non_blocking"}),
         (LazyTensorStorage._init, {"self", "data"}),
         (LazyTensorStorage._empty, {"self"}),
         (LazyTensorStorage._rand_given_ndim, {"self", "batch_size"}),
@@ -140,7 +142,7 @@ def test_private_methods_take_what_they_are_given(method, arguments):
 
 def test_every_private_name_of_others_is_listed():
     listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
-    listed |= {"_new_unsafe", "_set_tuple"}  # in `_torchrl.py`, by function
+    listed |= {"_new_unsafe", "_set_str", "_set_tuple"}  # in `_torchrl.py`, by function
     named_tuple = {"_asdict", "_fields", "_replace"}  # public, in spite of the underscore
     used, own = {}, set()
     for path in PACKAGE.rglob("*.py"):

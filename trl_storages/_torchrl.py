@@ -76,6 +76,7 @@ PRIVATE_ATTRIBUTES = {
     "Sampler": ("_rng", "_empty", "_remaining_batches"),
     "CatTensors": ("_del_keys",),
     "GymWrapper": ("_env",),
+    "TensorDict": ("_device",),
 }
 
 
@@ -83,10 +84,15 @@ def new_tensordict(
     source: dict[str, Any], batch_size: torch.Size, device: torch.device
 ) -> TensorDict:
     """Builds a TensorDict from a dict of tensors and TensorDicts that are known to fit."""
-    return TensorDict._new_unsafe(source, batch_size=batch_size, device=device)
+    data = TensorDict._new_unsafe(source, batch_size=batch_size, nested=False)
+    # Passing it would ask torch for other devices each time.
+    data._device = device
+    return data
 
 
 def set_entry(data: TensorDictBase, key: NestedKey, value: torch.Tensor) -> None:
     """Sets a tensor that is known to fit the batch size and the device of `data`."""
-    path = (key,) if isinstance(key, str) else key
-    data._set_tuple(path, value, inplace=False, validated=True, non_blocking=False)
+    if isinstance(key, str):
+        data._set_str(key, value, inplace=False, validated=True, non_blocking=False)
+    else:
+        data._set_tuple(key, value, inplace=False, validated=True, non_blocking=False)

@@ -15,10 +15,10 @@ from tensordict.utils import expand_as_right
 from torchrl.data import ReplayBuffer, Storage, Trajectory, Writer, filter_trajectories
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
-from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms import Transform
 
 from trl_storages import keys
-from trl_storages._torchrl import dispatch_td_nn_modules, set_entry
+from trl_storages._torchrl import set_entry
 from trl_storages.checkpoint import CheckpointedBuffer
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.explain import Explanation, explain
@@ -27,7 +27,7 @@ from trl_storages.history import is_key, slots_of
 from trl_storages.on_disk import OnDisk, intact
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.storages import FollowingStorage, PackedStorage
-from trl_storages.transforms import ReplayTransform, SeenRows
+from trl_storages.transforms import ReplayTransform, SeenRows, apply_transforms
 from trl_storages.writers import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -283,9 +283,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         return super().share(shared)
 
     def _hear_of_writes(self) -> None:
-        """Tells the sampler of rows that other processes have written."""
-        if not self.shared:
-            return
+        """Tells the sampler of rows that other processes have written to a shared storage."""
         written = self.episodes.num_steps_written
         if self._heard is None or bool((written < self._heard).any()):
             # Emptied, here or elsewhere.
@@ -339,7 +337,8 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
             index = data.get(keys.ANCHOR_INDEX).reshape(-1, steps)[:, 0]
             stamp = None if stamp is None else stamp.reshape(-1, steps)[:, 0]
         with self._replay_lock, self._write_lock:
-            self._hear_of_writes()
+            if self.shared:
+                self._hear_of_writes()
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
@@ -380,22 +379,24 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
     @intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
-            self._hear_of_writes()
-            index, info = self._sampler.sample(self._storage, batch_size)
+            if self.shared:
+                self._hear_of_writes()
+            storage = self._storage
+            index, info = self._sampler.sample(storage, batch_size)
             if isinstance(index, tuple):
                 # TorchRL's slice samplers name a coordinate for each dimension; there is one.
                 (index,) = index
             if self._sample_unit is not None:
-                index, info = self._sample_unit.expand(index, info, self._storage)
+                index, info = self._sample_unit.expand(index, info, storage)
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            batch = self._collate_fn(self._storage.get(index))
+            batch = self._collate_fn(storage.get(index))
+            if batch.device != index.device:
+                info = {key: value.to(batch.device) for key, value in info.items()}
             for key, value in info.items():
-                set_entry(batch, key, value.to(batch.device))
-            if len(self._transform):
-                with dispatch_td_nn_modules(True):
-                    batch = _see(self._transform, batch, SeenRows(self._storage))
+                set_entry(batch, key, value)
+            batch = apply_transforms(self._transform, batch, SeenRows(storage))
         return batch, info
 
     @intact
@@ -427,10 +428,7 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
             batch = batch.apply(lambda leaf: leaf.masked_fill(expand_as_right(~mask, leaf), 0))
             batch.set(keys.INDEX, index.to(batch.device))
             batch.set(keys.MASK, mask)
-            if len(self._transform):
-                with dispatch_td_nn_modules(True):
-                    batch = _see(self._transform, batch, None)
-        return batch
+            return apply_transforms(self._transform, batch, None)
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
@@ -596,26 +594,3 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         parts += list(self._transform) if len(self._transform) else []
         lines = "".join(f"\n    {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
-
-
-def _parts(transform: Transform) -> list[Transform]:
-    """Returns the transforms that a `Compose` is made of, nested ones included, in their order."""
-    if isinstance(transform, Compose):
-        return [part for inner in transform for part in _parts(inner)]
-    return [transform]
-
-
-def _see(transform: Transform, batch: TensorDictBase, rows: SeenRows | None) -> TensorDictBase:
-    """Applies transforms to a batch, and to the rows that later ones read beside it.
-
-    Without rows, transforms that read them are left out.
-    """
-    parts = _parts(transform)
-    for part, follower in zip(parts, [*parts[1:], None], strict=True):
-        if not isinstance(part, ReplayTransform):
-            batch = part(batch)
-        elif rows is not None:
-            rows.follower = follower
-            batch = part.replay(batch, rows)
-        rows = None if rows is None else rows.through(part)
-    return batch

@@ -95,7 +95,7 @@ class EpisodeIndex(Ring):
     @cached_property
     def _arrays(self) -> Tables:
         """The tables as what they are written with: NumPy's view of them on the CPU."""
-        return Tables(*map(self._own, self._tables))
+        return Tables(*map(self.own, self._tables))
 
     # Writing
 
@@ -129,16 +129,16 @@ class EpisodeIndex(Ring):
         if not done.numel():
             return torch.empty(shape, dtype=torch.int64, device=self.device)
         xp, table = self._xp, self._arrays
-        done = self._own(done).reshape(shape[0], -1)
-        lane, num_steps = self._own(lane)[:, None], done.shape[1]
+        done = self.own(done).reshape(shape[0], -1)
+        lane, num_steps = self.own(lane)[:, None], done.shape[1]
         kept = min(num_steps, self.steps_per_lane)
 
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = xp.concatenate([~table.open[lane], done[:, :-1]], 1)
         if cut is not None:
-            begins |= self._own(cut).reshape(begins.shape)
+            begins |= self.own(cut).reshape(begins.shape)
         number = table.begun[lane] + begins.cumsum(1) - 1
-        step = table.cursors[lane] + self._range(num_steps)
+        step = table.cursors[lane] + self._range(num_steps, xp)
         first_step = step
         if kept < num_steps:
             # Only the newest T steps find room. The first of them opens its episode's entry even
@@ -184,20 +184,15 @@ class EpisodeIndex(Ring):
         put(table.first, xp.where(oldest > 0, table.episode[slots], self._void), slots)
         table.num_rows[...] = table.cursors.clip(max=self.steps_per_lane).sum()
 
-    # Writing happens in NumPy where the tables lie on the CPU, whose operations on a few numbers
-    # cost a third of torch's; these three are all that differs.
+    # Writing happens in NumPy where the tables lie on the CPU; these two and `own` are all that
+    # differs.
 
     @property
     def _xp(self) -> ModuleType:
         return np if self.device.type == "cpu" else torch
 
-    def _own(self, tensor: torch.Tensor) -> Array:
-        """Brings a tensor to the device, as the kind of array that the tables are written with."""
-        tensor = tensor.to(self.device)
-        return tensor.numpy() if self._xp is np else tensor
-
-    def _range(self, stop: int) -> Array:
-        return np.arange(stop) if self._xp is np else torch.arange(stop, device=self.device)
+    def _range(self, stop: int, xp: ModuleType) -> Array:
+        return np.arange(stop) if xp is np else torch.arange(stop, device=self.device)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -259,9 +254,13 @@ class EpisodeIndex(Ring):
         new = [torch.arange(len(slots)) * self.num_envs + at for at, (slots, *_) in enumerate(kept)]
         return old, torch.cat(new).to(self.device)
 
-    # Questions about slots
+    # Questions about slots. On the CPU these four take and return NumPy arrays as well, whose small
+    # operations cost a third of torch's; see `own`.
 
-    def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tables_for(self, slots: Array) -> Tables:
+        return self._arrays if isinstance(slots, np.ndarray) else self._tables
+
+    def extent(self, slots: Array) -> tuple[Array, Array]:
         """Returns how many surviving rows of the same episode lie before and after each slot.
 
         Args:
@@ -270,29 +269,28 @@ class EpisodeIndex(Ring):
         Returns:
             two int64 tensors of shape B.
         """
-        entry = take(self._tables.episode, slots)
-        behind = self._steps_between(take(self._tables.first, entry), slots)
-        return behind, self._steps_between(slots, take(self._tables.last, entry))
+        tables = self._tables_for(slots)
+        entry = take(tables.episode, slots)
+        behind = self._steps_between(take(tables.first, entry), slots)
+        return behind, self._steps_between(slots, take(tables.last, entry))
 
-    def _steps_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    def _steps_between(self, start: Array, stop: Array) -> Array:
         """Returns how many steps `stop` comes after `start` in the same lane."""
         # Neighbours of a lane lie E slots apart.
         distance = (stop - start) % self.capacity
         return distance if self.num_envs == 1 else distance // self.num_envs
 
-    def behind(self, slots: torch.Tensor) -> torch.Tensor:
+    def behind(self, slots: Array) -> Array:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
-        return self._steps_between(
-            take(self._tables.first, take(self._tables.episode, slots)), slots
-        )
+        tables = self._tables_for(slots)
+        return self._steps_between(take(tables.first, take(tables.episode, slots)), slots)
 
-    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
+    def ahead(self, slots: Array) -> Array:
         """Returns how many rows of the same episode lie after each slot, int64."""
-        return self._steps_between(
-            slots, take(self._tables.last, take(self._tables.episode, slots))
-        )
+        tables = self._tables_for(slots)
+        return self._steps_between(slots, take(tables.last, take(tables.episode, slots)))
 
-    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def windows(self, slots: Array, num_rows: int) -> tuple[Array, Array]:
         """Finds each row and those that follow it in its episode.
 
         Args:
@@ -303,8 +301,8 @@ class EpisodeIndex(Ring):
             `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        step = torch.arange(num_rows, device=self.device).unsqueeze(1)
-        step = torch.minimum(self.ahead(slots), step)
+        xp = np if isinstance(slots, np.ndarray) else torch
+        step = xp.minimum(self.ahead(slots), self._range(num_rows, xp)[:, None])
         return self.shift(slots, step), step[-1] + 1
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:

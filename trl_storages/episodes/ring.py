@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trl_storages.episodes.tables import take
+from trl_storages.episodes.tables import Array, take
 from trl_storages.functional.draws import random_below
 
 __all__ = ["Lanes", "Ring"]
@@ -164,10 +164,21 @@ class Ring:
         # Counted back from the cursor, a slot not yet written comes out before step 0.
         return inside & (self.steps(slots.clamp(0, self.capacity - 1)) >= 0)
 
-    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
-        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked."""
+    def shift(self, slots: Array, steps: Array | int) -> Array:
+        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked.
+
+        Args:
+            slots: int64 of any shape B, a tensor or, on the CPU, a NumPy array.
+            steps: of the same kind.
+        """
         distance = steps if self.num_envs == 1 else steps * self.num_envs
         return (slots + distance) % self.capacity
+
+    def own(self, tensor: torch.Tensor) -> Array:
+        """Brings a tensor to the device, and sees it as a NumPy array if that is the CPU."""
+        if self.device.type != "cpu":
+            return tensor.to(self.device)
+        return (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
 
     # Age
 

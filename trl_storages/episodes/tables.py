@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 __all__ = ["Array", "Tables", "put", "take"]
@@ -42,8 +43,10 @@ def put(array: Array, index: Array, value: Array) -> None:
     array[index] = value.to(array.dtype) if isinstance(array, torch.Tensor) else value
 
 
-def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gathers rows of `table` for an index of any shape; `index_select` is the fastest way."""
+def take(table: Array, index: Array) -> Array:
+    """Gathers rows of `table` for an index of any shape; both are tensors, or both NumPy's."""
+    if isinstance(index, np.ndarray):
+        return table.take(index)
     if index.ndim == 1:
         return table.index_select(0, index)
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])

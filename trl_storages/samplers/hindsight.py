@@ -114,17 +114,22 @@ class HERSampler(WrappingSampler):
         k = int(self.num_goals)
         if batch_size == 1 and k:
             return random_below(k + 1, 1, generator=self._rng, device=device) < k
-        return torch.arange(batch_size, device=device) < batch_size * k // (k + 1)
+        mask = torch.zeros(batch_size, dtype=torch.bool, device=device)
+        mask[: batch_size * k // (k + 1)] = True
+        return mask
 
     def _goal_rows(self, episodes: EpisodeIndex, index: torch.Tensor) -> torch.Tensor:
         if self.strategy == "random":
             return episodes.random_slots(index.shape[0], self._rng)
+        slots = episodes.own(index)
         if self.strategy == "final":
-            return episodes.shift(index, final_offset(episodes.ahead(index)))
+            return torch.as_tensor(episodes.shift(slots, final_offset(episodes.ahead(slots))))
         noise = random_integers(index.shape[0], generator=self._rng, device=index.device)
         if self.strategy == "future":
-            return episodes.shift(index, future_offset(noise, episodes.ahead(index)))
-        return episodes.shift(index, episode_offset(noise, *episodes.extent(index)))
+            offset = future_offset(episodes.own(noise), episodes.ahead(slots))
+        else:
+            offset = episode_offset(episodes.own(noise), *episodes.extent(slots))
+        return torch.as_tensor(episodes.shift(slots, offset))
 
     def _own_state(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "num_goals": self.num_goals}

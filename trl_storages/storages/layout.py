@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages._torchrl import new_tensordict
+from trl_storages.storages.gather import take_rows
 
 __all__ = ["Field", "Layout", "Span", "nest"]
 
@@ -66,29 +68,35 @@ class Span:
         stop = -(-max(field.stop_byte for field in fields) // unit) * unit
         #: Which words of a row.
         self.words = slice(start // _WORD, stop // _WORD)
-        # One split per dtype, `(dtype, sizes, [(which part, field)])`, of the words seen as that dtype.
-        self._splits: list[tuple[torch.dtype, list[int], list[tuple[int, Field]]]] = []
+        #: The fields, those of one dtype after one another.
+        self.fields: list[Field] = []
+        # One split per dtype, `(dtype, sizes, which parts are fields)`, of the words seen as that dtype.
+        self._splits: list[tuple[torch.dtype, list[int], list[int]]] = []
+        # The fields that are no vectors, by their place among all.
+        self._shapes: list[tuple[int, torch.Size]] = []
         for dtype in dict.fromkeys(field.dtype for field in fields):
             sizes, placed, position = [], [], start // dtype.itemsize
             for field in (field for field in fields if field.dtype is dtype):
                 # What lies between fields is a part as well, but an empty part costs as much.
                 sizes += [field.start - position] if field.start > position else []
-                placed.append((len(sizes), field))
+                placed.append(len(sizes))
                 sizes.append(field.size)
                 position = field.start + field.size
+                if len(field.shape) != 1:
+                    self._shapes.append((len(self.fields), field.shape))
+                self.fields.append(field)
             end = stop // dtype.itemsize
             sizes += [end - position] if end > position else []
             self._splits.append((dtype, sizes, placed))
 
-    def views(self, words: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Sees each field of `[*B, words]` int64 as a tensor `[*B, *shape]` that shares its memory."""
-        batch = words.shape[:-1]
-        views = {}
-        for dtype, sizes, fields in self._splits:
+    def views(self, words: torch.Tensor) -> list[torch.Tensor]:
+        """Sees each of `fields` in `[*B, words]` int64 as a tensor `[*B, *shape]` of the same memory."""
+        views: list[torch.Tensor] = []
+        for dtype, sizes, placed in self._splits:
             parts = words.view(dtype).split_with_sizes(sizes, -1)
-            for place, field in fields:
-                part, plain = parts[place], len(field.shape) == 1
-                views[field.key] = part if plain else part.view(batch + field.shape)
+            views += [parts[place] for place in placed]
+        for place, shape in self._shapes:
+            views[place] = views[place].view(words.shape[:-1] + shape)
         return views
 
 
@@ -128,6 +136,7 @@ class Layout:
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
         self._whole = Span(self.fields)
+        self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
         self._spans: dict[tuple[NestedKey, ...], list[Span]] = {}
 
     @classmethod
@@ -149,7 +158,8 @@ class Layout:
 
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
-        return self._whole.views(rows)
+        views = self._whole.views(rows)
+        return {field.key: view for field, view in zip(self._whole.fields, views, strict=True)}
 
     def read(
         self, rows: torch.Tensor, slots: torch.Tensor, keys: Iterable[NestedKey]
@@ -171,11 +181,13 @@ class Layout:
         spans = self._spans.get(keys)
         if spans is None:
             spans = self._spans[keys] = self._find_spans(keys)
-        flat = slots.reshape(-1)
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)
         fields: dict[NestedKey, torch.Tensor] = {}
         for span in spans:
-            words = rows[:, span.words].index_select(0, flat)
-            fields |= span.views(words if slots.ndim == 1 else words.view(*slots.shape, -1))
+            words = take_rows(rows[:, span.words], flat)
+            words = words if slots.ndim == 1 else words.view(*slots.shape, -1)
+            for field, view in zip(span.fields, span.views(words), strict=True):
+                fields[field.key] = view
         return {key: fields[key] for key in keys}
 
     def _find_spans(self, keys: tuple[NestedKey, ...]) -> list[Span]:
@@ -197,7 +209,7 @@ class Layout:
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
-        return nest(self.views(rows), rows.shape[:-1], rows.device)
+        return _fill(self._tree, self._whole.views(rows), rows.shape[:-1], rows.device)
 
     def leaves_of(
         self, data: TensorDictBase, batch_size: torch.Size, *, strict: bool = True
@@ -327,21 +339,37 @@ def nest(
     fields: Mapping[NestedKey, torch.Tensor], batch: torch.Size, device: torch.device
 ) -> TensorDict:
     """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`."""
+    return _fill(_tree_of(tuple(fields)), list(fields.values()), batch, device)
+
+
+# The entries of a TensorDict: `(name, place of a leaf in a list, or the entries below it)`.
+_Tree = tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=1024)
+def _tree_of(keys: tuple[NestedKey, ...]) -> _Tree:
     nested: dict[str, Any] = {}
-    for key, field in fields.items():
-        if isinstance(key, str):
-            nested[key] = field
-            continue
+    for place, key in enumerate(keys):
         node = nested
-        for part in key[:-1]:
+        path = (key,) if isinstance(key, str) else key
+        for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[key[-1]] = field
-    return _wrap(nested, batch, device)
+        node[path[-1]] = place
+    return _frozen(nested)
 
 
-def _wrap(nested: dict[str, Any], batch: torch.Size, device: torch.device) -> TensorDict:
+def _frozen(nested: dict[str, Any]) -> _Tree:
+    return tuple(
+        (name, _frozen(below) if isinstance(below, dict) else below)
+        for name, below in nested.items()
+    )
+
+
+def _fill(
+    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
+) -> TensorDict:
     source = {
-        name: _wrap(value, batch, device) if isinstance(value, dict) else value
-        for name, value in nested.items()
+        name: leaves[below] if isinstance(below, int) else _fill(below, leaves, batch, device)
+        for name, below in tree
     }
     return new_tensordict(source, batch, device)

@@ -20,6 +20,7 @@ from torchrl.data import LazyTensorStorage, TensorStorage, TensorStorageCheckpoi
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
 from trl_storages.storages.durable import Durable, check_same
+from trl_storages.storages.gather import take_rows, zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
 
@@ -104,6 +105,7 @@ class PackedStorage(LazyTensorStorage):
         # The process that shared the rows before there were any.
         self._sharing_process: int | None = None
         self._views: list[torch.Tensor] = []
+        self._columns: dict[NestedKey, torch.Tensor] = {}
         self._arrays: list[np.ndarray] = []
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
@@ -184,8 +186,7 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            shape = (self.max_size, layout.num_words)
-            self._adopt(layout, torch.zeros(shape, dtype=torch.int64, device=self.device))
+            self._adopt(layout, zero_rows(self.max_size, layout.num_words, self.device))
             return
         lanes = None if self.episodes is None else self.episodes.num_envs
         self.journal = Journal.create(
@@ -215,8 +216,8 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing_process is not None:
             rows.share_memory_()
         self.layout, self.rows = layout, rows
-        views = layout.views(rows)
-        self._views = [views[field.key] for field in layout.fields]
+        self._columns = layout.views(rows)
+        self._views = [self._columns[field.key] for field in layout.fields]
         self._arrays = [_array(view) for view in self._views] if rows.device.type == "cpu" else []
         self._storage = layout.tensordict(rows)
         self.initialized = True
@@ -316,10 +317,8 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
-            flat = index if index.ndim == 1 else index.reshape(-1)
-            block = self._gather(flat)
-            if index.ndim != 1:
-                block = block.view(*index.shape, -1)
+            block = self._gather(index if index.ndim == 1 else index.reshape(-1))
+            block = block if index.ndim == 1 else block.view(*index.shape, -1)
             return self.layout.tensordict(block)  # type: ignore[union-attr]
         return super().get(index)
 
@@ -327,7 +326,7 @@ class PackedStorage(LazyTensorStorage):
         """Returns the rows `[B, W]` in new memory on the device where batches are wanted."""
         rows: torch.Tensor = self.rows  # type: ignore[assignment]
         if self.out_device is None or self.out_device == self.device:
-            return rows.index_select(0, slots)
+            return take_rows(rows, slots)
         block = torch.empty(slots.shape[0], rows.shape[1], dtype=rows.dtype, pin_memory=True)
         torch.index_select(rows, 0, slots, out=block)
         return block.to(self.out_device, non_blocking=True)
@@ -346,7 +345,7 @@ class PackedStorage(LazyTensorStorage):
             KeyError: there is no such field.
         """
         keys = tuple(keys)
-        column = self._storage.get(keys[0], None) if len(keys) == 1 else None
+        column = self._columns.get(keys[0]) if len(keys) == 1 else None
         if column is None:
             return self.layout.read(self.rows, index, keys)  # type: ignore[union-attr,arg-type]
         # A lone field is gathered as it is, without the words around it.
@@ -464,7 +463,8 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
-        state["_storage"], state["_views"], state["_arrays"] = None, [], []
+        state["_storage"], state["_columns"] = None, {}
+        state["_views"], state["_arrays"] = [], []
         if self.journal is not None:
             # A directory has one writer, so a copy lives in memory.
             state["journal"] = state["_durable"] = state["scratch_dir"] = None

@@ -154,11 +154,11 @@ class SeenRows:
             RuntimeError: a transform that knows nothing of further rows has changed the sampled ones.
         """
         if self._below is None:
+            device, at_rest = batch.device, self.storage.device
+            if device is None or device == at_rest:
+                return read_fields(self.storage, slots, wanted)
             # With rows on the CPU and batches on a GPU, slots that are read from the batch cross.
-            fields = read_fields(self.storage, slots.to(self.storage.device), wanted)
-            device = batch.device
-            if device is None or device == self.storage.device:
-                return fields
+            fields = read_fields(self.storage, slots.to(at_rest), wanted)
             return {key: field.to(device, non_blocking=True) for key, field in fields.items()}
         if isinstance(self._transform, ReplayTransform):
             return self._transform.show(batch, slots, wanted, self._below)

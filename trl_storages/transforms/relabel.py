@@ -17,6 +17,7 @@ from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
 from trl_storages.storages import read_fields
 from trl_storages.transforms.base import ReplayTransform, SeenRows
+from trl_storages.transforms.relabelled_rows import RelabelledRows
 
 __all__ = ["GoalRelabel", "RelabelAudit"]
 
@@ -106,7 +107,7 @@ class GoalRelabel(ReplayTransform):
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        drawn = rows.read(batch, batch.get(keys.GOAL_INDEX), [self.next_achieved_goal_key])
+        drawn = rows.read(batch, batch.get(keys.GOAL_INDEX), (self.next_achieved_goal_key,))
         goal = drawn[self.next_achieved_goal_key]
         pursued = self._entry(batch, self.desired_goal_key)
         if goal.shape != pursued.shape:
@@ -114,7 +115,10 @@ class GoalRelabel(ReplayTransform):
                 f"the achieved goal must have the desired goal's shape {list(pursued.shape)}, got "
                 f"{list(goal.shape)}."
             )
-        changed, mask = rows.needed(self.changed_keys), batch.get(keys.HER_MASK)
+        changed, relabelled = (
+            rows.needed(self.changed_keys),
+            RelabelledRows(batch.get(keys.HER_MASK)),
+        )
         fields = {
             self.desired_goal_key: pursued,
             # Rows without a next desired goal pursue one goal throughout.
@@ -123,7 +127,7 @@ class GoalRelabel(ReplayTransform):
         for key in self._reads(changed):
             if key not in fields:
                 fields[key] = self._entry(batch, key)
-        for key, field in self._relabel(fields, changed, goal, mask, mask.shape).items():
+        for key, field in self._relabel(fields, changed, goal, relabelled).items():
             set_entry(batch, key, field)
         return batch
 
@@ -147,8 +151,8 @@ class GoalRelabel(ReplayTransform):
         lacking = {self.next_desired_goal_key}.difference(rows.keys)
         reads = self._reads(changed).union(wanted) - lacking
         fields = rows.read(batch, slots, reads) | dict.fromkeys(lacking, goal)
-        shown = self._relabel(fields, changed, goal, batch.get(keys.HER_MASK), slots.shape)
-        return fields | shown
+        relabelled = RelabelledRows(batch.get(keys.HER_MASK), batch_dims=slots.ndim)
+        return fields | self._relabel(fields, changed, goal, relabelled)
 
     def _reads(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
         """Returns the entries of a row that it takes to relabel those in `changed`."""
@@ -168,8 +172,7 @@ class GoalRelabel(ReplayTransform):
         fields: Mapping[NestedKey, torch.Tensor],
         changed: Collection[NestedKey],
         goal: torch.Tensor,
-        mask: torch.Tensor,
-        shape: torch.Size,
+        relabelled: RelabelledRows,
     ) -> dict[NestedKey, torch.Tensor]:
         """Returns the entries `changed` of rows `[B]` or `[n, B]`, for one goal each.
 
@@ -177,17 +180,17 @@ class GoalRelabel(ReplayTransform):
             fields: what is stored in these rows: `changed`, and what `_reads` says.
             changed: some of `changed_keys`.
             goal: `[B, *G]` or `[n, B, *G]`.
-            mask: `[B]` bool, the others are as stored.
-            shape: `[B]` or `[n, B]`.
+            relabelled: which samples it is for; the others are as stored.
         """
         seen = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
+        batch_dims = relabelled.batch_dims
         if self.reward_key in changed:
-            seen[self.reward_key] = self._ask("reward_fn", self.reward_fn, fields, goal, shape)
+            seen[self.reward_key] = self._ask("reward_fn", self.reward_fn, fields, goal, batch_dims)
         if self.terminated_fn is not None and not self._flag_keys.isdisjoint(changed):
-            reached = self._ask("terminated_fn", self.terminated_fn, fields, goal, shape)
+            reached = self._ask("terminated_fn", self.terminated_fn, fields, goal, batch_dims)
             seen[self.terminated_key] = terminated = reached.bool()
             seen[self.done_key] = terminated | fields[self.truncated_key]
-        return {key: _blend(mask, seen[key], fields[key], len(shape)) for key in changed}
+        return {key: relabelled.put(seen[key], fields[key]) for key in changed}
 
     def _ask(
         self,
@@ -195,17 +198,17 @@ class GoalRelabel(ReplayTransform):
         function: GoalFunction,
         fields: Mapping[NestedKey, torch.Tensor],
         goal: torch.Tensor,
-        shape: torch.Size,
+        batch_dims: int,
     ) -> torch.Tensor:
         """Returns what a goal function says of rows `[B]` or `[n, B]`, with a trailing 1."""
         achieved = fields[self.next_achieved_goal_key]
         infos = {key: fields[key] for key in self.info_keys}
-        if len(shape) == 1:
+        if batch_dims == 1:
             return _judge(name, function, achieved, goal, infos)
         # The function sees one flat batch, however many rows of a transition there are.
         infos = {key: info.flatten(0, 1) for key, info in infos.items()}
         judged = _judge(name, function, achieved.flatten(0, 1), goal.flatten(0, 1), infos)
-        return judged.view(*shape, 1)
+        return judged.view(*goal.shape[:2], 1)
 
     def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         entry = batch.get(key, None)
@@ -291,14 +294,6 @@ class RelabelAudit:
             for at in worst.tolist()
         ]
         return "\n".join(lines)
-
-
-def _blend(
-    mask: torch.Tensor, new: torch.Tensor, stored: torch.Tensor, batch_dims: int
-) -> torch.Tensor:
-    """Returns `new` where `mask` `[B]`, elsewhere `stored` `[B, ...]` or `[n, B, ...]`."""
-    mask = mask.view(-1, *(1,) * (stored.ndim - batch_dims))
-    return torch.where(mask, new.to(stored.dtype), stored)
 
 
 def _judge(
