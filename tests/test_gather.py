@@ -18,6 +18,7 @@ def test_rows_come_in_the_order_of_the_slots_and_in_new_memory(words, slots):
     rows = torch.arange(28).view(7, 4)
     taken = take_rows(rows[:, words], torch.tensor(slots, dtype=torch.int64))
     assert taken.tolist() == [rows[slot, words].tolist() for slot in slots]
+    assert taken.view(torch.int32).shape == (len(slots), 2 * taken.shape[1])
     taken.fill_(-1)
     assert (rows >= 0).all()
 

@@ -28,6 +28,7 @@ def take_rows(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     Returns:
         `[B, W]`.
     """
-    if rows.device.type == "cpu" and rows.is_contiguous():
+    # Of no rows NumPy makes a tensor whose words cannot be seen as other dtypes.
+    if rows.device.type == "cpu" and rows.is_contiguous() and len(slots):
         return torch.from_numpy(rows.numpy().take(slots.numpy(), 0))
     return rows.index_select(0, slots)
