@@ -41,44 +41,69 @@ class Agent:
     policy_delay: int = 1
 
 
-def mlp(num_inputs: int, num_outputs: int) -> MLP:
-    # TorchRL's MLP joins the entries that it is given.
-    return MLP(num_inputs, num_outputs, num_cells=[256, 256], activation_class=torch.nn.ReLU)
+class Network(torch.nn.Module):
+    """Two hidden layers over entries that are joined and scaled.
+
+    Positions of a robot differ by centimetres around a metre; a network hardly sees that until they
+    are shifted and scaled to mean 0 and deviation 1.
+
+    Args:
+        examples: `[n, num_inputs]` values of `INPUTS`, joined; what is scaled is like these.
+        num_outputs: size of the output.
+        num_actions: size of an action that is one more input, taken as it is.
+    """
+
+    def __init__(self, examples: torch.Tensor, num_outputs: int, num_actions: int = 0) -> None:
+        super().__init__()
+        actions = examples.new_zeros(num_actions)
+        self.register_buffer("mean", torch.cat([examples.mean(dim=0), actions]))
+        # What hardly moves stays small, or its noise would be as large as all else.
+        deviation = examples.std(dim=0).clamp(min=0.01)
+        self.register_buffer("deviation", torch.cat([deviation, actions + 1]))
+        self.mlp = MLP(
+            len(self.mean), num_outputs, num_cells=[256, 256], activation_class=torch.nn.ReLU
+        )
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Returns `[..., num_outputs]`."""
+        return self.mlp((torch.cat(inputs, dim=-1) - self.mean) / self.deviation)
 
 
-def make_dqn(num_inputs: int, actions: TensorSpec) -> Agent:
-    policy = QValueActor(mlp(num_inputs, actions.n), in_keys=INPUTS, spec=actions)
+def make_dqn(examples: torch.Tensor, actions: TensorSpec) -> Agent:
+    policy = QValueActor(Network(examples, actions.n), in_keys=INPUTS, spec=actions)
     explorer = TensorDictSequential(policy, EGreedyModule(actions, eps_init=0.1, eps_end=0.1))
     return Agent(policy, explorer, DQNLoss(policy, action_space="categorical", delay_value=True))
 
 
-def make_critic(num_inputs: int, actions: TensorSpec) -> ValueOperator:
-    return ValueOperator(mlp(num_inputs + actions.shape[-1], 1), in_keys=[*INPUTS, "action"])
+def make_critic(examples: torch.Tensor, actions: TensorSpec) -> ValueOperator:
+    return ValueOperator(Network(examples, 1, actions.shape[-1]), in_keys=[*INPUTS, "action"])
 
 
-def make_actor(num_inputs: int, actions: TensorSpec) -> tuple[TensorDictModule, TensorDictModule]:
+def make_actor(
+    examples: torch.Tensor, actions: TensorSpec
+) -> tuple[TensorDictModule, TensorDictModule]:
     policy = TensorDictSequential(
-        TensorDictModule(mlp(num_inputs, actions.shape[-1]), in_keys=INPUTS, out_keys=["action"]),
+        TensorDictModule(Network(examples, actions.shape[-1]), in_keys=INPUTS, out_keys=["action"]),
         TanhModule(in_keys=["action"], spec=actions),
     )
     noise = AdditiveGaussianModule(actions, sigma_init=0.2, sigma_end=0.2)
     return policy, TensorDictSequential(policy, noise)
 
 
-def make_ddpg(num_inputs: int, actions: TensorSpec) -> Agent:
-    policy, explorer = make_actor(num_inputs, actions)
-    critic = make_critic(num_inputs, actions)
+def make_ddpg(examples: torch.Tensor, actions: TensorSpec) -> Agent:
+    policy, explorer = make_actor(examples, actions)
+    critic = make_critic(examples, actions)
     return Agent(policy, explorer, DDPGLoss(policy, critic, delay_actor=True, delay_value=True))
 
 
-def make_td3(num_inputs: int, actions: TensorSpec) -> Agent:
-    policy, explorer = make_actor(num_inputs, actions)
-    loss = TD3Loss(policy, make_critic(num_inputs, actions), action_spec=actions)
+def make_td3(examples: torch.Tensor, actions: TensorSpec) -> Agent:
+    policy, explorer = make_actor(examples, actions)
+    loss = TD3Loss(policy, make_critic(examples, actions), action_spec=actions)
     return Agent(policy, explorer, loss, policy_delay=2)
 
 
-def make_sac(num_inputs: int, actions: TensorSpec) -> Agent:
-    network = mlp(num_inputs, 2 * actions.shape[-1])
+def make_sac(examples: torch.Tensor, actions: TensorSpec) -> Agent:
+    network = Network(examples, 2 * actions.shape[-1])
     policy = ProbabilisticActor(
         TensorDictSequential(
             TensorDictModule(network, in_keys=INPUTS, out_keys=["parameters"]),
@@ -90,12 +115,12 @@ def make_sac(num_inputs: int, actions: TensorSpec) -> Agent:
         distribution_kwargs={"low": actions.space.low, "high": actions.space.high},
     )
     # With TorchRL's default, an entropy bonus of weight 1, rewards of -1 would hardly count.
-    loss = SACLoss(policy, make_critic(num_inputs, actions), action_spec=actions, alpha_init=0.1)
+    loss = SACLoss(policy, make_critic(examples, actions), action_spec=actions, alpha_init=0.1)
     return Agent(policy, policy, loss)
 
 
-# Each is made from the size of `INPUTS` together and the spec of one action.
-ALGORITHMS: dict[str, Callable[[int, TensorSpec], Agent]] = {
+# Each is made from examples `[n, num_inputs]` of `INPUTS` together, and the spec of one action.
+ALGORITHMS: dict[str, Callable[[torch.Tensor, TensorSpec], Agent]] = {
     "dqn": make_dqn,
     "ddpg": make_ddpg,
     "td3": make_td3,
