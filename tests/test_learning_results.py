@@ -1,0 +1,219 @@
+"""The table of learning results: no run is made twice, and the README shows what was measured."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tutorials" / "learning_results.py"
+# TorchRL's collectors warn of their own base class when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+
+FLIPPING = "BitFlipping-v0"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("learning_results", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        # As when the script is run: its directory is searched first.
+        patch.syspath_prepend(SCRIPT.parent)
+        # Dataclasses look their module up while it is being executed, and so does pickle.
+        patch.setitem(sys.modules, "learning_results", module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture
+def small(script, monkeypatch):
+    """Two rows with a budget of one batch of steps past the random ones."""
+    task = script.train_her.Task(576, steps_per_update=4, bits=3, at_least=0.0, at_most=1.0)
+    tasks = {(FLIPPING, algo): task for algo in ("dqn", "td3")}
+    monkeypatch.setattr(script.train_her, "TASKS", tasks)
+    threads = torch.get_num_threads()
+    yield tasks
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def trained(script, small, monkeypatch):
+    """The algorithms, seeds and names of the agents that were trained, without the training."""
+    agents = []
+
+    def train(args, storage, name):
+        assert storage.sampler.num_goals == (4 if name == script.train_her.WITH else 0)
+        agents.append((args.algo, args.seed, name))
+        return script.train_her.Curve(name, [64, args.steps], [0.0, 0.5])
+
+    monkeypatch.setattr(script.train_her, "train", train)
+    return agents
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def finished(run, success):
+    return {run: {**asdict(run), "success": success}}
+
+
+def test_every_algorithm_and_environment_is_run_with_and_without_hindsight(script):
+    runs = script.planned(script.rows_named(["*"]), [0, 1, 2])
+    assert len(set(runs)) == len(runs) == 7 * 2 * 3
+    assert {(run.env, run.algo) for run in runs} == {
+        (FLIPPING, "dqn"),
+        *((env, algo) for env in (FLIPPING, "FetchReach-v4") for algo in ("ddpg", "td3", "sac")),
+    }
+    assert all(run.bound is not None for run in runs if run.hindsight)
+
+
+def test_a_finished_run_is_a_line_and_is_never_made_again(script, trained, tmp_path, capsys):
+    path = tmp_path / "new" / "results.jsonl"
+    options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
+    assert script.main(options) == 0
+    first, second = lines(path)
+    assert [first["hindsight"], second["hindsight"]] == [True, False]
+    assert first["curve"] == [[64, 0.0], [576, 0.5]]
+    assert first["success"] == 0.5
+    assert first["versions"]["torch"] == torch.__version__
+    printed = capsys.readouterr()
+    assert "2/2: BitFlipping-v0, dqn, without hindsight, seed 0: success 0.50" in printed.err
+    assert printed.out.count("\n") == 3
+
+    trained.clear()
+    assert script.main(options) == 0
+    assert trained == []
+    assert capsys.readouterr().out == printed.out
+
+    path.write_text(json.dumps(first) + "\n")
+    script.main(options)
+    assert trained == [("dqn", 0, "without hindsight")]
+    assert lines(path)[0] == first
+
+
+def test_other_rows_and_seeds_are_other_runs(script, trained, tmp_path):
+    path = tmp_path / "results.jsonl"
+    script.main(["--only", "*:dqn", "--seeds", "3", "--results", str(path)])
+    script.main(["--only", "*:dqn", "*:td3", "--seeds", "3", "4", "--results", str(path)])
+    assert [agent[:2] for agent in trained[::2]] == [("dqn", 3), ("td3", 3), ("dqn", 4), ("td3", 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [({"at_least": 0.6}, [True]), ({"at_most": 0.4}, [False]), ({"steps": 640}, [True, False])],
+)
+def test_a_run_whose_bound_or_budget_was_changed_afterwards_is_made_again(
+    script, small, trained, tmp_path, monkeypatch, change, again
+):
+    path = tmp_path / "results.jsonl"
+    options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
+    script.main(options)
+    changed = {row: replace(task, **change) for row, task in small.items()}
+    monkeypatch.setattr(script.train_her, "TASKS", changed)
+    # One half is outside of the changed bounds.
+    assert script.main(options) == ("steps" not in change)
+    made = lines(path)
+    assert [line["hindsight"] for line in made[2:]] == again
+    # What came of the former bound stays on record.
+    assert [line["bound"] for line in made[:2]] == [0.0, 1.0]
+
+
+def test_a_run_that_fails_leaves_the_finished_ones(script, trained, tmp_path, monkeypatch):
+    path, train = tmp_path / "results.jsonl", script.train_her.train
+
+    def fail_later(args, storage, name):
+        if name == script.train_her.WITHOUT:
+            raise RuntimeError("out of memory")
+        return train(args, storage, name)
+
+    monkeypatch.setattr(script.train_her, "train", fail_later)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        script.main(["--only", "*:dqn", "--seeds", "0", "--results", str(path)])
+    assert [line["hindsight"] for line in lines(path)] == [True]
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_give_what_they_give_one_by_one(script, small, tmp_path):
+    # Other processes don't see what a test replaces: they train in earnest.
+    path = tmp_path / "results.jsonl"
+    options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
+    script.main([*options, "--jobs", "2"])
+    side_by_side = {line["hindsight"]: line["curve"] for line in lines(path)}
+    path.write_text("")
+    script.main(options)
+    assert side_by_side == {line["hindsight"]: line["curve"] for line in lines(path)}
+
+
+def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
+    script, small, monkeypatch
+):
+    tasks = dict(small)
+    tasks[FLIPPING, "dqn"] = replace(tasks[FLIPPING, "dqn"], at_least=0.9, at_most=0.1)
+    tasks[FLIPPING, "td3"] = replace(tasks[FLIPPING, "td3"], steps=20_000, at_most=None)
+    tasks["FetchReach-v4", "sac"] = script.train_her.Task(2000, at_least=0.5)
+    monkeypatch.setattr(script.train_her, "TASKS", tasks)
+    runs = script.planned(tasks, [0, 1])
+    records = {}
+    for run in runs:
+        if run.algo == "dqn":
+            success = (0.9, 0.89)[run.seed] if run.hindsight else (0.1, 0.11)[run.seed]
+            records |= finished(run, success)
+        if run.algo == "sac" and not run.hindsight:
+            records |= finished(run, 1.0)
+    assert script.table(records, runs).splitlines()[2:] == [
+        "| BitFlipping-v0, 3 bits | DQN | 576 | 0.90, **0.89** | ≥ 0.90 | 0.10, **0.11** | ≤ 0.10 |",
+        "| BitFlipping-v0, 3 bits | TD3 | 20,000 | -, - | ≥ 0.00 | -, - |  |",
+        "| FetchReach-v4 | SAC | 2,000 | -, - | ≥ 0.50 | 1.00, 1.00 |  |",
+    ]
+
+
+def test_a_missed_bound_is_the_exit_status(script, small, tmp_path, monkeypatch):
+    runs = script.planned([(FLIPPING, "dqn")], [0])
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in finished(runs[0], -1.0).values()))
+    options = ["--only", "*:dqn", "--seeds", "0", "--table", "--results", str(path)]
+    assert script.main(options) == 1
+    path.unlink()
+    assert script.main(options) == 0
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"env": "BitFlipping-v0"}', "7", ""])
+def test_a_damaged_line_is_named_and_nothing_is_run(script, trained, tmp_path, damage):
+    path = tmp_path / "results.jsonl"
+    (run, *_) = script.planned([(FLIPPING, "dqn")], [0])
+    (record,) = finished(run, 1.0).values()
+    path.write_text(f"{json.dumps(record)}\n{damage}\n")
+    with pytest.raises(SystemExit, match=r"line 2 of .*results.jsonl is not a finished run"):
+        script.main(["--results", str(path)])
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--only *:ppo", "--only *:ppo fits none of BitFlipping-v0:dqn, "),
+        ("--only *:dqn dqn", "--only dqn fits none of BitFlipping-v0:dqn, "),
+        ("--seeds -1", "--seeds: must be an integer >= 0, got '-1'"),
+        ("--jobs 0", "--jobs: must be an integer >= 1, got '0'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(script, capsys, options, message):
+    with pytest.raises(SystemExit) as exit_:
+        script.main(options.split())
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_missing_extra_is_one_line_before_the_first_run(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(SystemExit, match=r"tqdm.*pip install -e"):
+        script.main(["--results", str(path)])
+    assert not path.exists()
