@@ -10,23 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import ReplayBuffer, Storage, Trajectory, Writer, filter_trajectories
+from torchrl.data import ReplayBuffer, Storage, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
+from trl_storages.batch_priorities import drawn_priorities
 from trl_storages.checkpoint import CheckpointedBuffer
-from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.episodes import episodes_of
 from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
-from trl_storages.history import is_key, slots_of
 from trl_storages.on_disk import OnDisk, intact
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.storages import FollowingStorage, PackedStorage
+from trl_storages.stored_rows import StoredRows
 from trl_storages.transforms import ReplayTransform, SeenRows, apply_transforms
 from trl_storages.writers import EpisodeWriter
 
@@ -35,16 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayStorage"]
 
-# TorchRL's names for how several priorities of one row become one.
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
-    "median": lambda priority, dim: priority.median(dim).values,
-}
 
-
-class ReplayStorage(OnDisk, CheckpointedBuffer):
+class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -180,11 +173,6 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         return storage
 
     @property
-    def episodes(self) -> EpisodeIndex:
-        """The episode index of the storage."""
-        return episodes_of(self.storage)
-
-    @property
     def is_full(self) -> bool:
         """Whether every slot holds a row, so that the next write overwrites the oldest."""
         return self.episodes.is_full
@@ -316,26 +304,15 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
         if not isinstance(sampler, PERSampler):
             super().update_tensordict_priority(data)
             return
-        priority = data.get(self.priority_key, None)
-        stamp = data.get(keys.PRIORITY_STAMP, None)
-        if priority is None:
-            if stamp is None:
-                return  # A new row, as `add` passes it: the writer has given it its priority.
-            raise KeyError(
-                f"the batch lacks {self.priority_key!r}: the loss writes it, or set it to the absolute "
-                "temporal-difference errors."
-            )
-        priority = priority.detach().reshape(-1)
-        if priority.numel() != data.numel():
-            priority = priority.reshape(data.numel(), -1)
-            priority = _REDUCTIONS[sampler.reduction](priority, 1)
-        index = data.get(keys.INDEX)
-        if data.get(keys.ANCHOR_INDEX, None) is not None:
-            steps = self._sample_unit.num_steps
-            learnt = data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)
-            priority = torch.where(learnt, priority, 0).reshape(-1, steps).amax(1)
-            index = data.get(keys.ANCHOR_INDEX).reshape(-1, steps)[:, 0]
-            stamp = None if stamp is None else stamp.reshape(-1, steps)[:, 0]
+        drawn = drawn_priorities(
+            data,
+            self.priority_key,
+            reduction=sampler.reduction,
+            sequence_length=self._sample_unit.num_steps if self._sample_unit is not None else 1,
+        )
+        if drawn is None:
+            return
+        index, priority, stamp = drawn
         with self._replay_lock, self._write_lock:
             if self.shared:
                 self._hear_of_writes()
@@ -448,83 +425,6 @@ class ReplayStorage(OnDisk, CheckpointedBuffer):
                 f"num_batches and epochs must be 0 or more, got {num_batches} and {epochs}."
             )
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
-
-    # History
-
-    @intact
-    def __getitem__(self, index: Any) -> Any:
-        """Reads rows as they were stored, without transforms, into new memory.
-
-        Args:
-            index: a slice of the history in time order, the oldest row first (the rows of several
-                lanes alternate, as `EpisodeIndex.ages` orders them); or slots, as an int, a list, a
-                mask or an integer tensor of any shape B; or the key of an entry of the whole history.
-
-        Returns:
-            TensorDict `[B]`, or the entry.
-
-        Raises:
-            IndexError: a slot holds no row.
-        """
-        with self._replay_lock, self._write_lock:
-            if is_key(index):
-                return self._rows(slots_of(self.episodes, slice(None)))[index]
-            return self._rows(slots_of(self.episodes, index))
-
-    def _rows(self, slots: torch.Tensor) -> TensorDictBase:
-        # One gather, also for a single slot: its row would be a view of the storage otherwise.
-        return self._storage.get(slots.reshape(-1)).reshape(slots.shape)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Overwrites rows in place, which stay as old as they are.
-
-        Args:
-            index: as for reading.
-            value: TensorDict `[B]` of all entries, or the entry of the whole history.
-
-        Raises:
-            IndexError: a slot holds no row. Nothing is written then.
-            ValueError: an episode would end elsewhere than it does, or there are more or fewer rows
-                than slots. Nothing is written then.
-        """
-        with self._replay_lock, self._write_lock:
-            if is_key(index):
-                slots = slots_of(self.episodes, slice(None))
-                value = self._rows(slots).set(index, value)
-            else:
-                slots = slots_of(self.episodes, index)
-            self._writer.write_at(slots, value)
-
-    @intact
-    def query(
-        self,
-        predicate: Callable[[Trajectory], bool] | None = None,
-        *,
-        trajectory_key: NestedKey | None = None,
-    ) -> list[Trajectory]:
-        """Lists the stored episodes, lane by lane, the oldest first.
-
-        Args:
-            predicate: which of them, as built from `torchrl.data.traj`; None lists all.
-            trajectory_key: entry that tells episodes apart; None asks the episode index.
-
-        Returns:
-            TorchRL's `Trajectory`s of rows as they were stored, running and cut episodes included;
-            `("collector", "traj_ids")` of the rows is a number of their episode.
-        """
-        with self._replay_lock, self._write_lock:
-            if not len(self.episodes):
-                return []
-            listed = self.episodes.episodes()
-            length = listed["length"]
-            number = torch.arange(len(length), device=length.device).repeat_interleave(length)
-            step = torch.arange(len(number), device=length.device)
-            step -= (length.cumsum(0) - length)[number]
-            rows = self._storage.get(self.episodes.shift(listed["first"][number], step))
-        if trajectory_key is None:
-            trajectory_key = keys.TRAJECTORY_IDS
-            rows.set(trajectory_key, number.to(rows.device))
-        return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
         """Forgets the stored rows.
