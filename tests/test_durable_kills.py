@@ -1,6 +1,8 @@
 """What a killed writer leaves on disk, and what readers see while a writer is at work.
 
-The processes fork from one that has imported everything, so that a kill takes milliseconds.
+The processes fork from one that has imported everything, so that a kill takes milliseconds. How many
+there are is set by the environment: TRL_STORAGES_KILLS=200 kills so many writers of each number of
+lanes at random moments (100 otherwise), TRL_STORAGES_STRIDE=1 kills at every line of the code.
 """
 
 import json
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+# Lines of the code from one kill to the next.
+STRIDE = int(os.environ.get("TRL_STORAGES_STRIDE", 37))
 
 
 def run(module, *args):
@@ -33,17 +37,25 @@ def run(module, *args):
 @pytest.mark.requirement("persistence")
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_killed_at_random_moments(tmp_path, lanes):
-    result = run("killed", "random", tmp_path / "rows", lanes, 100)
-    assert result["kills"] >= 100
+    kills = int(os.environ.get("TRL_STORAGES_KILLS", 100))
+    result = run("killed", "random", tmp_path / "rows", lanes, kills)
+    assert result["kills"] >= kills
     assert result["wraps"] > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_killed_inside_the_steps_of_a_commit(tmp_path, lanes):
-    # Every so many lines of the code; a stride of 1 takes some minutes.
-    result = run("killed", "inside", tmp_path / "rows", lanes, 13)
-    assert result["kills"] > 60
+    result = run("killed", "inside", tmp_path / "rows", lanes, STRIDE)
+    assert min(result["kills"].values()) > 0
+    assert sum(result["kills"].values()) > 1000 // STRIDE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_killed_while_rows_are_forgotten_loaded_made_or_deleted(tmp_path, lanes):
+    result = run("killed", "forgetting", tmp_path / "rows", lanes, STRIDE)
+    assert min(result["kills"].values()) > 0
 
 
 @pytest.mark.slow
