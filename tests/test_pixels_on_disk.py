@@ -1,0 +1,71 @@
+"""The tutorial that learns from pictures on disk runs, keeps its files when told to, and goes on."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+SHORT = ["--steps", "520", "--workers", "2", "--start", "fork"]
+
+pytestmark = [
+    pytest.mark.requirement("disk-workers"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    # TorchRL's losses warn about options of their own that are to change.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def tutorial(monkeypatch):
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    import pixels_on_disk
+
+    yield pixels_on_disk
+    for name in ("pixels_on_disk", "options"):
+        sys.modules.pop(name, None)
+
+
+def test_acts_learns_keeps_and_goes_on(tutorial, tmp_path, capsys):
+    path = tmp_path / "replay"
+    rate = tutorial.main([*SHORT, "--path", str(path), "--keep"])
+    assert 0 <= rate <= 1
+    assert "0 steps were there already" in capsys.readouterr().out
+    tutorial.main([*SHORT, "--path", str(path)])
+    said = capsys.readouterr().out
+    assert "520 steps were there already" in said
+    assert "1040 steps are stored" in said
+    assert not path.exists()
+
+
+def test_the_bat_catches_what_lands_on_it(tutorial):
+    env = tutorial.Catch()
+    for seed in range(20):
+        picture, _ = env.reset(seed=seed)
+        done = False
+        while not done:
+            ball, bat = np.argmax(picture[0, :-1].max(0)), np.flatnonzero(picture[0, -1] == 160)
+            before = picture
+            picture, reward, done, _, info = env.step(1 + np.sign(ball - bat.mean()))
+        assert before.dtype == np.uint8
+        assert info["caught"] == (reward == 1)
+
+
+def test_shifts_are_by_a_pixel_at_most(tutorial):
+    pictures = torch.randint(0, 256, (200, 1, tutorial.SIDE, tutorial.SIDE), dtype=torch.uint8)
+    moved = tutorial.shifted(pictures)
+    assert moved.shape == pictures.shape
+    padded = torch.nn.functional.pad(pictures.float() / 255, [1] * 4)
+    seen = set()
+    for one, picture in zip(moved, padded, strict=True):
+        places = [
+            (row, column)
+            for row in range(3)
+            for column in range(3)
+            if torch.equal(one, picture[:, row : row + 12, column : column + 12])
+        ]
+        assert places
+        seen.update(places)
+    assert len(seen) == 9

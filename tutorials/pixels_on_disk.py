@@ -1,0 +1,185 @@
+"""Learns from pictures the way of DrQ-v2: one process acts and learns, others draw its batches from disk.
+
+    python tutorials/pixels_on_disk.py                             # catches a ball, from 12 x 12 pixels
+    python tutorials/pixels_on_disk.py --path replay --keep        # and keeps what it has seen
+    python tutorials/pixels_on_disk.py --path replay --keep        # once more: goes on with it
+
+A replay of pictures outgrows the memory, and folding n steps and gathering batches takes time that the
+learner could use. So the rows are on disk, in `--path`. `storage.record` writes them there, and each
+worker of `storage.loader` reads what is committed, in a process of its own: whole rows at any moment,
+new ones after `--fetch-every` batches. Killed at any moment, the program goes on with `--path` where it
+was; without `--keep` the files are deleted at its end.
+
+Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
+Reinforcement Learning, arXiv:2107.09645, here with DQN and the actions left, stay and right.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from options import OneLineParser, integer_from
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.data import Categorical
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, SoftUpdate
+
+from trl_storages import NStepReplayStorage
+
+SIDE, PAD = 12, 1
+
+
+class Catch(gymnasium.Env):
+    """A ball falls from a random column; a bat of three pixels must be below it when it lands."""
+
+    observation_space = Box(0, 255, (1, SIDE, SIDE), np.uint8)
+    action_space = Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Drops a new ball."""
+        super().reset(seed=seed)
+        self._row, self._column = 0, int(self.np_random.integers(SIDE))
+        self._bat = int(self.np_random.integers(1, SIDE - 1))
+        return self._picture(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Moves bat and ball."""
+        self._bat = min(max(self._bat + int(action) - 1, 1), SIDE - 2)
+        self._row += 1
+        landed = self._row == SIDE - 1
+        caught = landed and abs(self._column - self._bat) <= 1
+        return self._picture(), float(caught), landed, False, {"caught": caught}
+
+    def _picture(self) -> np.ndarray:
+        picture = np.zeros((1, SIDE, SIDE), np.uint8)
+        picture[0, self._row, self._column] = 255
+        picture[0, -1, self._bat - 1 : self._bat + 2] = 160
+        return picture
+
+
+def make_network() -> nn.Module:
+    """Returns a network from pictures to the values of the actions."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Flatten(-3),
+        nn.Linear(32 * 3 * 3, 128),
+        nn.ReLU(),
+        nn.Linear(128, 3),
+    )
+
+
+def shifted(pictures: Tensor) -> Tensor:
+    """Moves each picture by up to a pixel, the augmentation of DrQ: uint8 in, floats in [0, 1] out."""
+    padded = nn.functional.pad(pictures.float() / 255, [PAD] * 4)
+    at = torch.randint(2 * PAD + 1, (2, len(pictures), 1))
+    rows, columns = (at + torch.arange(SIDE)).unsqueeze(2).unbind()
+    picture = torch.arange(len(pictures))[:, None, None]
+    return padded[:, 0][picture, rows.mT, columns].unsqueeze(1)
+
+
+class Learner:
+    """DQN on batches that come from elsewhere."""
+
+    def __init__(self) -> None:
+        self.network = make_network()
+        actor = QValueActor(self.network, spec=Categorical(3))
+        self.loss = DQNLoss(actor, action_space="categorical", delay_value=True)
+        self.loss.make_value_estimator(gamma=0.99)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-3)
+        self.target = SoftUpdate(self.loss, tau=0.05)
+
+    def update(self, batch: TensorDictBase) -> None:
+        """Learns from a batch."""
+        for key in ("observation", ("next", "observation")):
+            batch[key] = shifted(batch[key])
+        self.optimizer.zero_grad()
+        self.loss(batch)["loss"].backward()
+        self.optimizer.step()
+        self.target.step()
+
+    @torch.no_grad()
+    def act(self, observation: np.ndarray) -> int:
+        """Returns the action of the largest value."""
+        picture = torch.from_numpy(observation).float().unsqueeze(0) / 255
+        return int(self.network(picture).argmax())
+
+
+def train(arguments: argparse.Namespace, path: Path) -> float:
+    """Acts, learns, and returns the share of balls that are caught in the end."""
+    torch.manual_seed(arguments.seed)
+    env, learner, rng = Catch(), Learner(), np.random.default_rng(arguments.seed)
+    storage = NStepReplayStorage(
+        env.observation_space,
+        env.action_space,
+        storage_size=arguments.storage_size,
+        batch_size=64,
+        n_step=3,
+        path=path,
+    )
+    print(f"{len(storage)} steps were there already")
+    batches = iter(
+        storage.loader(
+            arguments.workers,
+            fetch_every=arguments.fetch_every,
+            pin_memory=True,
+            seed=arguments.seed,
+            multiprocessing_context=arguments.start if arguments.workers else None,
+        )
+    )
+    observation, _ = env.reset(seed=arguments.seed)
+    for step in range(arguments.steps):
+        explore = rng.random() < max(0.1, 1 - 2 * step / arguments.steps)
+        action = int(rng.integers(3)) if explore else learner.act(observation)
+        after, *outcome = env.step(action)
+        storage.record(observation, action, *outcome, after)
+        observation = env.reset()[0] if outcome[1] else after
+        if len(storage) >= 500 and step % 2 == 0:
+            learner.update(next(batches))
+    rate = evaluate(learner, env)
+    print(f"{rate:.2f} of the balls are caught, {len(storage)} steps are stored")
+    del batches  # ends the workers
+    storage.close(keep=arguments.keep)
+    return rate
+
+
+def evaluate(learner: Learner, env: gymnasium.Env, episodes: int = 100) -> float:
+    caught = 0
+    for _ in range(episodes):
+        observation, done = env.reset()[0], False
+        while not done:
+            observation, _, done, _, info = env.step(learner.act(observation))
+        caught += info["caught"]
+    return caught / episodes
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--path", type=Path, help="directory of the rows; a temporary one otherwise"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the rows at the end")
+    parser.add_argument("--workers", type=integer_from(0), default=2, help="processes that sample")
+    parser.add_argument("--fetch-every", type=integer_from(1), default=8, help="batches")
+    parser.add_argument("--steps", type=integer_from(1), default=12_000)
+    parser.add_argument("--storage-size", type=integer_from(1), default=20_000)
+    parser.add_argument("--seed", type=integer_from(0), default=0)
+    parser.add_argument("--start", choices=["spawn", "fork"], default="spawn", help="of workers")
+    arguments = parser.parse_args(argv)
+    if arguments.path is not None:
+        return train(arguments, arguments.path)
+    with tempfile.TemporaryDirectory() as directory:
+        return train(arguments, Path(directory) / "replay")
+
+
+if __name__ == "__main__":
+    main()
