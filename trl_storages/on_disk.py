@@ -84,12 +84,9 @@ class OnDisk:
             self._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
         if isinstance(self._sampler, WrappingSampler):
             self._sampler.resume(progress.get("sampler", {}))
-        # The environments of a writer that was killed later are gone.
-        if (
-            self._recorder is not None
-            and progress.get("sequence") == sequence
-            and "ended" in progress
-        ):
+        # The environments of a writer that was killed later are gone, and those without rows unknown.
+        is_last = progress.get("sequence") == sequence and len(self._storage)
+        if self._recorder is not None and is_last and "ended" in progress:
             self._recorder.load_state_dict({"ended": progress["ended"]})
 
     def _initialize_prioritized_sampler(self) -> None:

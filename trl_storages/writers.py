@@ -83,15 +83,18 @@ class EpisodeWriter(RoundRobinWriter):
                 "interleaved in one dimension; pass num_envs to the writer instead."
             )
         index = getattr(storage, "episodes", None)
+        journal = getattr(storage, "journal", None)
+        if journal is not None:
+            journal.set_lanes(self.num_envs)
+            # Where nothing was ever written, the number of lanes is still open.
+            if index is not None and index.num_envs != self.num_envs:
+                index = None
         if index is not None and index.num_envs != self.num_envs:
             raise ValueError(
                 f"the storage is written in {index.num_envs} lanes already, got num_envs="
                 f"{self.num_envs}."
             )
         super().register_storage(storage)
-        journal = getattr(storage, "journal", None)
-        if journal is not None:
-            journal.set_lanes(self.num_envs)
         if index is None:
             storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
         self._last_trajectory = torch.zeros(

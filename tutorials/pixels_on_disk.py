@@ -1,6 +1,6 @@
 """Learns from pictures the way of DrQ-v2: one process acts and learns, others draw its batches from disk.
 
-    python tutorials/pixels_on_disk.py                             # catches a ball, from 12 x 12 pixels
+    python tutorials/pixels_on_disk.py                             # catches a ball, from 8 x 8 pixels
     python tutorials/pixels_on_disk.py --path replay --keep        # and keeps what it has seen
     python tutorials/pixels_on_disk.py --path replay --keep        # once more: goes on with it
 
@@ -33,7 +33,7 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 
 from trl_storages import NStepReplayStorage
 
-SIDE, PAD = 12, 1
+SIDE, PAD = 8, 1
 
 
 class Catch(gymnasium.Env):
@@ -67,12 +67,12 @@ class Catch(gymnasium.Env):
 def make_network() -> nn.Module:
     """Returns a network from pictures to the values of the actions."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride=2),
+        nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(-3),
-        nn.Linear(32 * 3 * 3, 128),
+        nn.Linear(32 * (SIDE // 2) ** 2, 128),
         nn.ReLU(),
         nn.Linear(128, 3),
     )
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--keep", action="store_true", help="keep the rows at the end")
     parser.add_argument("--workers", type=integer_from(0), default=2, help="processes that sample")
     parser.add_argument("--fetch-every", type=integer_from(1), default=8, help="batches")
-    parser.add_argument("--steps", type=integer_from(1), default=12_000)
+    parser.add_argument("--steps", type=integer_from(1), default=6_000)
     parser.add_argument("--storage-size", type=integer_from(1), default=20_000)
     parser.add_argument("--seed", type=integer_from(0), default=0)
     parser.add_argument("--start", choices=["spawn", "fork"], default="spawn", help="of workers")

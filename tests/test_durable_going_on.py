@@ -1,0 +1,239 @@
+"""Ready-made storages on disk, against twins in memory that were never closed."""
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from test_persistence import (
+    LANES,
+    OBSERVATIONS,
+    RECIPES,
+    SIZE,
+    Loop,
+    assert_go_on_alike,
+    assert_same,
+    by_dumps,
+    by_state_dict,
+    make,
+)
+from torchrl.data import LazyTensorStorage
+
+from trl_storages import (
+    EpisodeReplayStorage,
+    PackedStorage,
+    ReplayStorage,
+    UniformReplayStorage,
+    UniformSampler,
+)
+from trl_storages.samplers import ERESampler, PERSampler, WrappingSampler
+
+pytestmark = pytest.mark.requirement("persistence")
+
+
+def samplers_of(storage):
+    sampler = storage.sampler
+    while isinstance(sampler, WrappingSampler):
+        yield sampler
+        sampler = sampler.base
+    yield sampler
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("num_steps", [11, 47])
+def test_taken_up_again_in_the_middle_of_episodes(recipe, num_steps, tmp_path):
+    twin, storage = make(recipe, seed=1), make(recipe, seed=1, path=tmp_path / "rows")
+    loop = Loop()
+    loop.write(4, twin, storage)
+    loop.run(num_steps - 4, twin, storage)
+    storage.close()
+    again = make(recipe, seed=7, path=tmp_path / "rows")
+    assert again.writer._write_count == twin.writer._write_count
+    assert torch.equal(again.episodes.cursors, twin.episodes.cursors)
+    assert_same(again.episodes.episodes(), twin.episodes.episodes())
+    for ours, theirs in zip(samplers_of(again), samplers_of(twin), strict=True):
+        if isinstance(ours, ERESampler):
+            assert (ours.update, ours.num_updates) == (theirs.update, theirs.num_updates)
+        if isinstance(ours, PERSampler):
+            assert torch.equal(ours.priorities, theirs.priorities)
+            assert ours.default_priority == theirs.default_priority
+    assert_go_on_alike(twin, again, loop)
+
+
+def test_whole_episodes(tmp_path):
+    def build(**options):
+        return EpisodeReplayStorage(
+            OBSERVATIONS, spaces.Discrete(9), storage_size=SIZE, num_envs=LANES, seed=3, **options
+        )
+
+    twin, storage = build(), build(path=tmp_path / "rows")
+    loop = Loop()
+    for _ in range(2):
+        loop.write(20, twin, storage)
+    storage.sample(), twin.sample()
+    storage.close()
+    again = build(path=tmp_path / "rows")
+    for _ in range(20):
+        assert_same(twin.sample(), again.sample())
+        loop.write(1, twin, again)
+
+
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+@pytest.mark.parametrize("num_steps", [11, 47])
+def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
+    twin, saved = (make("all of them", seed=1, **at) for at in ({}, {"path": tmp_path / "saved"}))
+    loop = Loop()
+    loop.write(4, twin, saved)
+    loop.run(num_steps - 4, twin, saved)
+    fresh = make("all of them", seed=2, path=tmp_path / "fresh")
+    Loop().run(40, fresh)
+    reload(saved, fresh, tmp_path)
+    fresh.close()
+    assert_go_on_alike(twin, make("all of them", seed=2, path=tmp_path / "fresh"), loop)
+    saved.validate()
+
+
+def test_a_copy_of_a_reader_is_refused(tmp_path):
+    import copy
+
+    storage = make("uniform", seed=1, path=tmp_path)
+    Loop().write(4, storage)
+    reader = ReplayStorage.open(tmp_path, mode="r", batch_size=4)
+    with pytest.raises(RuntimeError, match="can't be copied"):
+        copy.deepcopy(reader)
+    assert len(reader.sample()) == 4
+
+
+@pytest.mark.parametrize("way", ["move", "rename", "copy"])
+def test_a_directory_that_was_moved_while_it_was_closed(way, tmp_path):
+    storage = make("all of them", seed=1, path=tmp_path / "rows")
+    twin, loop = make("all of them", seed=1), Loop()
+    loop.write(4, twin, storage)
+    loop.run(43, twin, storage)
+    storage.close()
+    there = tmp_path / "elsewhere" / "rows"
+    there.parent.mkdir()
+    if way == "copy":
+        shutil.copytree(tmp_path / "rows", there)
+        first = make("all of them", seed=1, path=tmp_path / "rows")  # beside the copy
+    else:
+        {"move": shutil.move, "rename": os.rename}[way](tmp_path / "rows", there)
+    assert_go_on_alike(twin, make("all of them", seed=1, path=there), loop)
+    if way == "copy":
+        first.validate()
+
+
+class TestOtherLanes:
+    """The number of environments is part of what was written."""
+
+    def build(self, path, num_envs):
+        return UniformReplayStorage(
+            OBSERVATIONS, spaces.Discrete(9), storage_size=SIZE, num_envs=num_envs, path=path
+        )
+
+    def test_of_a_storage_that_was_written(self, tmp_path):
+        storage = self.build(tmp_path, 2)
+        Loop().write(3, storage)
+        storage.close()
+        with pytest.raises(ValueError, match="in 2 lanes"):
+            self.build(tmp_path, 3)
+        self.build(tmp_path, 2).validate()
+
+    def test_of_one_that_was_only_made(self, tmp_path):
+        self.build(tmp_path, 3).close()
+        storage = self.build(tmp_path, 2)
+        Loop().write(40, storage)
+        storage.close()
+        again = self.build(tmp_path, 2)
+        assert len(again) == SIZE
+        again.validate()
+
+
+class Recorded:
+    """A loop over a vector environment that resets itself at the step after the last one."""
+
+    def __init__(self, path):
+        self.storage = UniformReplayStorage(
+            spaces.Box(-np.inf, np.inf, (1,), np.float32),
+            spaces.Discrete(2),
+            storage_size=20,
+            num_envs=2,
+            autoreset_mode="NextStep",
+            batch_size=4,
+            path=path,
+        )
+
+    def record(self, step, ended):
+        observations = np.full((2, 1), step, np.float32)
+        rest = np.zeros(2, bool), {}, observations + 1
+        return self.storage.record(
+            observations, np.zeros(2, np.int64), np.zeros(2), np.array(ended), *rest
+        )
+
+
+def test_environments_that_are_being_reset_are_known_after_closing(tmp_path):
+    loop = Recorded(tmp_path)
+    loop.record(0, [False, True])
+    loop.storage.close()
+    assert len(Recorded(tmp_path).record(1, [False, False])) == 1
+
+
+def test_environments_of_a_killed_writer_are_gone(tmp_path):
+    """Those of the process that takes the rows up are freshly reset, whatever was flushed before."""
+    pid = os.fork()
+    if not pid:
+        try:
+            loop = Recorded(tmp_path)
+            loop.record(0, [False, True])
+            loop.storage.flush()
+            loop.record(1, [False, False])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    loop = Recorded(tmp_path)
+    assert len(loop.storage) == 3
+    assert len(loop.record(0, [False, False])) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"generator": "AAAA"}', '{"generator": 3}', '{"sampler": 3}', "{"]
+)
+def test_damaged_progress(text, tmp_path):
+    storage = make("recency", seed=1, path=tmp_path)
+    Loop().write(9, storage)
+    storage.close()
+    (tmp_path / "progress.json").write_text(text)
+    with pytest.raises(ValueError, match=r"progress\.json.*damaged.*delete it"):
+        make("recency", seed=1, path=tmp_path)
+    (tmp_path / "progress.json").unlink()
+    again = make("recency", seed=1, path=tmp_path)
+    again.validate()
+    assert len(again) == 18
+
+
+def test_readers_that_are_opened_before_the_first_write(tmp_path):
+    storage = make("all of them", seed=1, path=tmp_path / "rows")
+    reader = ReplayStorage.open(tmp_path / "rows", mode="r", batch_size=8, sampler=UniformSampler())
+    with pytest.raises(RuntimeError, match="empty"):
+        reader.sample()
+    batches = iter(storage.loader(batch_size=8))
+    with pytest.raises(RuntimeError, match="empty"):
+        next(batches)
+    Loop().write(5, storage)
+    assert len(reader.sample()) == len(next(iter(storage.loader(batch_size=8)))) == 8
+    # Without spaces there is nothing to read before the layout is known.
+    later = ReplayStorage(storage=PackedStorage(8, scratch_dir=tmp_path / "later"))
+    with pytest.raises(FileNotFoundError, match="storage"):
+        ReplayStorage.open(tmp_path / "later", mode="r")
+    with pytest.raises(RuntimeError, match="none was written yet"):
+        later.loader(batch_size=4)
+
+
+def test_stock_storages_have_nothing_to_flush(tmp_path):
+    storage = ReplayStorage(storage=LazyTensorStorage(SIZE), batch_size=4)
+    storage.flush()
+    storage.close()
+    storage.close(keep=False)
