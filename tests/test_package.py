@@ -101,6 +101,7 @@ def owners():
     return {
         "ReplayBuffer": buffer,
         "TensorStorage": buffer.storage,
+        "TensorStorageCheckpointer": buffer.storage.checkpointer,
         "RoundRobinWriter": buffer.writer,
         "Sampler": buffer.sampler,
         "CatTensors": CatTensors(["a", "b"], out_key="c"),

@@ -65,6 +65,7 @@ PRIVATE_ATTRIBUTES = {
         "_set_last_cursor",
         "_bump_mutation_revision",
     ),
+    "TensorStorageCheckpointer": ("_save_hooks", "_load_hooks"),
     "RoundRobinWriter": (
         "_cursor",
         "_write_count",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchrl.data import TensorDictReplayBuffer
 from trl_storages.batch_files import dump_batches, load_batches
 from trl_storages.episodes import episodes_of
 from trl_storages.gym import GymRecorder
+from trl_storages.storages import RowsCheckpointer
 from trl_storages.writers import EpisodeWriter
 
 __all__ = ["CheckpointedBuffer"]
@@ -57,17 +59,18 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         super().load_state_dict(state_dict)
         self._restore_recorder(state_dict.get("_recorder"))
 
-    def dumps(self, path: str | Path) -> None:
+    def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves all that the next samples and writes depend on. Loading it runs no code.
 
         Args:
             path: a directory, which may hold an earlier dump.
+            progress: whether to show how far the copying of packed rows is.
         """
         path = Path(path)
         with self._futures_lock:
             # Draws that are under way take the other lock.
             self.synchronize()
-            with self._replay_lock:
+            with self._replay_lock, self._showing(progress):
                 super().dumps(path)
                 # TorchRL's own file is of no use if the generator is one of a GPU.
                 shutil.rmtree(path / _STOCK_GENERATOR, ignore_errors=True)
@@ -77,8 +80,12 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
                 state = {"ended": ended, "generator": _describe(self._rng)}
                 (path / _STATE_FILE).write_text(json.dumps(state))
 
-    def loads(self, path: str | Path) -> None:
+    def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved.
+
+        Args:
+            path: the directory.
+            progress: whether to show how far the copying of packed rows is.
 
         Raises:
             FileNotFoundError: there is no such directory.
@@ -89,11 +96,18 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
             raise FileNotFoundError(f"there must be a directory that dumps() wrote, got {path}.")
         if isinstance(self._writer, EpisodeWriter):
             self._writer.check_dump(path / "writer")
-        super().loads(path)
+        with self._showing(progress):
+            super().loads(path)
         state = json.loads((path / _STATE_FILE).read_text())
         self._restore_recorder(None if state["ended"] is None else {"ended": state["ended"]})
         if state["generator"] is not None:
             self.set_rng(_generator(state["generator"]))
+
+    def _showing(self, progress: bool) -> AbstractContextManager[None]:
+        checkpointer = getattr(self._storage, "checkpointer", None)
+        if isinstance(checkpointer, RowsCheckpointer):
+            return checkpointer.showing(progress)
+        return nullcontext()
 
     def _restore_recorder(self, state: dict[str, Any] | None) -> None:
         if self._recorder is None and state is not None:

@@ -112,15 +112,19 @@ class OnDisk:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._keep_priorities()
 
-    def loads(self, path: str | Path) -> None:
+    def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Rows in a directory are forgotten before they come.
+
+        Args:
+            path: the directory of the dump.
+            progress: whether to show how far the copying of packed rows is.
 
         Raises:
             RuntimeError: the rows are in a directory that this process may not write.
             FileNotFoundError, ValueError: as in `CheckpointedBuffer`.
         """
         self._check_writable()
-        super().loads(path)  # type: ignore[misc]
+        super().loads(path, progress=progress)  # type: ignore[misc]
         self._keep_priorities()
 
     def _keep_priorities(self) -> None:

@@ -125,7 +125,7 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
             device: where batches arrive; the rows stay in their files.
             fetch_every: with mode "r", batches that are drawn before new rows are looked at.
             check: whether to check every row against its checksum.
-            progress: whether to show how far that is.
+            progress: whether to show how far the opening and the checking is.
             **options: as in the constructor: batch_size, generator, recorder, ...
 
         Raises:
@@ -141,6 +141,7 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
             transform=transform,
             device=device,
             fetch_every=fetch_every,
+            progress=progress,
             **options,
         )
         if check:
@@ -155,15 +156,18 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
         mode: str,
         device: torch.device | str | None = None,
         fetch_every: int = 1,
+        progress: bool = False,
         **options: Any,
     ) -> Self:
         if mode not in ("r+", "r"):
             raise ValueError(f"mode must be 'r+' to write or 'r' to read, got {mode!r}.")
         rows: PackedStorage
         if mode == "r":
-            rows = FollowingStorage(path, fetch_every=fetch_every, out_device=device)
+            rows = FollowingStorage(
+                path, fetch_every=fetch_every, out_device=device, progress=progress
+            )
         else:
-            rows = PackedStorage.open(path, out_device=device)
+            rows = PackedStorage.open(path, out_device=device, progress=progress)
         storage = cls.__new__(cls)
         with rows.released_on_error():
             num_envs, fields = episodes_of(rows).num_envs, rows.layout.keys  # type: ignore[union-attr]

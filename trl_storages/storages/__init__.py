@@ -1,6 +1,7 @@
 """Where the rows live."""
 
 from trl_storages.storages.directory import PROGRESS
+from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable_lanes import DurableLanes
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
@@ -17,6 +18,7 @@ __all__ = [
     "Layout",
     "PackedStorage",
     "PriorityColumn",
+    "RowsCheckpointer",
     "Span",
     "Steps",
     "field_keys",

@@ -5,7 +5,7 @@ Letters: N rows, E lanes (environments), T steps a lane, L lanes and S steps of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,12 @@ from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
 from trl_storages.storages.marks import begins, dones, pack_marks, steps
 
-__all__ = ["Durable", "check_same", "feed"]
+__all__ = ["Durable", "Track", "check_same", "feed"]
+
+#: Wraps a loop, to show how far it is.
+Track = Callable[[Iterable[Any]], Iterable[Any]]
+
+_STRETCH = 1 << 21  # rows that the index takes in at a time
 
 
 def check_same(journal: Journal, max_size: int, fields: Mapping[NestedKey, Any]) -> None:
@@ -62,8 +67,11 @@ class Durable:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
-    def episodes(self) -> EpisodeIndex | None:
+    def episodes(self, track: Track = iter) -> EpisodeIndex | None:
         """Returns the index of the rows that are there; None if no `EpisodeWriter` wrote them.
+
+        Args:
+            track: as in `feed`.
 
         Raises:
             ValueError: rows are not of the steps that the header names.
@@ -73,10 +81,10 @@ class Durable:
         if not identity.has_episodes:
             return None
         index = EpisodeIndex(identity.num_rows, identity.num_lanes)
-        self.rebuild(index)
+        self.rebuild(index, track)
         return index
 
-    def rebuild(self, index: EpisodeIndex) -> None:
+    def rebuild(self, index: EpisodeIndex, track: Track = iter) -> None:
         """Makes an index anew from the rows that are there.
 
         Raises:
@@ -84,7 +92,7 @@ class Durable:
         """
         journal = self.journal
         index.clear()
-        if not feed(index, journal, journal.state):
+        if not feed(index, journal, journal.state, track):
             raise ValueError(
                 f"{journal.directory} is damaged: its marks are not of the steps that its header names, "
                 "as after a loss of power without flush(). Bring it back from a copy."
@@ -211,13 +219,19 @@ def _slots(cursor: Any, num_rows: int) -> np.ndarray:
     return slots % num_rows if len(slots) and slots.min() < 0 else slots
 
 
-def feed(index: EpisodeIndex, journal: Journal, state: State) -> bool:
+def feed(
+    index: EpisodeIndex,
+    journal: Journal,
+    state: State,
+    track: Track = iter,
+) -> bool:
     """Brings an index to what is committed, in one pass over the rows that it does not know.
 
     Args:
         index: knows the rows up to its cursors.
         journal: the files.
         state: the committed counters.
+        track: wraps the loop over stretches of rows, to show how far it is.
 
     Returns:
         False if rows were overwritten meanwhile; the index is then to be brought further.
@@ -229,10 +243,12 @@ def feed(index: EpisodeIndex, journal: Journal, state: State) -> bool:
         groups = [np.arange(lanes)]
     else:
         groups = [np.array([lane]) for lane in np.flatnonzero(new > old)]
+    stretches = []
     for group in groups:
         first, last = int(start[group[0]]), int(new[group[0]])
-        if first == last:
-            continue
+        length = max(_STRETCH // len(group), 1)
+        stretches += [(group, at, min(at + length, last)) for at in range(first, last, length)]
+    for group, first, last in track(stretches):
         step = np.arange(first, last)
         slots = (step % room)[None, :] * lanes + group[:, None]
         marks = journal.marks[:, 0].take(slots)
@@ -240,7 +256,7 @@ def feed(index: EpisodeIndex, journal: Journal, state: State) -> bool:
             return False
         done, cut = torch.from_numpy(dones(marks)), torch.from_numpy(begins(marks))
         # A lane that is joined may begin in the middle of an episode.
-        if not first or (first > old[group]).any():
+        if first == start[group[0]] and (not first or (first > old[group]).any()):
             index.rejoin(done, cut, last, torch.from_numpy(group))
         else:
             index.append(done, cut, torch.from_numpy(group))

@@ -15,7 +15,8 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.episodes import EpisodeIndex
-from trl_storages.storages.durable import feed
+from trl_storages.progress_bar import tracker
+from trl_storages.storages.durable import Track, feed
 from trl_storages.storages.header import fence
 from trl_storages.storages.journal import Journal
 from trl_storages.storages.packed import PackedStorage
@@ -40,6 +41,7 @@ class FollowingStorage(PackedStorage):
         directory: of a storage that an `EpisodeWriter` writes.
         fetch_every: batches that are drawn before the writer's new rows are looked at.
         out_device: as in `PackedStorage`.
+        progress: as in `PackedStorage`.
 
     Raises:
         FileNotFoundError, ValueError: the directory holds no storage, or one that is damaged.
@@ -52,6 +54,7 @@ class FollowingStorage(PackedStorage):
         *,
         fetch_every: int = 1,
         out_device: torch.device | str | None = None,
+        progress: bool = False,
     ) -> None:
         if fetch_every < 1:
             raise ValueError(f"fetch_every must be at least 1 batch, got {fetch_every}.")
@@ -69,18 +72,25 @@ class FollowingStorage(PackedStorage):
         self._batches = 0
         super().__init__(identity.num_rows, out_device=out_device)
         self.scratch_dir = Path(directory)
-        self._take_up(journal)
+        self._take_up(journal, tracker("opening rows", progress))
 
-    def _take_up(self, journal: Journal) -> None:
+    def _take_up(self, journal: Journal, track: Track) -> None:
         identity = journal.header.identity
         self.journal = journal
         self._rewrites = 0  # as the header counted them at the last look
         self._adopt(journal.layout, journal.tensor())
         self.episodes = EpisodeIndex(identity.num_rows, identity.num_lanes)
-        self.refresh()
+        self.refresh(track)
 
-    def refresh(self) -> None:
-        """Takes in what was committed since the last time."""
+    def refresh(self, track: Track = iter) -> None:
+        """Takes in what was committed since the last time.
+
+        Args:
+            track: as in `feed`.
+
+        Raises:
+            RuntimeError: rows are overwritten faster than they are looked at.
+        """
         journal: Journal = self.journal  # type: ignore[assignment]
         index: EpisodeIndex = self.episodes  # type: ignore[assignment]
         header, before = journal.header, journal.state.sequence
@@ -94,7 +104,7 @@ class FollowingStorage(PackedStorage):
                 if state.epoch != journal.state.epoch:
                     index.clear()
                 journal.state = state
-                is_fed = feed(index, journal, state)
+                is_fed = feed(index, journal, state, track)
                 fence()
                 if header.rewrites != self._rewrites:
                     index.clear()  # what was fed may be of two histories

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from torchrl.data import LazyTensorStorage, TensorStorage, TensorStorageCheckpointer
+from torchrl.data import LazyTensorStorage, TensorStorage
 
 from trl_storages.episodes import EpisodeIndex
+from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
-from trl_storages.storages.durable import Durable, check_same
+from trl_storages.storages.dumping import RowsCheckpointer
+from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.gather import take_rows, zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
@@ -49,6 +51,7 @@ class PackedStorage(LazyTensorStorage):
             the first write fixes it, and the layout with it.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
             one pinned block that crosses in one copy.
+        progress: whether to show how far the episodes of rows that are there already are known.
         ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
 
     Raises:
@@ -64,6 +67,7 @@ class PackedStorage(LazyTensorStorage):
     (torch.Size([2, 3]), 16)
     """
 
+    _default_checkpointer = RowsCheckpointer
     #: Set by the `EpisodeWriter` that writes to this storage.
     episodes: EpisodeIndex | None = None
     #: Counts how often what others write to the files was looked at; above 0 once there are files.
@@ -78,6 +82,7 @@ class PackedStorage(LazyTensorStorage):
         existsok: bool = False,
         fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]] | None] | None = None,
         out_device: torch.device | str | None = None,
+        progress: bool = False,
         ndim: int = 1,
     ) -> None:
         if max_size < 1:
@@ -113,28 +118,34 @@ class PackedStorage(LazyTensorStorage):
         self.out_device = None if out_device is None else torch.device(out_device)
         self._declared = dict(fields or {})
         if self.scratch_dir is not None:
-            self._reopen(self.scratch_dir)
+            self._reopen(self.scratch_dir, tracker("opening rows", progress))
         if self.rows is None and fields is not None and None not in fields.values():
             self._allocate(Layout(fields))  # type: ignore[arg-type]
 
     @classmethod
     def open(
-        cls, directory: str | Path, *, out_device: torch.device | str | None = None
+        cls,
+        directory: str | Path,
+        *,
+        out_device: torch.device | str | None = None,
+        progress: bool = False,
     ) -> PackedStorage:
         """Takes up the rows of a directory, to go on writing them.
 
         Args:
             directory: as `scratch_dir`.
             out_device: where `get` puts batches.
+            progress: whether to show how far that is.
 
         Raises:
             FileNotFoundError: it holds no storage. Otherwise as the constructor.
         """
         directory = Path(directory)
         check_is_storage(directory)
-        return cls(size_of(directory), scratch_dir=directory, out_device=out_device)
+        size = size_of(directory)
+        return cls(size, scratch_dir=directory, out_device=out_device, progress=progress)
 
-    def _reopen(self, directory: Path) -> None:
+    def _reopen(self, directory: Path, track: Track) -> None:
         """Takes up the rows that the directory holds, if it holds any."""
         if not holds_storage(directory):
             return
@@ -144,15 +155,15 @@ class PackedStorage(LazyTensorStorage):
             return
         try:
             check_same(journal, self.max_size, self._declared)
-            self._take_up(journal)
+            self._take_up(journal, track)
         except BaseException:
             journal.close()
             raise
 
-    def _take_up(self, journal: Journal) -> None:
+    def _take_up(self, journal: Journal, track: Track) -> None:
         self.journal, self._durable, self.refreshes = journal, Durable(journal), 1
         self._adopt(journal.layout, journal.tensor())
-        self.episodes = self._durable.episodes()
+        self.episodes = self._durable.episodes(track)
         self._len = journal.state.num_rows
 
     @property
@@ -443,7 +454,7 @@ class PackedStorage(LazyTensorStorage):
             ValueError: fields or number of rows differ. Nothing is changed then.
         """
         # Other checkpointers write something else than the fields.
-        if type(self.checkpointer) is TensorStorageCheckpointer and self.layout is not None:
+        if type(self.checkpointer) is RowsCheckpointer and self.layout is not None:
             saved = TensorDict.load_memmap(path)
             layout = Layout.of(saved, batch_dims=1)
             if layout.described != self.layout.described:

@@ -1,0 +1,100 @@
+"""What takes long shows how far it is, when asked to."""
+
+import builtins
+
+import pytest
+import torch
+from durable.rows import check, make, write
+
+from trl_storages import ReplayStorage, UniformSampler
+from trl_storages.storages import dumping, durable, journal
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """As if there were many gigabytes."""
+    monkeypatch.setattr(durable, "_STRETCH", 6)
+    monkeypatch.setattr(journal, "_CHUNK", 500)
+    monkeypatch.setattr(dumping, "_PIECE", 500)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    storage = make(tmp_path / "rows", 2, sampler=UniformSampler())
+    write(storage, 31)
+    return storage
+
+
+def test_opening_and_checking(storage, capsys):
+    path = storage.storage.scratch_dir
+    storage.close()
+    ReplayStorage.open(path, check=True).close()
+    assert capsys.readouterr().err == ""
+    again = ReplayStorage.open(path, check=True, progress=True)
+    said = capsys.readouterr().err
+    assert "opening rows:   0%" in said
+    assert "| 0/4 " in said
+    assert "checking rows:   0%" in said
+    check(again)
+    assert again.episodes.episodes()["length"].tolist() == (
+        storage.episodes.episodes()["length"].tolist()
+    )
+    reader = ReplayStorage.open(path, mode="r", progress=True, batch_size=4)
+    assert "opening rows:   0%" in capsys.readouterr().err
+    check(reader)
+    reader.sample()
+    assert capsys.readouterr().err == ""
+
+
+def test_lanes_of_unequal_fill_in_pieces(tmp_path):
+    storage = make(tmp_path, 4, 40)
+    for step in range(25):
+        write(storage, 1 + step % 3, torch.tensor([step % 4, (step + 1 + step % 2) % 4]))
+    storage.close()
+    check(make(tmp_path, 4, 40))
+
+
+def test_copying(storage, tmp_path, capsys):
+    storage.dumps(tmp_path / "dump")
+    assert capsys.readouterr().err == ""
+    storage.dumps(tmp_path / "dump", progress=True)
+    assert "saving rows:   0%" in capsys.readouterr().err
+    other = make(tmp_path / "other", 2, sampler=UniformSampler())
+    write(other, 1)
+    other.loads(tmp_path / "dump", progress=True)
+    assert "loading rows:   0%" in capsys.readouterr().err
+    check(other)
+    assert len(other) == 24
+    storage.dumps(tmp_path / "dump")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_dump_that_was_interrupted_is_none(storage, tmp_path, monkeypatch):
+    storage.dumps(tmp_path / "dump")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dumping.RowsCheckpointer, "_copy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            storage.dumps(tmp_path / "dump")
+    other = make(tmp_path / "other", 2, sampler=UniformSampler())
+    write(other, 1)
+    with pytest.raises(FileNotFoundError):
+        other.loads(tmp_path / "dump")
+
+
+def test_without_tqdm(storage, tmp_path, monkeypatch):
+    really = builtins.__import__
+
+    def missing(name, *args):
+        if name == "tqdm":
+            raise ImportError(name)
+        return really(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    for long in (storage.validate, lambda **options: storage.dumps(tmp_path / "dump", **options)):
+        with pytest.raises(ImportError, match="pip install tqdm"):
+            long(progress=True)
+    assert not (tmp_path / "dump" / "storage").exists()
