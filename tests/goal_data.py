@@ -15,6 +15,8 @@ from oracles import RingOracle, Row
 from tensordict import TensorDict
 from torch import Tensor
 
+from trl_storages import ReplayStorage
+
 __all__ = [
     "GOAL_SIZE",
     "HISTORIES",
@@ -98,6 +100,8 @@ def write(
     oracle.append(done, cut, lanes, payload=steps.tolist())
     if lanes is None:
         buffer.extend(data if oracle.num_envs > 1 else data[0])
+    elif isinstance(buffer, ReplayStorage):
+        buffer.extend(data, lanes=lanes)
     else:
         buffer.writer.extend(data, lanes=lanes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from torchrl.envs import GymWrapper
 
 from trl_storages import HERReplayStorage, ReplayStorage
 
-__all__ = ["TallyEnv", "check_batch", "check_rows", "goal_storage", "reward", "tally"]
+__all__ = ["TallyEnv", "check_batch", "check_rows", "goal_storage", "learn", "reward", "tally"]
 
 _numbers = itertools.count()
 _where = Box(0, 2**62, (3,), np.int64)
@@ -84,9 +85,41 @@ def check_rows(storage: ReplayStorage) -> None:
 
 
 def check_batch(batch: TensorDictBase) -> None:
-    """Goals are from the episode of the transition, and from then on."""
-    there = batch["next", "observation"]
+    """Transitions stay in their episode; goals are from it too, and from then on."""
+    here, there = batch["observation"], batch["next", "observation"]
+    assert torch.equal(there[:, :2], here[:, :2])
+    assert (there[:, 2] > here[:, 2]).all()
     goal = batch["desired_goal"][batch["her_mask"]]
-    own = there[batch["her_mask"]]
+    own = here[batch["her_mask"]]
     assert torch.equal(goal[:, :2], own[:, :2])
-    assert (goal[:, 2] >= own[:, 2]).all()
+    assert (goal[:, 2] > own[:, 2]).all()
+
+
+def learn(storage: ReplayStorage, wraps: int, seconds: float = 0) -> int:
+    """Samples, and reports priorities, while others write.
+
+    Args:
+        storage: what they write.
+        wraps: how often the ring is written meanwhile, at least.
+        seconds: how long it takes, at least.
+
+    Returns:
+        how many batches were sampled.
+    """
+    begin, num_batches = time.monotonic(), 0
+    patience = begin + seconds + 120
+    while (
+        storage.write_count < wraps * storage.episodes.capacity
+        or time.monotonic() < begin + seconds
+    ):
+        assert time.monotonic() < patience, "nobody writes"
+        if not len(storage):
+            time.sleep(0.01)
+            continue
+        batch = storage.sample()
+        check_batch(batch)
+        batch["td_error"] = torch.rand(batch.shape[0])
+        storage.update_tensordict_priority(batch)
+        storage.validate()
+        num_batches += 1
+    return num_batches

@@ -1,12 +1,11 @@
 """TorchRL's collectors write, in one process and in several, and no trajectory is ever mixed."""
 
 import multiprocessing
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-from tally_env import TallyEnv, check_batch, check_rows, goal_storage, tally
+from tally_env import TallyEnv, check_batch, check_rows, goal_storage, learn, tally
 from tensordict import TensorDict
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import TensorDictReplayBuffer
@@ -193,21 +192,6 @@ class TestOneProcess:
         assert storage.write_count == 160
 
 
-def learn(storage, wraps: int) -> None:
-    """Samples, and reports priorities, until the ring was written so many times."""
-    deadline = time.monotonic() + 120
-    while storage.write_count < wraps * storage.episodes.capacity:
-        assert time.monotonic() < deadline, "the collector does not write"
-        if not len(storage):
-            time.sleep(0.01)
-            continue
-        batch = storage.sample()
-        check_batch(batch)
-        batch["td_error"] = torch.rand(batch.shape[0])
-        storage.update_tensordict_priority(batch)
-        storage.validate()
-
-
 class TestManyProcesses:
     """Worker processes that write to one storage."""
 
@@ -224,25 +208,6 @@ class TestManyProcesses:
 
         assert storage.write_count == 200
         assert len(storage[:]["observation"][:, 0].unique()) == 2
-
-    def test_whole_trajectories_out_of_step(self):
-        storage = goal_storage(alpha=0.6, eta=0.99, c_min=10)
-        collector = MultiAsyncCollector(
-            [tally, tally],
-            None,
-            frames_per_batch=20,
-            total_frames=-1,
-            replay_buffer=storage,
-            trajs_per_batch=2,
-        )
-
-        collector.start()
-        learn(storage, wraps=8)
-        collector.async_shutdown()
-
-        check_rows(storage)
-        # Only the oldest episode may have been cut, by overwriting.
-        assert storage.episodes.episodes()["finished"].all()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("trajs_per_batch", [None, 2])

@@ -895,3 +895,22 @@ def test_ending_the_episodes_of_some_lanes(lanes):
     storage.end_episodes(lanes)
     write(storage, oracle, [[False], [False]])
     assert storage.episodes.behind(torch.tensor([2, 3])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("update_priority", [None, False])
+def test_lanes_are_written_one_at_a_time_with_priorities_of_their_own(update_priority):
+    per = PERSampler(8)
+    storage = make_uniform(8, 2, sampler=per, transform=Compose(DoubleToFloat()))
+    for lane, priority in enumerate((2.0, 5.0)):
+        step = torch.arange(3)
+        data = goal_transitions(torch.full((3,), lane), step, torch.zeros(3, dtype=torch.bool))
+        data["td_error"] = torch.full((3,), priority, dtype=torch.float64)
+        index = storage.extend(data, lanes=[lane], update_priority=update_priority)
+        assert index.tolist() == [lane, lane + 2, lane + 4]
+
+    assert storage.episodes.episodes()["length"].tolist() == [3, 3]
+    expected = [1.0] * 6 if update_priority is False else [2.0, 5.0] * 3
+    assert per.priorities[:6].tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="lanes"):
+        storage.extend(data, lanes=[2])
+    assert len(storage) == 6

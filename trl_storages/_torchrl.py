@@ -55,6 +55,7 @@ PRIVATE_ATTRIBUTES = {
         "_clear_prefetch_queue_locked",
         "_dump_prefetch_state",
         "_load_prefetch_state",
+        "_start_distributed_service",
     ),
     "TensorStorage": (
         "_storage",

@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
+from trl_storages.episodes import Lanes
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.gym.fields import InfoKeys, info_key_names
 from trl_storages.replay import ReplayStorage
@@ -244,7 +245,11 @@ class EpisodeReplayStorage(UniformReplayStorage):
         super().__init__(observation_space, action_space, batch_size=batch_size, **options)
 
     def extend(
-        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        lanes: Lanes = None,
+        update_priority: bool | None = None,
     ) -> torch.Tensor:
         """Writes steps, such as a whole episode.
 
@@ -258,7 +263,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
                 f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "
                 "Make storage_size larger."
             )
-        return super().extend(tensordicts, update_priority=update_priority)
+        return super().extend(tensordicts, lanes=lanes, update_priority=update_priority)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether an episode is there to be sampled: finished, and stored whole."""

@@ -21,10 +21,11 @@ from trl_storages import keys
 from trl_storages._torchrl import set_entry
 from trl_storages.batch_priorities import drawn_priorities
 from trl_storages.checkpoint import CheckpointedBuffer
-from trl_storages.episodes import episodes_of
+from trl_storages.episodes import Lanes, episodes_of
 from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
 from trl_storages.on_disk import OnDisk, intact
+from trl_storages.remote import Remote
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.storages import FollowingStorage, PackedStorage
 from trl_storages.stored_rows import StoredRows
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
+class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -55,8 +56,8 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
 
     Raises:
-        ValueError: `dim_extend` is not 0, rows shall be consumed, or the writer does not fit the
-            storage.
+        ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, or
+            the writer does not fit it.
     """
 
     def __init__(
@@ -74,6 +75,13 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
                 f"dim_extend must be 0, got {kwargs['dim_extend']}: batches come as [num_envs, T] and "
                 "the writer interleaves them; pass writer=EpisodeWriter(num_envs)."
             )
+        if kwargs.get("delayed_init"):
+            raise ValueError(
+                f"delayed_init must be False, got {kwargs['delayed_init']}: hand functools.partial("
+                f"{type(self).__name__}, ...) to where the storage is wanted, and call it there."
+            )
+        # TorchRL takes a `transform_factory` for a wish to wait.
+        kwargs["delayed_init"] = False
         super().__init__(
             storage=storage,
             sampler=UniformSampler if sampler is None else sampler,
@@ -182,6 +190,40 @@ class ReplayStorage(OnDisk, StoredRows, CheckpointedBuffer):
         return self.episodes.is_full
 
     # Writing
+
+    def extend(
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        lanes: Lanes = None,
+        update_priority: bool | None = None,
+    ) -> torch.Tensor:
+        """Writes steps.
+
+        Args:
+            tensordicts: `[T]` for one lane, `[L, T]` (time last) or `[L]` (one step of each) for several.
+            lanes: the L distinct lanes that are written, as numbers or as a mask; None is all of them.
+            update_priority: whether an entry `priority_key` of the steps is their priority; None is
+                True.
+
+        Returns:
+            int64 slots of the batch size of the steps.
+
+        Raises:
+            ValueError, KeyError: the steps do not fit. Nothing is written then.
+        """
+        if lanes is None:
+            return super().extend(tensordicts, update_priority=update_priority)
+        rows = self._transform.inv(tensordicts)
+        if rows is None:
+            return torch.zeros(0, dtype=torch.int64)
+        with self._replay_lock, self._write_lock:
+            index = self._writer.extend(rows, lanes=lanes)
+            self._sampler.extend(index)
+        priority = rows.get(self.priority_key, None)
+        if priority is not None and update_priority is not False:
+            self.update_priority(index, priority)
+        return index
 
     def record(
         self,

@@ -1,0 +1,241 @@
+"""A storage in a Ray actor: other processes write, sample and report priorities, and nothing mixes."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ray_workers import Sampling, Writing, priority_of
+from tally_env import TallyEnv, check_batch, check_rows, reward
+from tensordict import TensorDict
+from torchrl.data import RayReplayBuffer
+
+import trl_storages
+from trl_storages import (
+    EpisodeWriter,
+    GoalRelabel,
+    HERReplayStorage,
+    HERSampler,
+    PackedStorage,
+    ReplayStorage,
+)
+from trl_storages.remote import in_actor
+
+ray = pytest.importorskip("ray", reason="holds storages that several machines share")
+
+ROOT = Path(__file__).parents[1]
+SPACES = TallyEnv.observation_space, TallyEnv.action_space
+RECIPES = [name for name in trl_storages.__all__ if name.endswith("ReplayStorage")]
+
+
+def steps(number: int, num_steps: int, first: int = 0, *, is_end: bool = False) -> TensorDict:
+    """[T] steps of one episode of the environment of that number."""
+    step = torch.arange(first, first + num_steps)
+    here = torch.stack([torch.full_like(step, number), torch.zeros_like(step), step], 1)
+    there, flag = here + torch.tensor([0, 0, 1]), torch.zeros(num_steps, 1, dtype=torch.bool)
+    done = flag.clone()
+    done[-1] = is_end
+    goal = torch.zeros_like(here)
+    names = "observation", "achieved_goal", "desired_goal"
+    after = dict(zip(names, (there, there, goal), strict=True))
+    flags = {"done": done, "terminated": done, "truncated": flag}
+    return TensorDict(
+        {
+            **dict(zip(names, (here, here, goal), strict=True)),
+            "action": torch.zeros(num_steps, dtype=torch.int64),
+            "next": {**after, **flags, "reward": -torch.ones(num_steps, 1)},
+            # As collectors of several processes number theirs: all from zero.
+            "collector": {"traj_ids": torch.zeros(num_steps, dtype=torch.int64)},
+        },
+        [num_steps],
+    )
+
+
+def actor(name: str = "HERReplayStorage", **options) -> ReplayStorage:
+    """What Ray makes in the actor's process."""
+    if name == "HERReplayStorage":
+        options["reward_fn"] = reward
+    if name == "ReplayStorage":
+        parts = {"storage": PackedStorage(60), "writer": EpisodeWriter(options.get("num_envs", 1))}
+        return in_actor(ReplayStorage)(**parts, batch_size=32, delayed_init=False)
+    options = {"storage_size": 60, "batch_size": 32, "seed": 0, **options}
+    return in_actor(getattr(trl_storages, name))(*SPACES, delayed_init=False, **options)
+
+
+def sent(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+class TestInTheActor:
+    """What an actor does, in this process."""
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_each_storage_is_taken_and_sends_its_batches(self, name):
+        storage = actor(name)
+        storage.extend(steps(1, 5, is_end=True))
+
+        batch = sent(storage.sample(3))
+
+        assert type(storage).__name__ == name
+        assert isinstance(batch, TensorDict)
+        assert batch.batch_size[0] == 3
+        assert (sent(storage[:])["observation"] == steps(1, 5)["observation"]).all()
+        assert sent(storage.sample_episodes(2)).shape == (2, 5)
+        sampled, info = sent(storage.sample(3, return_info=True))
+        assert torch.equal(sampled["index"], info["index"])
+        storage.validate()
+
+    def test_a_batch_is_sent_once_and_comes_back_alone(self):
+        storage = actor(alpha=0.6)
+        storage.extend(steps(1, 40))
+        batch = storage.sample(32)
+        message = pickle.dumps(batch)
+
+        here = pickle.loads(message)
+        data = sum(leaf.nbytes for leaf in here.values(True, True))
+        here["td_error"] = torch.rand(32)
+        back = here.select("index", "priority_stamp", "td_error")
+
+        assert len(message) < data + 2000
+        assert len(pickle.dumps(back)) < sum(leaf.nbytes for leaf in back.values()) + 2000
+        # What a learner adds is sent with the rest.
+        assert torch.equal(sent(here)["td_error"], here["td_error"])
+        storage.update_tensordict_priority(sent(back))
+        drawn = storage.sampler.base.priorities[here["index"]]
+        assert torch.equal(drawn.sort().values.unique(), drawn.unique())
+        assert (drawn < 1).all()
+
+    def test_batches_of_unknown_origin_are_stretches_of_their_own(self):
+        storage = actor()
+        for number in (1, 2):
+            storage.extend(steps(number, 4))
+        storage.extend(steps(1, 3, first=4))
+
+        check_rows(storage)
+        assert storage.episodes.episodes()["length"].tolist() == [4, 4, 3]
+
+    def test_processes_with_lanes_of_their_own_go_on(self):
+        storage = actor(num_envs=2)
+        for first in (0, 3, 6):
+            for lane in (0, 1):
+                storage.extend(steps(lane + 1, 3, first), lanes=[lane])
+
+        check_rows(storage)
+        assert storage.episodes.episodes()["length"].tolist() == [9, 9]
+        # And those that have none do not go on with theirs.
+        storage.extend(torch.stack([steps(1, 2, 9), steps(2, 2, 9)]))
+        storage.extend(steps(1, 1, 11), lanes=[0])
+        assert storage.episodes.episodes()["length"].tolist() == [9, 2, 1, 9, 2]
+
+    @pytest.mark.parametrize("method", ["add", "record"])
+    def test_single_steps_do_not_say_whose_they_are(self, method):
+        storage = actor()
+        with pytest.raises(
+            RuntimeError, match=rf"{method}\(\) must know whose step.*extend\(steps"
+        ):
+            getattr(storage, method)(steps(1, 1)[0])
+        assert not len(storage)
+
+    def test_storages_are_made_at_once(self):
+        with pytest.raises(ValueError, match=r"delayed_init must be False.*functools.partial"):
+            ReplayStorage(storage=PackedStorage(10), delayed_init=True)
+        made = ReplayStorage(
+            storage=PackedStorage(10), transform_factory=partial(GoalRelabel, reward)
+        )
+        assert isinstance(made.transform[0], GoalRelabel)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Actors are other processes, which the package need not be installed for.
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=2**27,
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(local_ray) -> dict[type, list]:
+    """Two actors that write and two that sample, in processes of their own."""
+    return {
+        kind: [ray.remote(num_cpus=0)(kind).remote() for _ in range(2)]
+        for kind in (Writing, Sampling)
+    }
+
+
+@pytest.fixture
+def on_ray(local_ray):
+    made = []
+
+    def make(*args, **options) -> RayReplayBuffer:
+        made.append(RayReplayBuffer(*args, remote_config={"num_cpus": 0}, **options))
+        return made[-1]
+
+    yield make
+    for replay in made:
+        replay.shutdown()
+
+
+class TestActors:
+    def test_two_write_and_two_sample(self, on_ray, workers):
+        options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}
+        options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50}
+        replay = on_ray(*SPACES, replay_buffer_cls=HERReplayStorage, **options)
+        client, writing, sampling = replay.client(), workers[Writing], workers[Sampling]
+
+        ray.get([worker.loop.remote(client, lane, 1) for lane, worker in enumerate(writing)])
+        busy = [worker.loop.remote(client, lane, 40) for lane, worker in enumerate(writing)]
+        busy += [worker.loop.remote(client, 30) for worker in sampling]
+        ray.get(busy)
+        prioritised = torch.cat(ray.get([worker.loop.remote(client, 10) for worker in sampling]))
+
+        assert len(replay) == 300
+        assert replay.write_count == 2 * 41 * 7
+        # What is there is loaded here, to look at all of it.
+        here = HERReplayStorage(*SPACES, **options)
+        here.load_state_dict(replay.state_dict())
+        check_rows(here)
+        episodes = here.episodes.episodes()["length"]
+        assert len(episodes) < 300 / 3.5  # Their mean length is 4: none was cut by a batch.
+        slots = prioritised.unique()
+        assert len(slots) > 100
+        assert torch.equal(here.sampler.base.base.priorities[slots], priority_of(here[slots]))
+
+    def test_collectors_write_whole_trajectories_to_parts_that_are_made_there(
+        self, on_ray, workers
+    ):
+        parts = {
+            "sampler": partial(HERSampler, "final", num_goals=4),
+            "writer": partial(EpisodeWriter, 1),
+            "transform_factory": partial(GoalRelabel, reward),
+        }
+        replay = on_ray(
+            replay_buffer_cls=ReplayStorage,
+            storage=partial(PackedStorage, 100),
+            batch_size=64,
+            **parts,
+        )
+
+        ray.get([worker.collect.remote(replay.client(), 100, 2) for worker in workers[Writing]])
+
+        assert replay.write_count > 150
+        with pytest.raises(ValueError, match="batch_size must be at least 1"):
+            replay.sample(0)
+        check_batch(replay.sample())
+        parts["transform"] = parts.pop("transform_factory")()
+        here = ReplayStorage(storage=PackedStorage(100), **parts)
+        here.load_state_dict(replay.state_dict())
+        check_rows(here)
+        assert here.episodes.episodes()["finished"].all()

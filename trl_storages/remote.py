@@ -1,0 +1,151 @@
+"""A storage that lives in a Ray actor, where several processes write and sample by calls.
+
+Letters: B batch, T steps, L lanes written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDictBase
+
+__all__ = ["Remote", "in_actor"]
+
+
+class Remote:
+    """The part of `ReplayStorage` that TorchRL's `RayReplayBuffer` takes it by."""
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """Returns this class as one that Ray makes an actor of; `in_actor` says what it does there.
+
+        Args:
+            remote_config: what an actor is given of the machine, as in `ray.remote`.
+        """
+        return super(Remote, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
+
+
+def in_actor(storage_class: type) -> type:
+    """Returns a class of storages that several processes call.
+
+    Their calls arrive in any order, and none says where it is from. So
+
+    - the rows of `extend` are a stretch of their own, unless `lanes` names the lanes that they go on
+      with, which are then one process's;
+    - `add` and `record`, which write single steps, raise;
+    - what is sampled or read crosses as one block of memory.
+
+    Args:
+        storage_class: a `ReplayStorage`.
+    """
+    return type(
+        storage_class.__name__, (_InActor, storage_class), {"__doc__": storage_class.__doc__}
+    )
+
+
+class _Parcel:
+    """A batch on its way to another process.
+
+    Its entries are views of few blocks, and pickled one by one each would take its whole block along.
+    """
+
+    def __init__(self, batch: TensorDictBase) -> None:
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[Callable[[TensorDictBase], TensorDictBase], tuple[Any]]:
+        return _unpack, (self.batch.consolidate(),)
+
+
+def _unpack(batch: TensorDictBase) -> TensorDictBase:
+    # Entries with memory of their own, which come back alone, and which may be added to: a consolidated
+    # TensorDict is pickled as it once was.
+    return batch.clone()
+
+
+# Whether a method was called from outside: those of a storage call one another, for batches as they are.
+_from_outside = ContextVar("from_outside", default=True)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    is_call = _from_outside.set(False)
+    try:
+        yield
+    finally:
+        _from_outside.reset(is_call)
+
+
+class _InActor:
+    """What a storage does otherwise where several processes call it."""
+
+    # TorchRL's transport over torch.distributed takes batches as they are, and packs them by itself.
+    _sends = True
+
+    # Of ReplayStorage.
+    _replay_lock: Any
+    _write_lock: Any
+    episodes: Any
+
+    def __init__(self, *args: Any, delayed_init: bool = False, **kwargs: Any) -> None:
+        # RayReplayBuffer always passes it. Here is where the storage is wanted, so it is made at once.
+        del delayed_init
+        super().__init__(*args, **kwargs)
+
+    def _start_distributed_service(self, transport_options: dict[str, Any]) -> None:
+        self._sends = False
+        super()._start_distributed_service(transport_options)  # type: ignore[misc]
+
+    def extend(
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        lanes: Any = None,
+        update_priority: bool | None = None,
+    ) -> torch.Tensor:
+        with self._replay_lock, self._write_lock:
+            if lanes is None:
+                self.episodes.end_episodes()
+            index = super().extend(  # type: ignore[misc]
+                tensordicts, lanes=lanes, update_priority=update_priority
+            )
+            if lanes is None:
+                self.episodes.end_episodes()
+        return index
+
+    def add(self, data: TensorDictBase) -> NoReturn:
+        _refuse("add")
+
+    def record(self, *step: Any, **named: Any) -> NoReturn:
+        _refuse("record")
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        with _inside():
+            batch = super().sample(*args, **kwargs)  # type: ignore[misc]
+        return tuple(map(self._sent, batch)) if isinstance(batch, tuple) else self._sent(batch)
+
+    def sample_episodes(self, n: int) -> Any:
+        with _inside():
+            batch = super().sample_episodes(n)  # type: ignore[misc]
+        return self._sent(batch)
+
+    def __getitem__(self, index: Any) -> Any:
+        with _inside():
+            rows = super().__getitem__(index)  # type: ignore[misc]
+        return self._sent(rows)
+
+    def _sent(self, value: Any) -> Any:
+        """Returns what is sent for a batch, if it is asked for from outside."""
+        is_sent = self._sends and _from_outside.get() and isinstance(value, TensorDictBase)
+        return _Parcel(value) if is_sent else value
+
+
+def _refuse(method: str) -> NoReturn:
+    raise RuntimeError(
+        f"{method}() must know whose step it is given, and in a Ray actor any process may call it: "
+        "gather the steps of an environment and call extend(steps, lanes=[lane]), each process with a "
+        "lane of its own; or extend(steps) with whole episodes."
+    )
