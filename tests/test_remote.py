@@ -1,13 +1,16 @@
 """A storage in a Ray actor: other processes write, sample and report priorities, and nothing mixes."""
 
+import gc
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from mktestdocs import check_md_file
 from ray_workers import Sampling, Writing, priority_of
 from tally_env import TallyEnv, check_batch, check_rows, reward
 from tensordict import TensorDict
@@ -27,6 +30,7 @@ from trl_storages.remote import in_actor
 ray = pytest.importorskip("ray", reason="holds storages that several machines share")
 
 ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "tutorials" / "several_machines.md"
 SPACES = TallyEnv.observation_space, TallyEnv.action_space
 RECIPES = [name for name in trl_storages.__all__ if name.endswith("ReplayStorage")]
 
@@ -163,7 +167,11 @@ def local_ray() -> Iterator[None]:
             object_store_memory=2**27,
         )
         yield
-        ray.shutdown()
+        with warnings.catch_warnings():
+            # Ray does not wait for the processes that it ends, and Python complains when it forgets them.
+            warnings.simplefilter("ignore", ResourceWarning)
+            ray.shutdown()
+            gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +247,9 @@ class TestActors:
         here.load_state_dict(replay.state_dict())
         check_rows(here)
         assert here.episodes.episodes()["finished"].all()
+
+
+# TorchRL's collectors and losses warn about options of their own that are to change.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_guide_runs(local_ray):
+    check_md_file(GUIDE, memory=True)
