@@ -1,10 +1,11 @@
 """One profile of hypothesis, one thread of torch and one skip of missing GPUs for all tests."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.multiprocessing
 from hypothesis import HealthCheck, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,3 +46,11 @@ def simulated_gpu() -> Iterator[torch.device]:
         pytest.skip("needs a build of torch for CUDA, on any machine")
     with FakeTensorMode():
         yield torch.device("cuda:0")
+
+
+@pytest.fixture
+def start_processes_by() -> Iterator[Callable[[str], None]]:
+    """Chooses how TorchRL starts workers: "spawn" is its default, "fork" has nothing to import."""
+    previous = torch.multiprocessing.get_start_method(allow_none=True)
+    yield lambda method: torch.multiprocessing.set_start_method(method, force=True)
+    torch.multiprocessing.set_start_method(previous, force=True)

@@ -18,6 +18,7 @@ def test_python_blocks_run_one_after_another():
     "name",
     [
         *("HerReplayStorage", "NStepReplayStorage", "create_factory", "insert_transition"),
+        *("num_workers", "pin_memory", "fetch_every", "save_snapshot", "replay_iter"),
         *("insert_data_slice", "get_data_slice", "get_all_buffer_data", "generate_batches"),
         *("before_gradients", "after_gradients", "get_priority", "get_sequence_priority"),
         *("update_storage_parameter", "update_eta", "reset()", "add_transition", "add_episode"),

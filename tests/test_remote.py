@@ -152,13 +152,9 @@ class TestInTheActor:
         assert isinstance(made.transform[0], GoalRelabel)
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Actors are other processes, which the package need not be installed for.
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        patch.setenv("OMP_NUM_THREADS", "1")
+def start_ray(attempts: int = 3) -> None:
+    """Starts a small Ray of this machine, which gives up after 30 s where the machine is busy."""
+    try:
         ray.init(
             num_cpus=2,
             include_dashboard=False,
@@ -166,6 +162,21 @@ def local_ray() -> Iterator[None]:
             logging_level="error",
             object_store_memory=2**27,
         )
+    except Exception as error:
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start_ray(attempts - 1)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Actors are other processes, which the package need not be installed for.
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        start_ray()
         yield
         with warnings.catch_warnings():
             # Ray does not wait for the processes that it ends, and Python complains when it forgets them.

@@ -1,7 +1,8 @@
 """Times what calls of a storage in a Ray actor cost: `python -m tests.benchmarks.over_ray --help`.
 
-Prints the bytes of the message and the milliseconds of the call, of this package's storage and of TorchRL's
-prioritised buffer by turns, on a Ray of this machine alone: between machines the network comes on top.
+Prints the bytes of the message and the milliseconds of the call, of this package's storage and of
+TorchRL's prioritised buffer by turns, on a Ray of this machine alone: between machines the network
+comes on top.
 """
 
 import argparse

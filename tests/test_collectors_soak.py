@@ -1,6 +1,7 @@
 """Collectors write from processes of their own while the learner samples, for as long as is asked.
 
-`SOAK_SECONDS=300 pytest tests/test_soak.py -s` goes on for five minutes each; without it, it is seconds.
+It is seconds here; `SOAK_SECONDS=300 pytest tests/test_collectors_soak.py -s` goes on for five minutes
+each.
 """
 
 import os
@@ -15,8 +16,9 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "1"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("trajs_per_batch", [2, None])
-def test_no_trajectory_is_ever_mixed(trajs_per_batch):
+@pytest.mark.parametrize(("trajs_per_batch", "start"), [(2, "spawn"), (None, "fork")])
+def test_no_trajectory_is_ever_mixed(trajs_per_batch, start, start_processes_by):
+    start_processes_by(start)
     storage = goal_storage(storage_size=150, n_step=3, discount=0.9, alpha=0.6, eta=0.99, c_min=10)
     collector = MultiAsyncCollector(
         [tally, tally],

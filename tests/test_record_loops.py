@@ -1,0 +1,117 @@
+"""`record` in loops over `gymnasium.make_vec`: the rows are those of loops over single environments."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector import AutoresetMode
+
+from trl_storages import UniformReplayStorage
+
+IMAGE = Box(0, 255, (4, 4, 3), np.uint8)
+OBSERVATIONS = {
+    "image": IMAGE,
+    "dict": Dict({"position": Box(-np.inf, np.inf, (2,), np.float64), "camera": IMAGE}),
+}
+ACTIONS = {
+    "discrete": Discrete(5),
+    "box": Box(-1, 1, (3,), np.float32),
+    "multi-discrete": MultiDiscrete([3, 4]),
+    "multi-binary": MultiBinary(6),
+}
+NUM_ENVS = 3
+
+
+class WalkEnv(gymnasium.Env):
+    """Sums up its actions; episodes end, or are cut short, after 1 to 6 steps."""
+
+    def __init__(self, observations, actions):
+        self.observation_space, self.action_space = OBSERVATIONS[observations], ACTIONS[actions]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.length = int(self.np_random.integers(1, 7))
+        self.position, self.count = self.np_random.standard_normal(2), 0
+        return self.observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        self.position = self.position + np.array([np.sum(action), 1.0])
+        is_end, is_cut = self.count == self.length, self.length % 2 == 0
+        reward = float(self.position.sum())
+        return self.observe(), reward, is_end and not is_cut, is_end and is_cut, {}
+
+    def observe(self):
+        camera = np.full(IMAGE.shape, int(abs(self.position[0]) * 1000) % 256, np.uint8)
+        camera[self.count % 4] = self.count
+        if isinstance(self.observation_space, Dict):
+            return {"position": self.position.copy(), "camera": camera}
+        return camera
+
+
+gymnasium.register("Walk-v0", WalkEnv)
+
+
+def storage_for(env, num_envs=1, **options):
+    space = getattr(env, "single_observation_space", env.observation_space)
+    actions = getattr(env, "single_action_space", env.action_space)
+    return UniformReplayStorage(space, actions, storage_size=900, num_envs=num_envs, **options)
+
+
+def single_loop(observations, actions, seed, taken):
+    """The rows of one environment, which is handed the actions of its lane."""
+    env = gymnasium.make("Walk-v0", observations=observations, actions=actions)
+    storage = storage_for(env)
+    before, _ = env.reset(seed=seed)
+    for action in taken:
+        after, *outcome = env.step(action)
+        storage.record(before, action, *outcome, after)
+        before = env.reset()[0] if outcome[1] or outcome[2] else after
+    return storage[:]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("actions", ACTIONS)
+@pytest.mark.parametrize("observations", OBSERVATIONS)
+def test_each_lane_holds_what_a_single_environment_does(observations, actions, mode):
+    env = gymnasium.make_vec(
+        "Walk-v0",
+        num_envs=NUM_ENVS,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        observations=observations,
+        actions=actions,
+    )
+    storage = storage_for(env, NUM_ENVS, autoreset_mode=env.metadata["autoreset_mode"])
+    env.action_space.seed(5)
+    before, _ = env.reset(seed=10)
+    taken, ended = [[] for _ in range(NUM_ENVS)], np.zeros(NUM_ENVS, bool)
+    for _ in range(30):
+        action = env.action_space.sample()
+        after, *outcome = env.step(action)
+        storage.record(before, action, *outcome, after)
+        for lane in range(NUM_ENVS):
+            # The step after the end of an episode only resets, in one of the modes.
+            if not (ended[lane] and mode is AutoresetMode.NEXT_STEP):
+                taken[lane].append(action[lane])
+        ended = outcome[1] | outcome[2]
+        if mode is AutoresetMode.DISABLED and ended.any():
+            after, _ = env.reset(options={"reset_mask": ended})
+        before = after
+
+    storage.validate()
+    for lane in range(NUM_ENVS):
+        steps = len(taken[lane])
+        expected = single_loop(observations, actions, 10 + lane, taken[lane])
+        rows = storage[torch.arange(steps) * NUM_ENVS + lane]
+        assert set(rows.keys(True, True)) == set(expected.keys(True, True))
+        for key, value in expected.items(True, True):
+            assert rows[key].dtype == value.dtype
+            assert torch.equal(rows[key], value), key
+        assert expected["next", "terminated"].any()
+        assert expected["next", "truncated"].any()
+    # Episodes differ in length.
+    lengths = storage.episodes.episodes()["length"]
+    assert len(lengths.unique()) > 3
