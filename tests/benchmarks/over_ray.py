@@ -23,6 +23,7 @@ from torchrl.data import (
 )
 
 from tests.benchmarks.durability import transitions
+from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
 from trl_storages import EpisodeWriter, PackedStorage, PERSampler, ReplayStorage
 from trl_storages.remote import in_actor
@@ -78,7 +79,7 @@ def num_bytes_of_a_batch(kind: type, options: dict[str, Any]) -> int:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    print(f"{format_machine()}, ray {ray.__version__}")
+    print(f"{format_machine(describe_machine())}, ray {ray.__version__}")
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
     kinds = [make(arguments.batch_size) for make in (ours, theirs)]
     replays = [
