@@ -61,9 +61,18 @@ def test_killed_while_rows_are_forgotten_loaded_made_or_deleted(tmp_path, lanes)
 @pytest.mark.slow
 @pytest.mark.requirement("disk-workers")
 def test_read_while_written(tmp_path):
-    result = run("following", tmp_path / "rows")
+    result = run("following", tmp_path / "rows", 1_000_000, 0)
     assert result["failed"] == [0] * 5
     assert sum(result["seen"]) >= 1_000_000
     assert result["wraps"] >= 2
     # They follow: what they saw last is from after they began.
+    assert min(result["newest"]) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("disk-workers")
+def test_read_while_writers_are_killed_and_replaced(tmp_path):
+    result = run("following", tmp_path / "rows", 100_000, 20)
+    assert result["failed"] == [0] * 5
+    assert sum(result["seen"]) >= 100_000
     assert min(result["newest"]) > 500

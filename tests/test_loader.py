@@ -132,6 +132,45 @@ def test_workers_that_are_spawned(tmp_path):
     assert not is_torn(batch).any()
 
 
+def test_workers_that_stay(tmp_path):
+    """A loader is iterated again, with the same workers and, meanwhile, new rows and priorities."""
+    storage = make(tmp_path, size=100, batch_size=20)
+    write(storage, 50)
+    loader = storage.loader(2, seed=3, persistent_workers=True, prefetch_factor=1, **FORK)
+    for _ in range(3):
+        batches = iter(loader)
+        seen = torch.cat([next(batches)["observation"][:, 0] for _ in range(6)])
+        newest = int(storage.episodes.num_steps_written[0])
+        assert seen.max() < newest
+        assert seen.min() >= max(newest - 100, 0)
+        write(storage, 100)
+    assert seen.min() >= 150
+
+
+def test_priorities_reach_the_workers(tmp_path):
+    storage = make(tmp_path, size=100, batch_size=20)
+    write(storage, 100)
+    storage.sampler.alpha = 4.0
+    every = torch.arange(100)
+    storage.sampler.update_priority(every, torch.where(every == 42, 100.0, 0.01))
+    batch = next(iter(storage.loader(1, **FORK)))
+    assert (batch["index"] == 42).all()
+    reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(100), batch_size=4)
+    with pytest.raises(RuntimeError, match="reading"):
+        reader.sampler.update_priority(every, 1.0, storage=reader.storage)
+
+
+def test_two_iterations_at_once(tmp_path):
+    storage = make(tmp_path, size=100, batch_size=20)
+    write(storage, 50)
+    loader = storage.loader()
+    first, second = iter(loader), iter(loader)
+    for size in (3, 7, 60):
+        for batches in (first, second, first):
+            assert not is_torn(next(batches)).any()
+        write(storage, size)
+
+
 def test_errors(tmp_path):
     memory = ReplayStorage(storage=PackedStorage(8), batch_size=4)
     write(memory, 3)

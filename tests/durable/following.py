@@ -1,11 +1,14 @@
-"""Reads what another process writes: `python -m durable.following DIRECTORY`.
+"""Reads what another process writes: `python -m durable.following DIRECTORY ROWS KILLS`.
 
-Forks a writer whose ring wraps every second and 4 readers, and prints what the readers saw as JSON.
+Forks a writer whose ring wraps every second and 4 readers, and prints what the readers saw as JSON. The
+writer is killed so many times meanwhile, and another one takes its place.
 """
 
 import json
 import mmap
 import os
+import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,20 +21,21 @@ from trl_storages import HERSampler, ReplayStorage, UniformSampler
 torch.set_num_threads(1)
 
 SIZE, LANES, STEPS = 2000, 4, 5
-READERS, BATCH, ROWS, SECONDS = 4, 512, 1_000_000, 4
+READERS, BATCH, SECONDS = 4, 512, 4
 
 
 def writer(path, shared):
     storage = make(path, LANES, SIZE, sampler=UniformSampler())
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), int(storage.episodes.num_steps_written[0])
     while shared[0] == 0:
         write(storage, STEPS)
-        written = int(storage.episodes.num_steps_written[0]) * LANES
-        time.sleep(max(begin + written / SIZE - time.perf_counter(), 0))
-    shared[8:16] = (written // SIZE).to_bytes(8, "little")
+        written = int(storage.episodes.num_steps_written[0])
+        wait = begin + (written - before) * LANES / SIZE - time.perf_counter()
+        time.sleep(max(wait, 0))
+    shared[8:16] = (written * LANES // SIZE).to_bytes(8, "little")
 
 
-def reader(path, number, shared):
+def reader(path, number, shared, rows):
     sampler = HERSampler() if number % 2 else UniformSampler()
     generator = torch.Generator().manual_seed(number)
     storage = ReplayStorage.open(
@@ -40,7 +44,7 @@ def reader(path, number, shared):
     newest = seen = 0
     end = time.monotonic() + SECONDS
     # Until the ring has been written anew more than twice, however busy the machine is.
-    while seen < ROWS // READERS or newest <= 2 * SIZE // LANES or time.monotonic() < end:
+    while seen < rows // READERS or newest <= 2 * SIZE // LANES or time.monotonic() < end:
         batch = storage.sample()
         torn = is_torn(batch)
         if torn.any():
@@ -64,14 +68,20 @@ def fork(body, *args):
 
 
 def main():
-    path = Path(sys.argv[1])
+    path, rows, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     shared = mmap.mmap(-1, 4096)
     storage = make(path, LANES, SIZE, sampler=UniformSampler())
     write(storage, SIZE // LANES)
     storage.close()
     del storage
     writing = fork(writer, path, shared)
-    reading = [fork(reader, path, number, shared) for number in range(READERS)]
+    reading = [fork(reader, path, number, shared, rows) for number in range(READERS)]
+    rng = random.Random(0)
+    for _ in range(kills):
+        time.sleep(0.1 + rng.random() * 0.1)
+        os.kill(writing, signal.SIGKILL)
+        os.waitpid(writing, 0)
+        writing = fork(writer, path, shared)
     failed = [os.waitpid(pid, 0)[1] for pid in reading]
     shared[0] = 1
     failed.append(os.waitpid(writing, 0)[1])
