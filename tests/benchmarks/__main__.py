@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
 from tests.benchmarks.results import Report, describe_machine
-from tests.benchmarks.sections import SECTIONS, Plan, run_section
+from tests.benchmarks.sections import SECTIONS, Plan, prepare_process, run_section
 from tests.benchmarks.tables import format_machine, format_report
 
 ONCE = ("memory", "profile")  # do not depend on the number of threads
@@ -45,12 +45,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def worker(threads: int) -> ProcessPoolExecutor:
+def worker(threads: int, peers: list[str]) -> ProcessPoolExecutor:
     """Starts a fresh process: JAX reads its flags, and torch its threads, only once."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     multi_threaded = "true" if threads > 1 else "false"
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={multi_threaded}"
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(
+        1,
+        mp_context=get_context("spawn"),
+        initializer=prepare_process,
+        initargs=(threads, peers),
+    )
 
 
 def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
@@ -80,7 +85,7 @@ def measure_all(arguments: argparse.Namespace) -> Report:
     print(*report.left_out, sep="\n", end="", file=sys.stderr)
     for number in threads:
         plan = plan_of(arguments, number)
-        with worker(number) as pool:
+        with worker(number, arguments.peers) as pool:
             for section in arguments.only:
                 if section in ONCE and number != threads[0]:
                     continue

@@ -85,8 +85,6 @@ def measure(turns: Mapping[Key, Turn], effort: Effort) -> dict[Key, list[float]]
         for each side one number a round, in microseconds a call.
     """
     rounds: dict[Key, list[float]] = {key: [] for key in turns}
-    gc.collect()
-    gc.freeze()  # What is there now is not walked again by the collections between the rounds.
     gc.disable()
     try:
         for number in range(effort.rounds + 1):
@@ -94,8 +92,7 @@ def measure(turns: Mapping[Key, Turn], effort: Effort) -> dict[Key, list[float]]
                 taken = take_turn(turns[key], effort)
                 if number:
                     rounds[key].append(taken)
-            gc.collect()
+            gc.collect(1)  # What the turns left behind; not all the objects of the libraries.
     finally:
         gc.enable()
-        gc.unfreeze()
     return rounds

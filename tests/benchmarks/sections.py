@@ -3,11 +3,12 @@
 Letters: N stored rows, B batch.
 """
 
+import gc
 import itertools
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ from tests.benchmarks.peers import PEERS, Buffer, load_peer
 from tests.benchmarks.progress import progress
 from tests.benchmarks.results import Report, Result
 
-__all__ = ["SECTIONS", "Plan", "run_section"]
+__all__ = ["SECTIONS", "Plan", "prepare_process", "run_section"]
 
 # Every library has room for more rows than it is filled with, as TorchRL's HER raises once it is full.
 SPARE_ROWS = 2000
@@ -95,6 +96,7 @@ class Contest:
             columns = flat_columns(columns) if contestants[0][1] in FLAT else columns
         self.fill, self.new = take_rows(columns, 0, rows), take_rows(columns, rows, None)
         self.rows, self.capacity = rows, len(columns["done"])
+        gc.collect()  # The libraries of the contest before this one may still hold their rows.
         self.buffers: dict[Contestant, Buffer] = {}
         self.steps: dict[Contestant, Iterator] = {}
         for peer, work in contestants:
@@ -330,11 +332,19 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
 }
 
 
-def run_section(name: str, plan: Plan) -> Report:
-    """Runs one section in this process, whose libraries get as many threads as planned."""
+def prepare_process(threads: int, peers: Iterable[str]) -> None:
+    """Imports the libraries and gives them their threads, before anything is measured."""
     warnings.simplefilter("ignore")  # the other libraries' own
+    torch.set_num_threads(threads)
+    for name in peers:
+        load_peer(name)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
-    torch.set_num_threads(plan.threads)
+    gc.collect()
+    gc.freeze()  # Half a million objects need not be walked again between measurements.
+
+
+def run_section(name: str, plan: Plan) -> Report:
+    """Runs one section in this process."""
     if name == "memory":
         return Report(memory=memory.measure_memory(plan.most_rows))
     if name == "profile":

@@ -80,6 +80,7 @@ def test_ratios_are_of_the_same_rounds():
 @pytest.mark.parametrize("section", [*SECTIONS, "profile"])
 def test_a_section_can_be_told_and_kept(section, tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "NEW_ROWS", 4)
+    monkeypatch.setattr(sections, "OF_OURS", ("uniform", "n_step"))
     report = run_section(section, TINY)
     report.machine = {"processor": "x", "cores": 1, "architecture": "y", "system": "z"}
 
