@@ -13,19 +13,21 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
 from tests.benchmarks.results import Report, describe_machine
-from tests.benchmarks.sections import SECTIONS, Plan, prepare_process, run_section
+from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
 from tests.benchmarks.tables import format_machine, format_report
 
-ONCE = ("memory", "profile")  # do not depend on the number of threads
+# Sections that are of one number of threads, the first that is asked for.
+ONCE = ("growth", "mapped", "cold", "memory", "profile")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    names = [*SECTIONS, *ONCE]
+    names = list(dict.fromkeys([*SECTIONS, *ONCE]))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION",
                         help=f"of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--rows", nargs="+", type=int, default=None,
@@ -42,12 +44,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="file to draw the medians into")
     parser.add_argument("--readme", type=Path, metavar="JSON",
                         help="measure nothing; print the README's tables of such a file")  # fmt: skip
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if min(parsed.batches) < 1 or (parsed.rows and min(parsed.rows) < max(parsed.batches)):
+        parser.error(
+            f"--rows must be at least as many as are drawn, {max(parsed.batches)}; got {parsed.rows}"
+        )
+    return parsed
 
 
 def worker(threads: int, peers: list[str]) -> ProcessPoolExecutor:
     """Starts a fresh process: JAX reads its flags, and torch its threads, only once."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(threads)  # NPROC is for JAX.
     multi_threaded = "true" if threads > 1 else "false"
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={multi_threaded}"
     return ProcessPoolExecutor(

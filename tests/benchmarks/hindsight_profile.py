@@ -35,24 +35,25 @@ PARTS = {
 class Clocks:
     """Wraps functions so that each counts the time that passes in it and in no other one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.taken: dict[str, float] = defaultdict(float)
         self.running: list[str] = []
         self.since = 0.0
 
     def wrap(self, part: str, function: Callable) -> Callable:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            now = time.perf_counter()
+            now = self.clock()
             if self.running:
                 self.taken[self.running[-1]] += now - self.since
             self.running.append(part)
-            self.since = time.perf_counter()
+            self.since = self.clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                now = time.perf_counter()
+                now = self.clock()
                 self.taken[self.running.pop()] += now - self.since
-                self.since = time.perf_counter()
+                self.since = self.clock()
 
         return timed
 
@@ -86,7 +87,7 @@ def profile(rows: int, threads: int, effort: Effort) -> list[dict[str, Any]]:
         for a gather of as many bytes.
     """
     columns = goal_columns(rows + BATCH_SIZE)
-    clocks = Clocks()
+    clocks = Clocks(time.process_time if effort.processor_time else time.perf_counter)
     plain, timed = make_storage(rows, clocks=None), make_storage(rows, clocks=clocks)
     for block in to_tensordict(take_rows(columns, 0, rows)).split(10_000):
         plain.extend(block)

@@ -2,14 +2,15 @@
 
 Two fresh processes fill a storage, row block after row block, and draw from it: one with few rows, one
 with many. What the second one takes more at its peak is what the further rows cost; interpreter,
-libraries and their warm-up are in both. `resource.getrusage` reports what `/usr/bin/time -v` prints as
-"Maximum resident set size".
+libraries and their warm-up are in both. The peak is what `/usr/bin/time -v` prints as "Maximum
+resident set size".
 """
 
 import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -30,10 +31,20 @@ def peak_of_filling(num_rows: int) -> tuple[int, int]:
         storage.extend(block)
     for _ in range(10):
         storage.sample()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     fields = sum(leaf.nbytes for leaf in block.values(True, True)) // BLOCK
-    # Linux counts in KiB, macOS in bytes.
-    return peak * (1 if sys.platform == "darwin" else 1024), fields * num_rows
+    return peak_of_process(), fields * num_rows
+
+
+def peak_of_process() -> int:
+    """Returns the most bytes that this process has had in memory."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # On Linux `getrusage` of a new process begins with the peak of the one that started it.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def measure_memory(num_rows: int) -> dict[str, float]:

@@ -1,44 +1,36 @@
-"""What is measured: each section fills the libraries and lets them take turns.
+"""What is measured, a function for each section."""
 
-Letters: N stored rows, B batch.
-"""
-
+import atexit
 import gc
 import itertools
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.benchmarks import hindsight_profile, memory
+from tests.benchmarks.contest import Contest, Contestant, Plan, installed, who
 from tests.benchmarks.data import (
     LANES,
     SEQUENCE_STEPS,
-    Columns,
-    flat_columns,
     goal_columns,
     pixel_columns,
     take_rows,
 )
 from tests.benchmarks.measure import Effort, Turn, measure
-from tests.benchmarks.peers import PEERS, Buffer, load_peer
+from tests.benchmarks.peers import Buffer, load_peer
 from tests.benchmarks.progress import progress
 from tests.benchmarks.results import Report, Result
 
-__all__ = ["SECTIONS", "Plan", "prepare_process", "run_section"]
+__all__ = ["SECTIONS", "prepare_process", "run_section"]
 
-# Every library has room for more rows than it is filled with, as TorchRL's HER raises once it is full.
-SPARE_ROWS = 2000
-# Of them, those that are written between samples, over and over. A multiple of the episodes.
-NEW_ROWS = 400
-PIXEL_ROWS = 10**4
-FLAT = ("n_step", "priorities", "recent", "pixels", "pixels_n_step")
+PIXEL_ROWS = 5000
 OURS_WITH_GOALS = ("her", "her_n_step", "everything")
 # What takes turns: our own works, and what the others do next to them.
 GROUPS = {
@@ -51,218 +43,107 @@ GROUPS = {
 WRITES = {"record": (1,), "record_lanes": (LANES,), "extend": (1, 8, 50, 1000)}
 OF_OURS = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities", "recent")
 
-Contestant = tuple[str, str]  # peer, work
+
+def told(
+    section: str, measured: Mapping[Contestant, list[float]], plan: Plan, **case: Any
+) -> Iterator[Result]:
+    """Names the rounds of each contestant."""
+    case = {"threads": plan.threads, "unequal": plan.unequal} | case
+    for (peer, work), rounds in measured.items():
+        yield Result(section=section, work=work, peer=peer, rounds=rounds, **case)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What was asked for.
-
-    Attributes:
-        rows: N, in rising order.
-        batch_sizes: B.
-        threads: how many the libraries may use.
-        peers: the libraries that may take part.
-        unequal: whether the episodes of all sections are of 1 to 99 steps instead of 50.
-        effort: how much is measured.
-    """
-
-    rows: tuple[int, ...] = (10**4, 10**5, 10**6)
-    batch_sizes: tuple[int, ...] = (256, 4096)
-    threads: int = 1
-    peers: tuple[str, ...] = PEERS
-    unequal: bool = False
-    effort: Effort = field(default_factory=Effort)
-
-    @property
-    def most_rows(self) -> int:
-        """The largest N."""
-        return self.rows[-1]
-
-
-class Contest:
-    """Libraries that are filled with the same transitions and take turns at sampling them."""
-
-    def __init__(
-        self,
-        contestants: list[Contestant],
-        rows: int,
-        *,
-        unequal: bool = False,
-        columns: Columns | None = None,
-    ):
-        if columns is None:
-            columns = goal_columns(rows + SPARE_ROWS, unequal=unequal)
-            columns = flat_columns(columns) if contestants[0][1] in FLAT else columns
-        self.fill, self.new = take_rows(columns, 0, rows), take_rows(columns, rows, None)
-        self.rows, self.capacity = rows, len(columns["done"])
-        gc.collect()  # The libraries of the contest before this one may still hold their rows.
-        self.buffers: dict[Contestant, Buffer] = {}
-        self.steps: dict[Contestant, Iterator] = {}
-        for peer, work in contestants:
-            self.add((peer, work), installed(peer).WORKS[work](self.fill, self.capacity))
-
-    def add(self, contestant: Contestant, buffer: Buffer) -> None:
-        """Lets one more take part."""
-        new_rows = range(min(NEW_ROWS, self.capacity - self.rows))
-        prepared = [buffer.prepare(take_rows(self.new, row, row + 1)) for row in new_rows]
-        self.buffers[contestant], self.steps[contestant] = buffer, itertools.cycle(prepared)
-
-    def turns(self, batch_size: int, walk: Callable | None = None) -> dict[Contestant, Turn]:
-        """Returns draws of a batch, with a write of one step before each that is not timed.
-
-        Args:
-            batch_size: B.
-            walk: what else is done before each, such as emptying the caches.
-        """
-        return {
-            contestant: sample_turn(buffer, self.steps[contestant], batch_size, walk)
-            for contestant, buffer in self.buffers.items()
-        }
-
-
-def sample_turn(buffer: Buffer, steps: Iterator, batch_size: int, walk: Callable | None) -> Turn:
-    def before() -> None:
-        buffer.write(next(steps))
-        if walk is not None:
-            walk()
-
-    return Turn(call=lambda: buffer.sample(batch_size), before=before)
-
-
-def installed(name: str) -> ModuleType:
-    peer = load_peer(name)
-    if isinstance(peer, str):
-        raise ModuleNotFoundError(peer)
-    return peer
-
-
-def who(plan: Plan, *works: str, own: tuple[str, ...] = ()) -> list[Contestant]:
-    """Lists who does a work; of this package, all of `own` as well."""
-    found = [("ours", work) for work in own if "ours" in plan.peers]
-    for name in plan.peers:
-        peer = load_peer(name)
-        if not isinstance(peer, str):
-            found += [(name, work) for work in works if work in peer.WORKS]
-    return list(dict.fromkeys(found))
+def drawn(
+    section: str,
+    contest: Contest,
+    batch_sizes: Sequence[int],
+    plan: Plan,
+    *,
+    walk: Callable | None = None,
+    effort: Effort | None = None,
+    **case: Any,
+) -> Iterator[Result]:
+    """Measures samples. The rows of the contest are freed when the last result is taken."""
+    for batch_size in batch_sizes:
+        measured = measure(contest.turns(batch_size, walk), effort or plan.effort)
+        yield from told(section, measured, plan, rows=contest.rows, batch_size=batch_size, **case)
 
 
 def sampling(plan: Plan) -> Iterator[Result]:
     """Draws of batches, one write before each: every work at every size."""
-    sizes = plan.rows if plan.threads == 1 else plan.rows[-1:]
+    sizes = plan.sizes
     cases = [(group, rows, plan.unequal) for group in GROUPS for rows in sizes]
-    if not plan.unequal and plan.threads == 1:
+    if not plan.unequal and len(sizes) > 1:
         cases.insert(2 * len(sizes), ("her", sizes[len(sizes) // 2], True))
     for group, rows, unequal in progress(cases, "sampling"):
-        contest = Contest(who(plan, group, own=GROUPS[group]), rows, unequal=unequal)
-        for batch_size in plan.batch_sizes:
-            for (peer, work), rounds in measure(contest.turns(batch_size), plan.effort).items():
-                yield Result(
-                    section="sampling",
-                    work=work,
-                    peer=peer,
-                    rows=rows,
-                    batch_size=batch_size,
-                    threads=plan.threads,
-                    unequal=unequal,
-                    rounds=rounds,
-                )
+        contestants = who(plan, group, own=GROUPS[group])
+        yield from drawn(
+            "sampling",
+            Contest(contestants, rows, unequal=unequal),
+            plan.batch_sizes,
+            plan,
+            unequal=unequal,
+        )
 
 
 def cold(plan: Plan) -> Iterator[Result]:
     """The same for uniform and hindsight, after a walk through as much memory as the rows take."""
-    rows = plan.most_rows
+    effort = replace(plan.effort, rounds=max(plan.effort.rounds // 2, 2), calls=5, seconds=1.0)
+    other = goal_columns(plan.most_rows)
+    # A cache line a row.
+    lines = np.ones((sum(column.nbytes for column in other.values()) // 64, 8), np.int64)
+    del other
     for work in progress(("uniform", "her"), "cold"):
-        contest = Contest(who(plan, work), rows, unequal=plan.unequal)
-        num_bytes = sum(column.nbytes for column in contest.fill.values())
-        other = np.ones((num_bytes // 64, 8), np.int64)  # a cache line a row
-
-        def walk(other: np.ndarray = other) -> None:
-            other[:, 0].sum()
-
-        effort = Effort(rounds=max(plan.effort.rounds // 2, 2), calls=5, seconds=1.0)
-        for batch_size in plan.batch_sizes:
-            turns = contest.turns(batch_size, walk)
-            for (peer, _), rounds in measure(turns, effort).items():
-                yield Result(
-                    section="cold",
-                    work=work,
-                    peer=peer,
-                    rows=rows,
-                    batch_size=batch_size,
-                    threads=plan.threads,
-                    unequal=plan.unequal,
-                    rounds=rounds,
-                )
+        contest = Contest(who(plan, work), plan.most_rows, unequal=plan.unequal)
+        yield from drawn(
+            "cold", contest, plan.batch_sizes, plan, walk=lambda: lines[:, 0].sum(), effort=effort
+        )
+        del contest
 
 
 def sequences(plan: Plan) -> Iterator[Result]:
     """32 stretches of 16 steps, one write before each draw."""
-    batch_size = 32 * SEQUENCE_STEPS
-    for rows in progress(plan.rows if plan.threads == 1 else plan.rows[-1:], "sequences"):
+    for rows in progress(plan.sizes, "sequences"):
         contest = Contest(who(plan, "sequences"), rows, unequal=plan.unequal)
-        for (peer, work), rounds in measure(contest.turns(batch_size), plan.effort).items():
-            yield Result(
-                section="sequences",
-                work=work,
-                peer=peer,
-                rows=rows,
-                batch_size=batch_size,
-                threads=plan.threads,
-                unequal=plan.unequal,
-                rounds=rounds,
-            )
+        yield from drawn("sequences", contest, [32 * SEQUENCE_STEPS], plan)
+        del contest
 
 
 def pixels(plan: Plan) -> Iterator[Result]:
     """Batches of 256 stacked frames, as they are stored and folded over three steps."""
-    rows, spare = min(PIXEL_ROWS, plan.most_rows), 100
-    columns = pixel_columns(rows + spare)
+    rows = min(PIXEL_ROWS, plan.most_rows)
+    columns = pixel_columns(rows + 100)
     for work in progress(("pixels", "pixels_n_step"), "pixels"):
-        own = ("pixels", work)
-        contest = Contest(who(plan, work, own=own), rows, columns=columns)
-        for (peer, done), rounds in measure(contest.turns(256), plan.effort).items():
-            yield Result(
-                section=work,
-                work=done,
-                peer=peer,
-                rows=rows,
-                batch_size=256,
-                threads=plan.threads,
-                rounds=rounds,
-            )
+        contest = Contest(who(plan, work, own=("pixels", work)), rows, columns=columns)
+        yield from drawn(work, contest, [256], plan, unequal=False)
+        del contest
 
 
 def writing(plan: Plan) -> Iterator[Result]:
     """Steps of a loop, and writes of several rows at once, over the oldest ones of a full storage."""
+    for work in progress(tuple(WRITES), "writing"):
+        yield from written(work, plan)
+
+
+def written(work: str, plan: Plan) -> Iterator[Result]:
+    """Measures writes of one kind."""
     rows = plan.most_rows // LANES * LANES
     columns = goal_columns(max(rows, 10_000), unequal=plan.unequal)
     fill = take_rows(columns, 0, rows)
-    for work in progress(tuple(WRITES), "writing"):
-        buffers = {
-            contestant: installed(contestant[0]).WORKS[work](fill, rows)
-            for contestant in who(plan, work)
-        }
-        for num_rows in WRITES[work]:
-            turns = {}
-            for contestant, buffer in buffers.items():
-                blocks = min(10_000 // num_rows, 1000)
-                prepared = [
-                    buffer.prepare(take_rows(columns, num_rows * block, num_rows * (block + 1)))
-                    for block in range(blocks)
-                ]
-                turns[contestant] = write_turn(buffer, itertools.cycle(prepared))
-            for (peer, _), rounds in measure(turns, plan.effort).items():
-                yield Result(
-                    section="writing",
-                    work=work,
-                    peer=peer,
-                    rows=rows,
-                    batch_size=num_rows,
-                    threads=plan.threads,
-                    unequal=plan.unequal,
-                    rounds=rounds,
-                )
+    buffers = {
+        contestant: installed(contestant[0]).WORKS[work](fill, rows)
+        for contestant in who(plan, work)
+    }
+    for num_rows in WRITES[work]:
+        turns = {}
+        for contestant, buffer in buffers.items():
+            prepared = [
+                buffer.prepare(take_rows(columns, num_rows * block, num_rows * (block + 1)))
+                for block in range(min(10_000 // num_rows, 1000))
+            ]
+            turns[contestant] = write_turn(buffer, itertools.cycle(prepared))
+        measured = measure(turns, plan.effort)
+        yield from told("writing", measured, plan, rows=rows, batch_size=num_rows)
 
 
 def write_turn(buffer: Buffer, prepared: Iterator) -> Turn:
@@ -271,54 +152,38 @@ def write_turn(buffer: Buffer, prepared: Iterator) -> Turn:
 
 def growth(plan: Plan) -> Iterator[Result]:
     """Every work of ours at the smallest and the largest size, next to the raw gather at both."""
-    sizes = (plan.rows[0], plan.rows[-1])
     for work in progress((*OF_OURS, "sequences"), "growth"):
-        batch_sizes = (32 * SEQUENCE_STEPS,) if work == "sequences" else plan.batch_sizes
-        raw = "sequences" if work == "sequences" else "uniform"
-        contests = {}
-        for rows in sizes:
-            contests[rows] = Contest([("ours", work)], rows, unequal=plan.unequal)
-            contest = contests[rows]
-            contest.add(("raw", work), installed("raw").WORKS[raw](contest.fill, contest.capacity))
-        for batch_size in batch_sizes:
-            turns = {
-                (rows, *contestant): turn
-                for rows, contest in contests.items()
-                for contestant, turn in contest.turns(batch_size).items()
-            }
-            for (rows, peer, _), rounds in measure(turns, plan.effort).items():
-                yield Result(
-                    section="growth",
-                    work=work,
-                    peer=peer,
-                    rows=rows,
-                    batch_size=batch_size,
-                    threads=plan.threads,
-                    unequal=plan.unequal,
-                    rounds=rounds,
-                )
+        yield from grown(work, plan)
+
+
+def grown(work: str, plan: Plan) -> Iterator[Result]:
+    """Measures one work at two sizes."""
+    is_sequence = work == "sequences"
+    contests = {}
+    for rows in (plan.rows[0], plan.rows[-1]):
+        contest = Contest([("ours", work)], rows, unequal=plan.unequal)
+        raw = installed("raw").WORKS["sequences" if is_sequence else "uniform"]
+        contest.add(("raw", work), raw(contest.fill, contest.capacity))
+        contests[rows] = contest
+    for batch_size in (32 * SEQUENCE_STEPS,) if is_sequence else plan.batch_sizes:
+        turns = {
+            (rows, contestant): turn
+            for rows, contest in contests.items()
+            for contestant, turn in contest.turns(batch_size).items()
+        }
+        for (rows, contestant), rounds in measure(turns, plan.effort).items():
+            yield from told("growth", {contestant: rounds}, plan, rows=rows, batch_size=batch_size)
 
 
 def mapped(plan: Plan) -> Iterator[Result]:
     """Rows in memory-mapped files next to rows in memory, all of their pages touched before."""
-    rows = plan.most_rows
     for work in progress(("uniform", "her"), "mapped"):
         with tempfile.TemporaryDirectory() as directory:
-            contest = Contest([("ours", work)], rows, unequal=plan.unequal)
-            kind = installed("ours").on_disk(work, Path(directory) / work)
-            contest.add(("ours_mapped", work), kind(contest.fill, contest.capacity))
-            for batch_size in plan.batch_sizes:
-                for (peer, _), rounds in measure(contest.turns(batch_size), plan.effort).items():
-                    yield Result(
-                        section="mapped",
-                        work=work,
-                        peer=peer,
-                        rows=rows,
-                        batch_size=batch_size,
-                        threads=plan.threads,
-                        unequal=plan.unequal,
-                        rounds=rounds,
-                    )
+            contest = Contest([("ours", work)], plan.most_rows, unequal=plan.unequal)
+            on_disk = installed("ours").on_disk(work, Path(directory) / work)
+            contest.add(("ours_mapped", work), on_disk(contest.fill, contest.capacity))
+            yield from drawn("mapped", contest, plan.batch_sizes, plan)
+            del contest
 
 
 SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
@@ -341,6 +206,7 @@ def prepare_process(threads: int, peers: Iterable[str]) -> None:
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()  # Half a million objects need not be walked again between measurements.
+    atexit.register(gc.unfreeze)  # They would be reported as leaks.
 
 
 def run_section(name: str, plan: Plan) -> Report:

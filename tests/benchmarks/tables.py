@@ -20,7 +20,8 @@ TITLES = {
     "raw": "raw gather",
 }
 HEADS = {
-    "sampling": "Samples, one step written before each: microseconds, and how many times as long as here",
+    "sampling": "Samples, one step written before each: microseconds, how many times as long as here; "
+    "next to hindsight x more the others do hindsight alone",
     "writing": "Writes over the oldest rows of a full storage: microseconds a call",
     "sequences": "Stretches of 16 steps, one step written before each",
     "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
@@ -65,7 +66,9 @@ def format_report(report: Report) -> Iterator[str]:
 def format_section(results: list[Result]) -> Iterator[str]:
     """Gives a line for each of our works, size and batch: our time, theirs and the ratios."""
     peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    yield f"{'':<43}{'rows':>10}{'batch':>7}" + "".join(f"{TITLES[p]:>{WIDTH}}" for p in peers)
+    yield f"{'':<43}{'episodes':>9}{'rows':>10}{'batch':>7}" + "".join(
+        f"{TITLES[p]:>{WIDTH}}" for p in peers
+    )
     cases = dict.fromkeys(
         (r.work, r.rows, r.batch_size, r.unequal) for r in results if r.peer != "raw"
     )
@@ -88,8 +91,10 @@ def format_line(
         if found is None and peer != "ours":
             found = pick(of_case, peer=peer, work=THEIRS.get(work, work))
         cells.append(format_cell(found, ours))
-    title = WORKS[work] + (", episodes of 1 to 99" if unequal else "")
-    return f"{title:<43}{rows:>10,}{batch_size:>7,}" + "".join(f"{c:>{WIDTH}}" for c in cells)
+    episodes = "1 to 99" if unequal else "50"
+    return f"{WORKS[work]:<43}{episodes:>9}{rows:>10,}{batch_size:>7,}" + "".join(
+        f"{c:>{WIDTH}}" for c in cells
+    )
 
 
 def format_cell(found: Result | None, ours: Result | None) -> str:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import sections
+from tests.benchmarks import contest, sections
+from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.readme import format_readme
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.sections import SECTIONS, Plan, run_section
+from tests.benchmarks.sections import SECTIONS, run_section
 from tests.benchmarks.tables import format_report
 from tests.benchmarks.targets import TARGETS, outcomes
 
@@ -79,7 +80,7 @@ def test_ratios_are_of_the_same_rounds():
 
 @pytest.mark.parametrize("section", [*SECTIONS, "profile"])
 def test_a_section_can_be_told_and_kept(section, tmp_path, monkeypatch):
-    monkeypatch.setattr(sections, "NEW_ROWS", 4)
+    monkeypatch.setattr(contest, "NEW_ROWS", 4)
     monkeypatch.setattr(sections, "OF_OURS", ("uniform", "n_step"))
     report = run_section(section, TINY)
     report.machine = {"processor": "x", "cores": 1, "architecture": "y", "system": "z"}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.benchmarks.contest import FLAT
 from tests.benchmarks.data import (
     DISCOUNT,
     LANES,
@@ -15,7 +16,6 @@ from tests.benchmarks.data import (
     take_rows,
 )
 from tests.benchmarks.peers import PEERS, load_peer
-from tests.benchmarks.sections import FLAT
 
 # The other libraries warn about each other and about what they will drop.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -50,7 +50,8 @@ class Uniform(Buffer):
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
         # MultiStepTransform takes memory that grows with the square of what is written at once.
-        for rows in to_tensordict(columns).split(200):
+        size = 1000 if columns["observation"].ndim == 2 else 100
+        for rows in to_tensordict(columns).split(size):
             self.buffer.extend(rows)
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
