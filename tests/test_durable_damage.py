@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import pickle
 import resource
@@ -213,6 +214,16 @@ class TestDamage:
 
 class TestFullDisk:
     @pytest.fixture
+    def disk(self, tmp_path):
+        """A disk of a megabyte."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        if os.geteuid() or os.system(f"mount -t tmpfs -o size=1m none {disk} 2>/dev/null"):
+            pytest.skip("needs the right to mount a small disk")
+        yield disk
+        os.system(f"umount -l {disk}")
+
+    @pytest.fixture
     def no_room(self):
         """Files may not grow beyond a megabyte."""
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -228,19 +239,46 @@ class TestFullDisk:
         assert not path.exists()
         assert len(UniformReplayStorage(*SPACES, storage_size=100, path=path)) == 0
 
-    def test_on_a_small_disk(self, tmp_path):
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        if os.geteuid() or os.system(f"mount -t tmpfs -o size=1m none {disk} 2>/dev/null"):
-            pytest.skip("needs the right to mount a small disk")
-        try:
-            with pytest.raises(OSError, match="bytes on disk"):
-                UniformReplayStorage(*SPACES, storage_size=100_000, path=disk / "rows")
-            assert shutil.disk_usage(disk).used < 1 << 16
-            storage = UniformReplayStorage(*SPACES, storage_size=1000, path=disk / "rows")
-            storage.close()
-        finally:
-            os.system(f"umount -l {disk}")
+    def test_on_a_small_disk(self, disk):
+        with pytest.raises(OSError, match="bytes on disk"):
+            UniformReplayStorage(*SPACES, storage_size=100_000, path=disk / "rows")
+        assert shutil.disk_usage(disk).used < 1 << 16
+        storage = UniformReplayStorage(*SPACES, storage_size=1000, path=disk / "rows")
+        storage.close()
+
+    def test_on_a_disk_that_was_filled_later(self, disk):
+        """Every page is there already: a write needs none, and never meets the full disk."""
+        storage = make(disk / "rows", 2, size=2000, sampler=UniformSampler())
+        write(storage, 1)
+        with (disk / "full").open("wb") as file, contextlib.suppress(OSError):
+            file.write(bytes(1 << 20))
+        assert shutil.disk_usage(disk).free == 0
+        for _ in range(250):
+            write(storage, 5)
+        with pytest.raises(OSError, match="No space"):
+            storage.close()  # which keeps more than rows
+        again = make(disk / "rows", 2, size=2000, sampler=UniformSampler())
+        check(again)
+        assert again.episodes.num_steps_written.tolist() == [1251] * 2
+        (disk / "full").unlink()
+        again.close()
+
+    def test_on_a_disk_that_can_only_be_read(self, disk):
+        path = disk / "rows"
+        storage = make(path, 2)
+        write(storage, 30)
+        storage.close()
+        del storage
+        gc.collect()  # its files
+        assert os.system(f"mount -o remount,ro {disk}") == 0
+        with pytest.raises(OSError, match="writable"):
+            make(path, 2)
+        with pytest.raises(OSError, match="Read-only"):
+            UniformReplayStorage(*SPACES, storage_size=100, path=disk / "others")
+        reader = ReplayStorage.open(path, mode="r", batch_size=8)
+        assert not is_torn(reader.sample()).any()
+        assert os.system(f"mount -o remount,rw {disk}") == 0
+        check(make(path, 2))
 
     def test_a_write_that_finds_no_room_to_be_undone_changes_nothing(self, tmp_path, no_room):
         size, path = 4000, tmp_path / "rows"

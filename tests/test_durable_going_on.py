@@ -237,3 +237,33 @@ def test_stock_storages_have_nothing_to_flush(tmp_path):
     storage.flush()
     storage.close()
     storage.close(keep=False)
+
+
+def in_a_fork(body):
+    """Returns what `body` raises in a forked process, as text; empty if nothing."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            body()
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def test_other_processes_may_not_write(tmp_path):
+    storage = make("uniform", seed=1, path=tmp_path)
+    Loop().write(4, storage)
+    assert "forked from" in in_a_fork(lambda: Loop().write(1, storage))
+    assert "forked from" in in_a_fork(storage.empty)
+    assert "writer already" in in_a_fork(lambda: make("uniform", seed=1, path=tmp_path))
+    # A fork that ends does not take the right to write with it.
+    Loop().write(1, storage)
+    storage.close()
+    assert in_a_fork(lambda: make("uniform", seed=1, path=tmp_path).close()) == ""
+    assert len(make("uniform", seed=1, path=tmp_path)) == 10

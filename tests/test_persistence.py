@@ -161,6 +161,8 @@ each_way = pytest.mark.parametrize("reload", WAYS)
         # Before the wrap-around, and in the second round after it.
         *[(recipe, 11, by_state_dict) for recipe in RECIPES],
         *[(recipe, 47, by_dumps) for recipe in RECIPES],
+        ("all of them", 11, by_dumps),
+        ("all of them", 47, by_state_dict),
         ("all of them", 25, by_file_of_a_state_dict),
         ("all of them", 47, by_dumps_over_an_older_one),
     ],
@@ -193,12 +195,19 @@ def test_over_stock_storages(storage_type, reload, tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-@pytest.mark.parametrize("recipe", ["uniform", "all of them"])
-def test_copies(recipe, copied):
-    loop, saved = Loop(), make(recipe, seed=1)
+@pytest.mark.parametrize(
+    ("recipe", "num_steps", "on_disk"),
+    [("uniform", 47, False), ("all of them", 47, False), ("all of them", 11, True)],
+)
+def test_copies(recipe, num_steps, on_disk, copied, tmp_path):
+    at = {"path": tmp_path / "rows"} if on_disk else {}
+    loop, saved = Loop(), make(recipe, seed=1, **at)
     loop.write(4, saved)
-    loop.run(43, saved)
-    assert_go_on_alike(saved, copied(saved), loop)
+    loop.run(num_steps - 4, saved)
+    copy_of_it = copied(saved)
+    assert_go_on_alike(saved, copy_of_it, loop)
+    assert isinstance(copy_of_it.storage, PackedStorage)
+    assert copy_of_it.storage.scratch_dir is None
 
 
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])

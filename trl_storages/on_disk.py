@@ -168,6 +168,7 @@ class OnDisk:
 
         Raises:
             RuntimeError: files shall be deleted that this process may not write.
+            OSError: the disk is full. The rows are there all the same.
         """
         with self._replay_lock, self._write_lock:
             if not keep:
@@ -175,11 +176,13 @@ class OnDisk:
             journal = self._journal
             if journal is None or not journal.is_writer:
                 return
-            if keep:
-                self.flush()
-                journal.close()
-            else:
+            if not keep:
                 journal.delete()
+                return
+            try:
+                self.flush()
+            finally:
+                journal.close()
 
     def loader(
         self,

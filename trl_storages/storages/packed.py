@@ -394,8 +394,10 @@ class PackedStorage(LazyTensorStorage):
     def close(self) -> None:
         """Flushes the rows of a directory, and lets another writer in."""
         if self.journal is not None and self.journal.is_writer:
-            self.flush()
-            self.journal.close()
+            try:
+                self.flush()
+            finally:
+                self.journal.close()
 
     def restart(
         self, slots: torch.Tensor | None, rows: TensorDictBase | None, write_count: int
