@@ -198,8 +198,9 @@ def workers(local_ray) -> dict[type, list]:
 def on_ray(local_ray):
     made = []
 
-    def make(*args, **options) -> RayReplayBuffer:
-        made.append(RayReplayBuffer(*args, remote_config={"num_cpus": 0}, **options))
+    def make(kind: type[ReplayStorage], *args, **options) -> RayReplayBuffer:
+        where = {"remote_config": {"num_cpus": 0}}
+        made.append(kind(*args, service_backend="ray", service_backend_options=where, **options))
         return made[-1]
 
     yield make
@@ -211,7 +212,8 @@ class TestActors:
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}
         options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50}
-        replay = on_ray(*SPACES, replay_buffer_cls=HERReplayStorage, **options)
+        replay = on_ray(HERReplayStorage, *SPACES, **options)
+        assert isinstance(replay, RayReplayBuffer)
         client, writing, sampling = replay.client(), workers[Writing], workers[Sampling]
 
         ray.get([worker.loop.remote(client, lane, 1) for lane, worker in enumerate(writing)])
@@ -240,12 +242,7 @@ class TestActors:
             "writer": partial(EpisodeWriter, 1),
             "transform_factory": partial(GoalRelabel, reward),
         }
-        replay = on_ray(
-            replay_buffer_cls=ReplayStorage,
-            storage=partial(PackedStorage, 100),
-            batch_size=64,
-            **parts,
-        )
+        replay = on_ray(ReplayStorage, storage=partial(PackedStorage, 100), batch_size=64, **parts)
 
         ray.get([worker.collect.remote(replay.client(), 100, 2) for worker in workers[Writing]])
 
@@ -258,6 +255,25 @@ class TestActors:
         here.load_state_dict(replay.state_dict())
         check_rows(here)
         assert here.episodes.episodes()["finished"].all()
+
+    def test_batches_of_one_layout_cross_by_torch_distributed(self, on_ray):
+        options = {"reward_fn": reward, "storage_size": 60, "batch_size": 32, "alpha": 0.6}
+        replay = on_ray(HERReplayStorage, *SPACES, transport="distributed", **options)
+        client = replay.client()
+
+        for number in (1, 2, 1):
+            client.extend(steps(number, 10))
+        for _ in range(3):
+            batch = client.sample()
+            check_batch(batch)
+            batch["td_error"] = torch.full((32,), 0.5)
+            client.update_tensordict_priority(batch.select("index", "priority_stamp", "td_error"))
+
+        here = HERReplayStorage(*SPACES, **options)
+        here.load_state_dict(replay.state_dict())
+        check_rows(here)
+        assert here.episodes.episodes()["length"].tolist() == [10, 10, 10]
+        assert (here.sampler.base.priorities[batch["index"]] == 0.5).all()
 
 
 # TorchRL's collectors and losses warn about options of their own that are to change.
