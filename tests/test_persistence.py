@@ -1,6 +1,8 @@
 """Saving and loading: what was reloaded goes on exactly like what was saved."""
 
 import copy
+import json
+import os
 import pickle
 
 import numpy as np
@@ -253,6 +255,44 @@ def test_nothing_is_pickled(tmp_path):
     # A pickle that somebody put there is not opened.
     (tmp_path / "dump" / "prefetch.pkl").write_bytes(b"garbage")
     make("all of them", seed=1, prefetch=2).loads(tmp_path / "dump")
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.filterwarnings("ignore:.*pickled non-tensor field:FutureWarning")
+@pytest.mark.parametrize("at", ["storage", "writer/episodes", "prefetch/0-batch", "rng_state"])
+@pytest.mark.parametrize("rows", [PackedStorage, LazyTensorStorage])
+def test_a_planted_pickle_never_runs(at, rows, tmp_path):
+    """Tensordict opens pickles that lie beside the tensors of a directory."""
+
+    def build():
+        storage = ReplayStorage(
+            storage=rows(SIZE), writer=EpisodeWriter(LANES), batch_size=4, prefetch=2
+        )
+        Loop().write(20, storage)
+        return storage
+
+    saved, dump = build(), tmp_path / "dump"
+    saved.sample()
+    saved.dumps(dump)
+    (dump / at).mkdir(exist_ok=True)
+    meta = dump / at / "meta.json"
+    written = json.loads(meta.read_text()) if meta.exists() else {"shape": []}
+    written["_type"] = "<class 'tensordict.tensorclass.NonTensorData'>"
+    meta.write_text(json.dumps(written))
+    (dump / at / "other.pickle").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    fresh = build()
+    before = fresh[:]
+    with pytest.raises((ValueError, RuntimeError), match="pickle"):
+        fresh.loads(dump)
+    assert not (tmp_path / "exploded").exists()
+    assert_same(fresh[:], before)
 
 
 def test_a_dump_without_batches_drawn_ahead_takes_the_place_of_one_with(tmp_path):

@@ -44,7 +44,9 @@ def load_batches(directory: Path) -> list[Batch]:
     batches: list[Batch] = []
     for place, device in enumerate(json.loads(index.read_text())["devices"]):
         batch, info = (
-            TensorDict.load_memmap(directory / f"{place}-{part}").clone().to(device or "cpu")
+            TensorDict.load_memmap(directory / f"{place}-{part}", allow_pickle=False)
+            .clone()
+            .to(device or "cpu")
             for part in ("batch", "info")
         )
         entries = info.items(include_nested=True, leaves_only=True)

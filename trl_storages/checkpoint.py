@@ -89,11 +89,12 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
 
         Raises:
             FileNotFoundError: there is no such directory.
-            ValueError: as `load_state_dict`.
+            ValueError: as `load_state_dict`; or the directory holds a pickle.
         """
         path = Path(path)
         if not path.is_dir():
             raise FileNotFoundError(f"there must be a directory that dumps() wrote, got {path}.")
+        _refuse_pickles(path)
         if isinstance(self._writer, EpisodeWriter):
             self._writer.check_dump(path / "writer")
         with self._showing(progress):
@@ -140,6 +141,16 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         self._prefetch_in_order()
         if generator is not None:
             self.set_rng(_generator(generator))
+
+
+def _refuse_pickles(path: Path) -> None:
+    # TorchRL reads directories of tensors in the way in which tensordict also opens pickles.
+    for planted in (*path.rglob("*.pickle"), path / _STOCK_GENERATOR):
+        if planted.exists():
+            raise ValueError(
+                f"{path} must be what dumps() wrote, which has no {planted.relative_to(path)}: it may be "
+                "a pickle, whose loading runs code; delete it if you know better. Nothing was changed."
+            )
 
 
 def _describe(generator: torch.Generator | None) -> dict[str, str] | None:

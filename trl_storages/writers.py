@@ -414,7 +414,7 @@ class EpisodeWriter(RoundRobinWriter):
         directory = Path(path) / "episodes"
         if not directory.exists():
             return {}
-        tensors = TensorDict.load_memmap(directory).to_dict()
+        tensors = TensorDict.load_memmap(directory, allow_pickle=False).to_dict()
         return {"last_trajectory": tensors.pop("last_trajectory"), "episodes": tensors}
 
     def loads(self, path: str | Path) -> None:

@@ -65,11 +65,13 @@ class RowsCheckpointer(TensorStorageCheckpointer):
     def loads(self, storage: Any, path: str | Path) -> None:
         """Restores what `dumps` saved."""
         path = Path(path)
-        if self._load_hooks or not storage.initialized:
+        if self._load_hooks:
             super().loads(storage, path)
             return
         length = json.loads((path / _METADATA).read_text())["len"]
-        saved = TensorDict.load_memmap(path)
+        saved = TensorDict.load_memmap(path, allow_pickle=False)
+        if not storage.initialized:
+            storage._init(saved[0])
         self._copy(saved, storage._storage, storage.row_nbytes, "loading rows")
         storage._len = length
 

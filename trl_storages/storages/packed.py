@@ -457,7 +457,7 @@ class PackedStorage(LazyTensorStorage):
         """
         # Other checkpointers write something else than the fields.
         if type(self.checkpointer) is RowsCheckpointer and self.layout is not None:
-            saved = TensorDict.load_memmap(path)
+            saved = TensorDict.load_memmap(path, allow_pickle=False)
             layout = Layout.of(saved, batch_dims=1)
             if layout.described != self.layout.described:
                 raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
