@@ -228,6 +228,38 @@ class TestManyProcesses:
         if trajs_per_batch:
             assert storage.episodes.episodes()["finished"].all()
 
+    @pytest.mark.parametrize(
+        ("collector_type", "num_envs", "cat_results", "lanes"),
+        [
+            (MultiSyncCollector, 1, 0, 1),
+            (MultiSyncCollector, 1, "stack", 2),
+            (MultiSyncCollector, 2, 0, 4),
+            (MultiAsyncCollector, 1, None, 1),
+            (MultiAsyncCollector, 2, None, 2),
+        ],
+    )
+    def test_batches_that_the_loop_writes(
+        self, collector_type, num_envs, cat_results, lanes, start_processes_by
+    ):
+        start_processes_by("fork")
+        storage = goal_storage(num_envs=lanes, storage_size=120)
+        collector = collector_type(
+            [tally if num_envs == 1 else two_tallies] * 2,
+            None,
+            frames_per_batch=40,
+            total_frames=400,
+            cat_results=cat_results,
+        )
+
+        for data in collector:
+            storage.extend(data.clone())
+            check_rows(storage)
+            check_batch(storage.sample())
+        collector.shutdown()
+
+        assert storage.write_count == 400
+        assert len(storage[:]["observation"][:, 0].unique()) == 2 * num_envs
+
 
 def two_tallies() -> SerialEnv:
     return SerialEnv(2, tally)

@@ -194,6 +194,17 @@ class TestArguments:
             storage.extend(whole[:])
         assert not len(storage)
 
+    def test_a_collector_s_stack_of_batches(self):
+        storage = storage_for(4)
+        whole = storage_for(1)
+        whole.record(**transition())
+        stack = whole[:].expand(2, 2, 3, 1).squeeze(-1)
+        with pytest.raises(ValueError, match=r"for num_envs=4: data.flatten\(0, 1\)"):
+            storage.extend(stack.clone())
+        assert not len(storage)
+        storage.extend(stack.flatten(0, 1).clone())
+        assert len(storage) == 12
+
 
 class TestInfos:
     """Infos come as a dict, as a dict of arrays, or as a list of dicts; all are taken."""

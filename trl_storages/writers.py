@@ -207,7 +207,10 @@ class EpisodeWriter(RoundRobinWriter):
             return 1, batch_size[0]
         if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
             return num_lanes, batch_size[1] if len(batch_size) == 2 else 1
-        if len(batch_size) == 2 and lanes is None:
+        if len(batch_size) > 2:
+            joined = f"data.flatten(0, {len(batch_size) - 2})"
+            remedy = f"join its leading dimensions for num_envs={batch_size[:-1].numel()}: {joined}"
+        elif len(batch_size) == 2 and lanes is None:
             remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
         else:
             remedy = "pass num_envs=1 to store one stream of transitions or whole trajectories"
