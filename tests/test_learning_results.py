@@ -138,6 +138,23 @@ def test_a_run_that_fails_leaves_the_finished_ones(script, trained, tmp_path, mo
     assert [line["hindsight"] for line in lines(path)] == [True]
 
 
+def test_what_another_program_has_finished_meanwhile_is_not_made_again(
+    script, trained, tmp_path, monkeypatch
+):
+    path, train = tmp_path / "results.jsonl", script.train_her.train
+    _, later = script.planned([(FLIPPING, "dqn")], [0])
+
+    def train_beside_another(args, storage, name):
+        with path.open("a") as file:
+            file.write(json.dumps(finished(later, 0.25)[later] | {"seconds": 1}) + "\n")
+        return train(args, storage, name)
+
+    monkeypatch.setattr(script.train_her, "train", train_beside_another)
+    script.main(["--only", "*:dqn", "--seeds", "0", "--results", str(path)])
+    assert trained == [("dqn", 0, "with hindsight")]
+    assert [line["success"] for line in lines(path)] == [0.25, 0.5]
+
+
 @pytest.mark.slow
 def test_runs_side_by_side_give_what_they_give_one_by_one(script, small, tmp_path):
     # Other processes don't see what a test replaces: they train in earnest.

@@ -92,6 +92,10 @@ def planned(rows: Iterable[tuple[str, str]], seeds: Sequence[int]) -> list[Run]:
 
 def make(run: Run, path: Path) -> dict[str, Any]:
     """Trains an agent; keeps how it went as one more line, and returns that."""
+    finished = read(path)
+    if run in finished:
+        # Another program has made it since this one began.
+        return finished[run]
     torch.set_num_threads(1)
     options = {"env": run.env, "algo": run.algo, "seed": run.seed, "steps": run.steps}
     if run.bits is not None:
