@@ -234,3 +234,31 @@ def test_a_missing_extra_is_one_line_before_the_first_run(script, tmp_path, monk
     with pytest.raises(SystemExit, match=r"tqdm.*pip install -e"):
         script.main(["--results", str(path)])
     assert not path.exists()
+
+
+# What was measured, at its full budgets; the tutorial's own tests train on smaller ones.
+
+
+@pytest.fixture(scope="module")
+def measured(script):
+    """Every run of the table that lies beside the script, with its success rate."""
+    finished = script.read(script.RESULTS)
+    runs = script.planned(script.rows_named(["*"]), [0, 1, 2])
+    return {run: finished[run]["success"] for run in runs}
+
+
+@pytest.mark.requirement("bit-flip")
+@pytest.mark.parametrize("algo", ["dqn", "ddpg", "td3", "sac"])
+def test_only_with_hindsight_bits_are_flipped_on_each_seed(measured, algo):
+    rates = {True: [], False: []}
+    for run, success in measured.items():
+        if (run.env, run.algo) == (FLIPPING, algo):
+            rates[run.hindsight].append(success)
+    assert len(rates[True]) == len(rates[False]) == 3
+    assert min(rates[True]) >= (0.95 if algo == "dqn" else 0.90)
+    assert max(rates[False]) <= (0.10 if algo == "dqn" else 0.20)
+
+
+def test_the_readme_shows_the_table_that_is_printed(script, capsys):
+    assert script.main(["--table"]) == 0
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
