@@ -10,7 +10,7 @@ import torch
 from durable.rows import block, check, is_torn, make, priority_of, write
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler, storages
-from trl_storages.storages import Journal, PackedStorage
+from trl_storages.storages import Journal, PackedStorage, following
 
 FOLDER = str(Path(storages.__file__).parent)
 
@@ -157,6 +157,22 @@ class TestReaders:
         )
         assert not is_torn(reader.sample()).any()
         assert len(calls) == 2
+
+    def test_rows_that_a_killed_writer_was_changing(self, tmp_path, monkeypatch):
+        storage = make(tmp_path)
+        write(storage, 24)
+        reader = ReplayStorage.open(tmp_path, mode="r", batch_size=8, sampler=UniformSampler())
+        monkeypatch.setattr(following, "_PATIENCE", 0.05)
+        journal = storage.storage.journal
+        journal.begin_rewrite(np.arange(24))
+        with pytest.raises(RuntimeError, match="killed while it changed them"):
+            reader.sample()
+        with pytest.raises(RuntimeError, match="killed while it changed them"):
+            ReplayStorage.open(tmp_path, mode="r")
+        journal.close()
+        again = make(tmp_path)  # the next writer puts them back
+        check(again)
+        assert not is_torn(reader.sample()).any()
 
     def test_an_error_of_ones_own(self, tmp_path):
         def fails(batch):

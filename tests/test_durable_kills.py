@@ -15,7 +15,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # Lines of the code from one kill to the next.
-STRIDE = int(os.environ.get("TRL_STORAGES_STRIDE", 37))
+STRIDE = int(os.environ.get("TRL_STORAGES_STRIDE", 61))
 
 
 def run(module, *args):
