@@ -2,7 +2,7 @@
 
 The processes fork from one that has imported everything, so that a kill takes milliseconds. How many
 there are is set by the environment: TRL_STORAGES_KILLS=200 kills so many writers of each number of
-lanes at random moments (100 otherwise), TRL_STORAGES_STRIDE=1 kills at every line of the code.
+lanes at random moments (50 otherwise), TRL_STORAGES_STRIDE=1 kills at every line of the code.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # Lines of the code from one kill to the next.
-STRIDE = int(os.environ.get("TRL_STORAGES_STRIDE", 61))
+STRIDE = int(os.environ.get("TRL_STORAGES_STRIDE", 127))
 
 
 def run(module, *args):
@@ -37,7 +37,7 @@ def run(module, *args):
 @pytest.mark.requirement("persistence")
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_killed_at_random_moments(tmp_path, lanes):
-    kills = int(os.environ.get("TRL_STORAGES_KILLS", 100))
+    kills = int(os.environ.get("TRL_STORAGES_KILLS", 50))
     result = run("killed", "random", tmp_path / "rows", lanes, kills)
     assert result["kills"] >= kills
     assert result["wraps"] > 2
@@ -72,7 +72,7 @@ def test_read_while_written(tmp_path):
 @pytest.mark.slow
 @pytest.mark.requirement("disk-workers")
 def test_read_while_writers_are_killed_and_replaced(tmp_path):
-    result = run("following", tmp_path / "rows", 100_000, 20)
+    result = run("following", tmp_path / "rows", 100_000, 10)
     assert result["failed"] == [0] * 5
     assert sum(result["seen"]) >= 100_000
     assert min(result["newest"]) > 500

@@ -27,6 +27,7 @@ READERS, BATCH, SECONDS = 4, 512, 4
 def writer(path, shared):
     storage = make(path, LANES, SIZE, sampler=UniformSampler())
     begin, before = time.perf_counter(), int(storage.episodes.num_steps_written[0])
+    written = before
     while shared[0] == 0:
         write(storage, STEPS)
         written = int(storage.episodes.num_steps_written[0])
@@ -43,8 +44,14 @@ def reader(path, number, shared, rows):
     )
     newest = seen = 0
     end = time.monotonic() + SECONDS
-    # Until the ring has been written anew more than twice, however busy the machine is.
-    while seen < rows // READERS or newest <= 2 * SIZE // LANES or time.monotonic() < end:
+    # Until the ring has been written anew more than twice, and the last writer was killed, however busy
+    # the machine is.
+    while (
+        seen < rows // READERS
+        or newest <= 2 * SIZE // LANES
+        or time.monotonic() < end
+        or not shared[1]
+    ):
         batch = storage.sample()
         torn = is_torn(batch)
         if torn.any():
@@ -82,6 +89,7 @@ def main():
         os.kill(writing, signal.SIGKILL)
         os.waitpid(writing, 0)
         writing = fork(writer, path, shared)
+    shared[1] = 1
     failed = [os.waitpid(pid, 0)[1] for pid in reading]
     shared[0] = 1
     failed.append(os.waitpid(writing, 0)[1])

@@ -195,13 +195,11 @@ def forgetting(path, lanes, stride, _shared):
     Each leaves what there was, what there should be, or nothing where everything is replaced.
     """
 
-    def build():
-        shutil.rmtree(path, ignore_errors=True)
-        storage = make(path, lanes, SIZE)
-        write(storage, SIZE // lanes + 5)
-        prioritise(storage)
-        storage.storage.journal.close()
-
+    built = path.with_name("built")
+    storage = make(built, lanes, SIZE)
+    write(storage, SIZE // lanes + 5)
+    prioritise(storage)
+    storage.storage.journal.close()
     source = make(path.with_name("source"), lanes, SIZE)
     write(source, SIZE // lanes + 1)
     source.dumps(path.with_name("dump"))
@@ -226,9 +224,9 @@ def forgetting(path, lanes, stride, _shared):
         kills[name], line, killed = 0, -sum(kills.values()) % stride, True
         while killed:
             line += stride
-            build()
-            if name == "make":
-                shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
+            if name != "make":
+                shutil.copytree(built, path)
 
             def body(name=name, act=act):
                 if act is None:

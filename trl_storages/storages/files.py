@@ -61,10 +61,14 @@ def _write_zeros(descriptor: int, nbytes: int) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file at once: it holds the old text or the new one, also after a crash."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    data = text.encode()
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     new.replace(path)
     sync_directory(path.parent)
 
