@@ -10,7 +10,8 @@ import torch
 from durable.rows import block, check, is_torn, make, priority_of, write
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler, storages
-from trl_storages.storages import Journal, PackedStorage, following
+from trl_storages.storages import Journal, following
+from trl_storages.storages.row_writer import RowWriter
 
 FOLDER = str(Path(storages.__file__).parent)
 
@@ -87,10 +88,10 @@ class TestReaders:
     def test_a_write_that_failed_in_between(self, tmp_path, monkeypatch):
         storage = make(tmp_path, sampler=UniformSampler())
         write(storage, 24)
-        really, calls = PackedStorage._write, []
+        really, calls = RowWriter.write, []
 
-        def fail(rows, cursor, leaves):
-            really(rows, cursor, leaves)
+        def fail(*write):
+            really(*write)
             calls.append(reader.storage.rows.clone())
             raise OSError("interrupted")
 
@@ -98,7 +99,7 @@ class TestReaders:
             if not calls:
                 # These are read while the write that will fail is half done.
                 with monkeypatch.context() as patch:
-                    patch.setattr(PackedStorage, "_write", fail)
+                    patch.setattr(RowWriter, "write", fail)
                     with pytest.raises(OSError, match="interrupted"):
                         write(storage, 5)
                 half_written = reader.storage.layout.tensordict(calls[0])

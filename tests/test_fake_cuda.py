@@ -28,12 +28,8 @@ def make_buffer(device, num_envs, storage_type=PackedStorage, **kwargs):
     buffer = ReplayStorage(storage=storage, writer=EpisodeWriter(num_envs), **kwargs)
     steps = torch.arange(5, device=device).expand(num_envs, 5)
     lanes = torch.arange(num_envs, device=device).unsqueeze(1).expand(num_envs, 5)
-    # The writer counts on the host, which a simulation cannot: its parts are called one by one.
-    rows = goal_transitions(lanes, steps, steps == 3).reshape(-1)
-    slots = buffer.episodes.next_slots(5).reshape(-1)
-    storage.set(slots, rows, set_cursor=False)
-    storage._len = 5 * num_envs
-    buffer.episodes.append(steps == 3)
+    rows = goal_transitions(lanes, steps, steps == 3)
+    buffer.extend(rows if num_envs > 1 else rows[0])
     return buffer
 
 
@@ -62,6 +58,26 @@ def test_packed_rows(simulated_gpu, num_envs):
         fields = read_fields(storage, index, ["effort", ("next", "achieved_goal")])
         assert all(field.device == simulated_gpu for field in fields.values())
         assert fields["effort"].shape == (*shape, 1)
+
+
+@pytest.mark.requirement("devices")
+@each_storage
+@each_number_of_lanes
+@pytest.mark.parametrize("sampler", [UniformSampler, lambda: PERSampler(24), ERESampler])
+def test_writes(simulated_gpu, num_envs, storage_type, sampler):
+    """Whatever is written, the host counts on its own."""
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=sampler())
+    lanes = torch.arange(num_envs, device=simulated_gpu)
+    step = goal_transitions(lanes, torch.full_like(lanes, 5), lanes == 0)
+    slots = buffer.add(step if num_envs > 1 else step[0])
+    assert slots.device == simulated_gpu
+    assert slots.shape == ((num_envs,) if num_envs > 1 else ())
+    for _ in range(4):
+        # More than the ring has room for, too.
+        buffer.extend(step.unsqueeze(1).expand(num_envs, 7) if num_envs > 1 else step.expand(7))
+    buffer.writer.extend(step[:1], lanes=[num_envs - 1])
+    assert len(buffer) == buffer.episodes.capacity
+    check(buffer.sample(8), simulated_gpu, 8)
 
 
 @pytest.mark.requirement("devices")

@@ -18,7 +18,7 @@ from torchrl.data import (
     RoundRobinWriter,
     TensorDictReplayBuffer,
 )
-from torchrl.envs import CatTensors, GymWrapper
+from torchrl.envs import CatTensors, Compose, GymWrapper
 
 import trl_storages
 from trl_storages._torchrl import PRIVATE_ATTRIBUTES
@@ -105,6 +105,7 @@ def owners():
         "RoundRobinWriter": buffer.writer,
         "Sampler": buffer.sampler,
         "CatTensors": CatTensors(["a", "b"], out_key="c"),
+        "Compose": Compose(),
         "TensorDict": buffer[:],
         "GymWrapper": GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),
     }

@@ -64,6 +64,9 @@ PRIVATE_ATTRIBUTES = {
         "_empty",
         "_rand_given_ndim",
         "_set_last_cursor",
+        "_last_cursor_index_value",
+        "_mutation_revision_value",
+        "_attached_entities",
         "_bump_mutation_revision",
     ),
     "TensorStorageCheckpointer": ("_save_hooks", "_load_hooks"),
@@ -77,6 +80,7 @@ PRIVATE_ATTRIBUTES = {
     ),
     "Sampler": ("_rng", "_empty", "_remaining_batches"),
     "CatTensors": ("_del_keys",),
+    "Compose": ("_modules",),
     "GymWrapper": ("_env",),
     "TensorDict": ("_device",),
 }

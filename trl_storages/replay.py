@@ -27,6 +27,7 @@ from trl_storages.gym import GymRecorder
 from trl_storages.on_disk import OnDisk, intact
 from trl_storages.remote import Remote
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
+from trl_storages.step_writer import StepWriter
 from trl_storages.storages import FollowingStorage, PackedStorage
 from trl_storages.stored_rows import StoredRows
 from trl_storages.transforms import ReplayTransform, SeenRows, apply_transforms
@@ -96,6 +97,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
                 "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
             )
         self._recorder = recorder
+        # The short way for ordinary steps, once the first one has shown what they are made of.
+        self._steps: StepWriter | None = None
         # Steps of each lane that the sampler knows of, where other processes write too.
         self._heard: torch.Tensor | None = None
         if self.shared:
@@ -212,9 +215,12 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             ValueError, KeyError: the steps do not fit. Nothing is written then.
         """
-        if lanes is None:
+        if not isinstance(tensordicts, TensorDictBase) or not isinstance(
+            self.writer, EpisodeWriter
+        ):
             return super().extend(tensordicts, update_priority=update_priority)
-        rows = self._transform.inv(tensordicts)
+        # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
+        rows = self._transform.inv(tensordicts) if self._changes_writes else tensordicts
         if rows is None:
             return torch.zeros(0, dtype=torch.int64)
         with self._replay_lock, self._write_lock:
@@ -223,6 +229,26 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         priority = rows.get(self.priority_key, None)
         if priority is not None and update_priority is not False:
             self.update_priority(index, priority)
+        return index
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
+
+        Returns:
+            int64 slots of the batch size of `data`.
+
+        Raises:
+            ValueError, KeyError: the step does not fit. Nothing is written then.
+        """
+        if (
+            not isinstance(self.writer, EpisodeWriter)
+            or self._changes_writes
+            or data.get(self.priority_key, None) is not None
+        ):
+            return super().add(data)
+        with self._replay_lock, self._write_lock:
+            index = self._writer.add(data)
+            self._sampler.extend(index)
         return index
 
     def record(
@@ -255,22 +281,45 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
+        step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
+        with self._replay_lock, self._write_lock:
+            if self._has_short_way:
+                index = self._steps.write(*step)  # type: ignore[union-attr]
+                if index is not None:
+                    self._sampler.extend(index)
+                    return index
+        return self._record_any(*step)
+
+    @property
+    def _has_short_way(self) -> bool:
+        steps = self._steps
+        if steps is None or self._changes_writes:
+            return False
+        return steps.is_for(self._recorder, self._storage, self._writer)
+
+    def _record_any(self, *step: Any) -> torch.Tensor | None:
         if self._recorder is None:
             self._recorder = GymRecorder(self.episodes.num_envs)
-        step = self._recorder.rows(
-            observations, actions, rewards, terminateds, truncateds, infos, next_observations
-        )
-        if step is None:
+        made = self._recorder.rows(*step)
+        if made is None:
             return None
-        rows, lanes = step
-        if any(not isinstance(part, ReplayTransform) for part in self._transform):
+        rows, lanes = made
+        if self._changes_writes:
             rows = self._transform.inv(rows)
             if rows is None:
                 return None
         with self._replay_lock, self._write_lock:
             index = self.writer.extend(rows, lanes=lanes)
             self.sampler.extend(index)
+            if not (self._changes_writes or self._has_short_way):
+                self._steps = StepWriter.of(self._recorder, self._storage, self._writer)
         return index
+
+    @property
+    def _changes_writes(self) -> bool:
+        """Whether a transform may have an inverse, which is applied to what is written."""
+        parts = self._transform._modules["transforms"]._modules.values()
+        return any(map(_may_have_inverse, parts))
 
     def end_episodes(self, lanes: Any = None) -> None:
         """Cuts the running episodes: the next row of each lane begins another one.
@@ -540,3 +589,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         parts += list(self._transform) if len(self._transform) else []
         lines = "".join(f"\n    {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _may_have_inverse(transform: Transform) -> bool:
+    return not isinstance(transform, ReplayTransform)

@@ -6,11 +6,12 @@ Letters: T steps, E lanes (environments), L lanes written now.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torchrl.data import RoundRobinWriter, Storage
@@ -18,7 +19,7 @@ from torchrl.data import RoundRobinWriter, Storage
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.history import slots_of
-from trl_storages.storages import DurableLanes, PackedStorage, Steps, read_fields
+from trl_storages.storages import DurableLanes, PackedStorage, Steps, read_fields, tensors_of
 
 __all__ = ["EpisodeWriter"]
 
@@ -122,7 +123,7 @@ class EpisodeWriter(RoundRobinWriter):
                 f"a single transition does not say which of the {self.num_envs} lanes it belongs to: "
                 f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
             )
-        return self.extend(data.unsqueeze(0)).squeeze(0) if data.ndim == 0 else self.extend(data)
+        return self._extend(data, None, (1, 1)) if data.ndim == 0 else self.extend(data)
 
     def extend(self, data: TensorDictBase, *, lanes: Lanes = None) -> torch.Tensor:
         """Writes steps of all lanes, or of `lanes`.
@@ -139,34 +140,57 @@ class EpisodeWriter(RoundRobinWriter):
             ValueError: the batch does not match the lanes. Nothing is written then.
             KeyError: `done_key` is missing. Nothing is written then.
         """
-        _refuse_padding(data)
-        num_lanes, num_steps = self._shape(data.batch_size, lanes)
-        shape, episodes = data.batch_size, self._episodes
+        return self._extend(data, lanes, self._shape(data.batch_size, lanes))
+
+    def _extend(self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]) -> torch.Tensor:
+        """Writes `[L, T]` steps, in whatever batch size they come."""
+        (num_lanes, num_steps), entries = shape, self._entries(data)
+        _refuse_padding(entries)
         if self._on_disk is not None:
             self._catch_up()
-        done = self._flag(data, self.done_key, (num_lanes, num_steps))
-        cut, last_trajectory = self._cuts(data, lanes, (num_lanes, num_steps))
-        kept = min(num_steps, episodes.steps_per_lane)
-        slots = episodes.next_slots(num_steps, lanes)[:, -kept:]
+        done = self._flag(entries, self.done_key, shape)
+        cut, last_trajectory = self._cuts(entries, lanes, shape)
+        episodes = self._episodes
+        run, slots = episodes.next_run(num_steps, lanes), episodes.next_slots(num_steps, lanes)
+        written = slots = slots.reshape(data.batch_size)
         rows = data
-        if kept < num_steps:
-            rows = data.reshape(num_lanes, num_steps)[:, -kept:]
-        # Rows first: if they do not fit the storage, nothing has changed.
-        if self._on_disk is None:
-            self._set(slots.reshape(rows.batch_size), rows)
-        else:
+        if num_steps > episodes.steps_per_lane:
+            # Only the newest find room.
+            slots = slots.reshape(shape)[:, -episodes.steps_per_lane :]
+            rows = data.reshape(shape)[:, -episodes.steps_per_lane :]
+            entries = self._entries(rows)
+        steps = None
+        if self._on_disk is not None:
             cut, steps = self._on_disk.steps(data, done, cut, lanes, last_trajectory)
-            self._set(slots.reshape(rows.batch_size), rows, steps=steps)
+        # Rows first: if they do not fit the storage, nothing has changed.
+        at = slots if run is None else slice(run.start, run.stop)
+        self._set(at, rows, entries, steps)
         self._cut_between_processes(lanes)
-        written = episodes.append(done, cut, lanes)
+        episodes.advance(done, cut, lanes)
         if last_trajectory is not None:
             which = slice(None) if lanes is None else torch.as_tensor(lanes)
             self._last_trajectory[which] = last_trajectory  # type: ignore[index]
         self._count(num_lanes * num_steps)
+        # Known to the host without waiting for the device, as TorchRL would.
+        self._storage._set_last_cursor(episodes.newest_slot(lanes))
         slots = slots.reshape(-1)
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
-        return written.reshape(shape)
+        return written
+
+    def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
+        if self.keys is None:
+            # TorchRL's own storages take other things than tensors too.
+            entries = tensors_of(data, strict=isinstance(self._storage, PackedStorage))
+            # Replay buffers set it on the data that they have written.
+            entries.pop(default_keys.INDEX, None)
+            return entries
+        if not isinstance(data, TensorDict):
+            # To stack what is not wanted takes time, or cannot be done.
+            wanted = [*self.keys, self.done_key, self.traj_key, default_keys.MASK]
+            data = data.select(*wanted, strict=False)
+        return tensors_of(data, strict=False)
 
     def _catch_up(self) -> None:
         """Takes in a write to disk that an interrupt kept from everything else."""
@@ -178,29 +202,29 @@ class EpisodeWriter(RoundRobinWriter):
 
     def _set(
         self,
-        slots: torch.Tensor,
+        slots: torch.Tensor | slice,
         rows: TensorDictBase,
-        *,
-        set_cursor: bool = True,
+        entries: Mapping[NestedKey, torch.Tensor],
         steps: Steps | None = None,
     ) -> None:
         """Writes the entries that are wanted of rows of any batch size."""
-        if self.keys is None and "index" in rows.keys():  # noqa: SIM118
-            # Replay buffers set it on the data that they have written.
-            rows = rows.exclude("index")
-        packed = isinstance(self._storage, PackedStorage)
-        if self.keys is not None and not (packed and self._storage.layout):
+        storage = self._storage
+        if isinstance(storage, PackedStorage) and (self.keys is None or storage.layout):
+            storage.put(slots, entries, rows.batch_size, strict=self.keys is None, steps=steps)
+            return
+        if self.keys is not None:
             rows = rows.select(*self.keys)
-        if packed:
-            self._storage.set(
-                slots, rows, set_cursor=set_cursor, strict=self.keys is None, steps=steps
-            )
+        elif "index" in rows.keys():  # noqa: SIM118
+            rows = rows.exclude("index")
+        if isinstance(storage, PackedStorage):
+            storage.put(slots, tensors_of(rows), rows.batch_size, steps=steps)
         else:
-            self._storage.set(slots.reshape(-1), rows.reshape(-1), set_cursor=set_cursor)
+            at = slots if isinstance(slots, slice) else slots.reshape(-1)
+            storage.set(at, rows.reshape(-1), set_cursor=False)
 
     def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
-        num_lanes = self.num_envs if lanes is None else len(self._episodes.lane_ids(lanes))
+        num_lanes = len(self._episodes.named_lanes(lanes))
         if 0 in batch_size:
             raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
         if len(batch_size) == 1 and num_lanes == 1:
@@ -219,10 +243,12 @@ class EpisodeWriter(RoundRobinWriter):
             f"step of each), got {list(batch_size)}; {remedy}."
         )
 
-    def _flag(self, data: TensorDictBase, key: NestedKey, shape: tuple[int, int]) -> torch.Tensor:
-        flag = data.get(key, None)
+    def _flag(
+        self, entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        flag = entries.get(key)
         if flag is None:
-            there = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
+            there = sorted(map(str, entries))
             raise KeyError(f"the data lacks {key!r}, which ends episodes; its keys are {there}.")
         if flag.dtype is not torch.bool or flag.numel() != shape[0] * shape[1]:
             raise ValueError(
@@ -232,10 +258,10 @@ class EpisodeWriter(RoundRobinWriter):
         return flag.reshape(shape)
 
     def _cuts(
-        self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]
+        self, entries: Mapping[NestedKey, torch.Tensor], lanes: Lanes, shape: tuple[int, int]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns where a row has another trajectory than the row before it, and the last ones."""
-        trajectory = data.get(self.traj_key, None)
+        trajectory = entries.get(self.traj_key)
         if trajectory is None:
             return None, None
         trajectory = trajectory.to(self._episodes.device).reshape(shape).long()
@@ -276,6 +302,43 @@ class EpisodeWriter(RoundRobinWriter):
             self.share_memory_()
         return super().__getstate__()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a write changes rows, episodes and counters only."""
+        return (
+            self._generation is None and not self.tracks_generations and self._last_process is None
+        )
+
+    def count_step(self, run: range) -> torch.Tensor:
+        """Counts a step of all lanes, none of which ends an episode, after its rows were written.
+
+        Args:
+            run: the slots, as `EpisodeIndex.next_run(1)` names them.
+
+        Returns:
+            the same, int64 `[E]`.
+        """
+        episodes, storage = self._episodes, self._storage
+        host = episodes.host
+        if self.num_envs > 1:
+            host.append_to_all()
+        elif host.tables.open.item(0):
+            host.go_on()
+        else:
+            host.append_stretch(0, done=False)
+        self._write_count += self.num_envs
+        storage._len = host.tables.num_rows.item()
+        storage._set_last_cursor(run.stop - 1)
+        storage._bump_mutation_revision()
+        slots = torch.from_numpy(np.arange(run.start, run.stop))
+        self._mark_update_entities(slots)
+        return slots
+
+    def _mark_update_entities(self, index: torch.Tensor) -> None:
+        # As TorchRL does, without what it adds for compiled writers.
+        for entity in self._storage._attached_entities:
+            entity.mark_update(index)
+
     def _count(self, num_rows: int) -> None:
         episodes = self._episodes
         self._write_count += num_rows
@@ -284,9 +347,22 @@ class EpisodeWriter(RoundRobinWriter):
         else:
             # TorchRL's storages read the slots below their length only; lanes of unequal fill reach
             # beyond the number of rows.
-            steps = int(episodes.num_steps_written.clamp(max=episodes.steps_per_lane).max())
+            steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
             self._storage._len = steps * self.num_envs
-        self._cursor = int(episodes.num_steps_written[0]) % episodes.steps_per_lane * self.num_envs
+
+    @property
+    def _cursor(self) -> int:
+        """Where the next row of the first lane goes, for TorchRL."""
+        storage = self._storage
+        if storage is None:
+            return 0
+        episodes = storage.episodes
+        return episodes.host_steps.item(0) % episodes.steps_per_lane * self.num_envs
+
+    @_cursor.setter
+    def _cursor(self, value: int) -> None:
+        # The episode index says where it is; TorchRL keeps a number besides.
+        RoundRobinWriter._cursor.fset(self, value)
 
     def write_at(self, index: int | torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Overwrites rows in place: they stay where they are in their episodes.
@@ -313,14 +389,15 @@ class EpisodeWriter(RoundRobinWriter):
                 f"{list(data.batch_size)}."
             )
         slots, data = index.reshape(-1), data.reshape(-1)
-        if data.get(self.done_key, None) is not None:
-            done = self._flag(data, self.done_key, (1, slots.shape[0])).to(slots.device)
+        entries = self._entries(data)
+        if self.done_key in entries:
+            done = self._flag(entries, self.done_key, (1, slots.shape[0])).to(slots.device)
             if not torch.equal(done[0], self._episodes.is_end(slots)):
                 raise ValueError(
                     f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
                     "would change: write another history with empty() and extend()."
                 )
-        self._set(slots, data, set_cursor=False)
+        self._set(slots, data, entries)
         self._bump_generation(slots, data)
         return index
 
@@ -437,8 +514,8 @@ class EpisodeWriter(RoundRobinWriter):
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
 
 
-def _refuse_padding(data: TensorDictBase) -> None:
-    mask = data.get(default_keys.MASK, None)
+def _refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:
+    mask = entries.get(default_keys.MASK)
     if mask is not None and not mask.all():
         raise ValueError(
             f"all rows must be transitions, but {default_keys.MASK} says that {int((~mask).sum())} are "

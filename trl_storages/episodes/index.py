@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from trl_storages.episodes.host import HostTables
 from trl_storages.episodes.invariants import check_invariants
 from trl_storages.episodes.ring import Lanes, Ring
 from trl_storages.episodes.tables import Array, Tables, put, take
@@ -28,6 +29,10 @@ from trl_storages.functional.draws import random_below
 __all__ = ["EpisodeIndex", "episodes_of"]
 
 _LONG_AGO = -(2**62)
+# From here on all stretches at once are faster than one after another.
+_MANY_STRETCHES = 24
+# Attributes that see tables on the CPU where they are, and are made anew where these move.
+_VIEWS = ("_arrays", "host_steps", "host")
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -97,6 +102,11 @@ class EpisodeIndex(Ring):
         """The tables as what they are written with: NumPy's view of them on the CPU."""
         return Tables(*map(self.own, self._tables))
 
+    @cached_property
+    def host(self) -> HostTables:
+        """The same tables on the CPU, for the writes of every step."""
+        return HostTables(self._arrays, self.num_envs, self.steps_per_lane)
+
     # Writing
 
     def append(
@@ -110,33 +120,67 @@ class EpisodeIndex(Ring):
             lanes: the L distinct lanes that are written; None is all of them.
 
         Returns:
-            int64 slots of the shape of `done`. Of more than T steps only the last T are kept; the
-            others are given slot -1.
+            int64 slots of the shape of `done`, as `next_slots` named them.
 
         Raises:
             ValueError: `done` has another shape than the lanes ask for, or a lane is unknown or named
                 twice. The index is unchanged then.
         """
+        slots = self.next_slots(1 if done.ndim < 2 else done.shape[1], lanes)
+        self.advance(done, cut, lanes)
+        return slots.reshape(done.shape)
+
+    def advance(
+        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
+    ) -> None:
+        """Does what `append` does, for whoever knows the slots from `next_slots`."""
         shape = done.shape
-        lane = self.lane_ids(lanes)
-        if done.ndim not in (1, 2) or shape[0] != lane.shape[0]:
+        num_lanes = len(self.named_lanes(lanes))
+        if done.ndim not in (1, 2) or shape[0] != num_lanes:
             raise ValueError(
-                f"done must have shape [{lane.shape[0]}] or [{lane.shape[0]}, S], a row of steps for "
+                f"done must have shape [{num_lanes}] or [{num_lanes}, S], a row of steps for "
                 f"each lane that is written; got {list(shape)}."
             )
         if cut is not None and cut.shape != shape:
             raise ValueError(f"cut must have done's shape {list(shape)}, got {list(cut.shape)}.")
         if not done.numel():
-            return torch.empty(shape, dtype=torch.int64, device=self.device)
+            return
+        table_done = self.own(done).reshape(num_lanes, -1)
+        table_cut = None if cut is None else self.own(cut).reshape(table_done.shape)
+        if self._xp is np and self._advance_on_host(table_done, table_cut, lanes):
+            return
+        self._advance(table_done, table_cut, lanes)
+
+    def _advance_on_host(self, done: np.ndarray, cut: np.ndarray | None, lanes: Lanes) -> bool:
+        """Takes the steps if they are of the usual kinds, and returns whether they were."""
+        num_lanes, num_steps = done.shape
+        if num_steps == 1 < num_lanes and lanes is None and self._was_in_step:
+            self.host.append_to_all(done[:, 0], None if cut is None else cut[:, 0])
+            return True
+        most = num_lanes + np.count_nonzero(done)
+        most += 0 if cut is None else np.count_nonzero(cut)
+        if num_steps > self.steps_per_lane or most > _MANY_STRETCHES:
+            return False
+        for at, lane in enumerate(self.named_lanes(lanes)):
+            self.host.append_steps(lane, done[at], None if cut is None else cut[at])
+        return True
+
+    def _advance(self, done: Array, cut: Array | None, lanes: Lanes) -> None:
+        """Takes any steps, with tensor operations only.
+
+        Args:
+            done: `[L, S]` bool.
+            cut: `[L, S]` bool, or None.
+            lanes: the L lanes.
+        """
         xp, table = self._xp, self._arrays
-        done = self.own(done).reshape(shape[0], -1)
-        lane, num_steps = self.own(lane)[:, None], done.shape[1]
+        lane, num_steps = self.own(self.lane_ids(lanes))[:, None], done.shape[1]
         kept = min(num_steps, self.steps_per_lane)
 
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = xp.concatenate([~table.open[lane], done[:, :-1]], 1)
         if cut is not None:
-            begins |= self.own(cut).reshape(begins.shape)
+            begins |= cut
         number = table.begun[lane] + begins.cumsum(1) - 1
         step = table.cursors[lane] + self._range(num_steps, xp)
         first_step = step
@@ -164,16 +208,9 @@ class EpisodeIndex(Ring):
         put(table.begun, lane, number[:, -1:] + 1)
         put(table.open, lane, ~done[:, -1:])
         table.cursors[lane] += num_steps
-        if self._host_cursors is not self.cursors:
-            self._host_cursors[slice(None) if lanes is None else self.lane_ids(lanes).cpu()] += (
-                num_steps
-            )
+        if self._xp is not np:
+            self.host_steps[self.named_lanes(lanes)] += num_steps
         self._behead(lane)
-        slots = torch.as_tensor(slots)
-        if kept < num_steps:
-            lost = slots.new_full((slots.shape[0], num_steps - kept), -1)
-            slots = torch.cat([lost, slots], 1)
-        return slots.reshape(shape)
 
     def _behead(self, lane: Array) -> None:
         """Moves the first slot of each lane's oldest surviving episode to what survives of it."""
@@ -208,9 +245,11 @@ class EpisodeIndex(Ring):
         """
         lane, num_steps = self.lane_ids(lanes), done.shape[1]
         self._tables.cursors[lane] = cursor - num_steps
-        self._host_cursors[lane.cpu()] = cursor - num_steps
+        self.host_steps[lane.cpu().numpy()] = cursor - num_steps
         self._tables.open[lane] = False
-        first = self.append(done, begins, lane)[:, 0]
+        first = self.next_slots(num_steps, lane)[:, 0]
+        # At once: what an unseen step left where these rows go must not be taken for an episode.
+        self._advance(self.own(done), self.own(begins), lane)
         torn = self._tables.episode[first].long()[~begins[:, 0].to(self.device)]
         self._tables.first_step[torn] = _LONG_AGO
 
@@ -232,7 +271,7 @@ class EpisodeIndex(Ring):
         if keep_steps < 0:
             raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
         kept = []
-        for lane, cursor in enumerate(self._host_cursors.tolist()):
+        for lane, cursor in enumerate(self.host_steps.tolist()):
             steps = range(max(cursor - min(keep_steps, self.steps_per_lane), 0), cursor)
             slots = torch.tensor([*steps], dtype=torch.int64, device=self.device)
             slots = slots % self.steps_per_lane * self.num_envs + lane
@@ -242,7 +281,7 @@ class EpisodeIndex(Ring):
             kept.append((slots, done, behind == 0, torn, self._tables.open[lane].clone()))
         for tensor in self._tables:
             tensor.zero_()
-        self._host_cursors.zero_()
+        self.host_steps.fill(0)
         for lane, (slots, done, cut, torn, is_open) in enumerate(kept):
             if len(slots):
                 self.append(done.unsqueeze(0), cut.unsqueeze(0), [lane])
@@ -418,21 +457,23 @@ class EpisodeIndex(Ring):
         self.check_state_dict(state_dict)
         for name, tensor in self._tables._asdict().items():
             tensor.copy_(state_dict[name])
-        self._host_cursors.copy_(self.cursors)
+        self.host_steps[:] = self.cursors.cpu().numpy()
 
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
-        for table in (*self._tables, self._host_cursors):
+        for table in self._tables:
             table.share_memory_()
-        # Views of where the tables were.
-        self.__dict__.pop("_arrays", None)
+        if self._xp is np:
+            for name in _VIEWS:
+                self.__dict__.pop(name, None)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             self.share_memory_()
         # Views are made again, or they would be pickled as copies.
-        return {key: value for key, value in self.__dict__.items() if key != "_arrays"}
+        views = _VIEWS if self._xp is np else ()
+        return {key: value for key, value in self.__dict__.items() if key not in views}
 
     def __repr__(self) -> str:
         return (

@@ -9,7 +9,9 @@ A lane is the stream of one environment. The ring is time-major: step s of lane 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from trl_storages.episodes.tables import Array, take
@@ -51,18 +53,14 @@ class Ring:
         #: `[]` int64, on the device: rows that are live now.
         self.num_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self._lane_ids = torch.arange(num_envs, device=self.device)
-        # What the host must know without asking the device. On the CPU the tensor is the same.
-        self._host_cursors = (
-            self.cursors if self.device.type == "cpu" else torch.zeros(num_envs, dtype=torch.int64)
-        )
 
     # Size
 
     def __len__(self) -> int:
         """Number of live rows, known to the host."""
         if self.num_envs == 1:
-            return min(int(self._host_cursors), self.steps_per_lane)
-        return int(self._host_cursors.clamp(max=self.steps_per_lane).sum())
+            return min(self.host_steps.item(), self.steps_per_lane)
+        return int(np.minimum(self.host_steps, self.steps_per_lane).sum())
 
     @property
     def is_full(self) -> bool:
@@ -72,7 +70,7 @@ class Ring:
     @property
     def num_steps_written(self) -> torch.Tensor:
         """`[E]` int64 on the host: steps written to each lane since the beginning."""
-        return self._host_cursors
+        return torch.from_numpy(self.host_steps)
 
     @property
     def _in_step(self) -> bool:
@@ -83,8 +81,20 @@ class Ring:
         """
         if self.num_envs == 1:
             return True
-        cursors = self._host_cursors
-        return self.device.type == "cpu" and bool((cursors == cursors[0]).all())
+        return self.device.type == "cpu" and self._was_in_step
+
+    @cached_property
+    def host_steps(self) -> np.ndarray:
+        """`[E]` int64, the cursors as the host knows them without asking the device."""
+        # On the CPU they are the same memory.
+        on_host = self.device.type == "cpu"
+        return self.cursors.numpy() if on_host else np.zeros(self.num_envs, np.int64)
+
+    @property
+    def _was_in_step(self) -> bool:
+        """Whether all lanes were written equally often, as the host knows."""
+        steps = self.host_steps
+        return not np.count_nonzero(steps != steps[0])
 
     # Lanes and steps
 
@@ -102,39 +112,77 @@ class Ring:
         """
         if lanes is None:
             return self._lane_ids
-        ids = torch.as_tensor(lanes, device="cpu")
-        if ids.dtype is torch.bool:
+        return torch.tensor(self.named_lanes(lanes), device=self.device)
+
+    def named_lanes(self, lanes: Lanes = None) -> Sequence[int]:
+        """Returns the numbers of the lanes that `lanes` names, as `lane_ids` does."""
+        if lanes is None:
+            return range(self.num_envs)
+        ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+        if ids.dtype == bool:
             if ids.shape != (self.num_envs,):
                 raise ValueError(
                     f"a mask of lanes must have shape [{self.num_envs}], got {list(ids.shape)}."
                 )
-            ids = ids.nonzero().squeeze(1)
+            ids = ids.nonzero()[0]
         values = ids.reshape(-1).tolist()
         if (
             ids.ndim != 1
             or not values
-            or ids.is_floating_point()
+            or ids.dtype.kind not in "iu"
             or len(set(values)) != len(values)
             or not all(0 <= lane < self.num_envs for lane in values)
         ):
             raise ValueError(
                 f"lanes must be a list of distinct numbers in 0..{self.num_envs - 1}, got {lanes}."
             )
-        return ids.long().to(self.device)
+        return values
 
     def next_slots(self, num_steps: int, lanes: Lanes = None) -> torch.Tensor:
         """Returns the slots that the next `num_steps` steps of the lanes will take.
 
         Args:
-            num_steps: S, at most T.
+            num_steps: S.
             lanes: the L lanes that are written; None is all of them.
 
         Returns:
-            `[L, S]` int64 slots.
+            `[L, S]` int64 slots. Of more than T steps only the last T are kept; the others are given
+            slot -1.
         """
+        run = self.next_run(num_steps, lanes)
+        if run is not None:
+            slots = torch.arange(run.start, run.stop, device=self.device)
+            return slots.view(self.num_envs, num_steps)
         lane = self.lane_ids(lanes).unsqueeze(1)
-        step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
-        return step % self.steps_per_lane * self.num_envs + lane
+        offset = torch.arange(num_steps, device=self.device)
+        slots = (self.cursors[lane] + offset) % self.steps_per_lane * self.num_envs + lane
+        if num_steps > self.steps_per_lane:
+            slots[:, : -self.steps_per_lane] = -1
+        return slots
+
+    def next_run(self, num_steps: int, lanes: Lanes = None) -> range | None:
+        """Returns what `next_slots` does, where these are neighbours in the order of the rows.
+
+        Args:
+            num_steps: S.
+            lanes: the L lanes that are written; None is all of them.
+
+        Returns:
+            the slots, or None if they are no neighbours.
+        """
+        if lanes is not None:
+            return None
+        if self.num_envs > 1 and (num_steps > 1 or not self._was_in_step):
+            return None
+        first = self.host_steps.item(0) % self.steps_per_lane
+        if first + num_steps > self.steps_per_lane:
+            return None
+        return range(first * self.num_envs, (first + num_steps) * self.num_envs)
+
+    def newest_slot(self, lanes: Lanes = None) -> int:
+        """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
+        lane = self.named_lanes(lanes)[-1]
+        return (self.host_steps.item(lane) - 1) % self.steps_per_lane * self.num_envs + lane
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written after so many steps.
@@ -145,7 +193,7 @@ class Ring:
         Returns:
             int64 slots `[n]`, lane by lane, the oldest row first.
         """
-        written = self._host_cursors
+        written = self.host_steps
         steps = [
             torch.arange(max(before, now - self.steps_per_lane), now)
             for before, now in zip(num_steps.tolist(), written.tolist(), strict=True)

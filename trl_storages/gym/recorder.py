@@ -67,7 +67,8 @@ class GymRecorder:
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = info_key_names(info_keys)
         self._given = fields
-        self._layout: Layout | None = None
+        #: Where the arguments hold the fields; None until the first step.
+        self.layout: Layout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
         self._watch = ResetWatch()
@@ -126,7 +127,7 @@ class GymRecorder:
             for key in self.info_keys
         }
         observations, next_observations = entries(observations), entries(next_observations)
-        layout = self._layout or self._plan(observations, actions, found, is_vector)
+        layout = self.layout or self._plan(observations, actions, found, is_vector)
         columns = _read(layout, observations, actions, next_observations, is_vector)
         columns[REWARD] = self._reward.read(rewards, "rewards", "", is_vector)
         columns[DONE], columns[TERMINATED], columns[TRUNCATED] = done, terminated, truncated
@@ -146,8 +147,13 @@ class GymRecorder:
             columns[key] = column.read(value, "infos", f"[{key!r}]", is_vector)
         if self.autoreset_mode is None:
             self._watch.look(columns, done, self.info_keys)
-        self._layout, self._ended = layout, ended
+        self.layout, self._ended = layout, ended
         return _transitions(columns, len(lanes)), index
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that happened before the next step bears on it."""
+        return not (self._watch.last or np.count_nonzero(self._ended))
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, as after a `reset` of the environments by hand.

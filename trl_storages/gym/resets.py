@@ -53,7 +53,8 @@ class ResetWatch:
     """Warns, once, of an episode that seems to begin where the one before ended."""
 
     def __init__(self) -> None:
-        self._last: dict[int, dict[NestedKey, Tensor]] = {}
+        #: What the episodes that ended with the last step ended with, by environment.
+        self.last: dict[int, dict[NestedKey, Tensor]] = {}
         self._warned = False
 
     def look(
@@ -66,12 +67,12 @@ class ResetWatch:
             done: `[E, 1]` bool.
             infos: keys that are no observations.
         """
-        if self._warned or not (self._last or done.any()):
+        if self._warned or not (self.last or done.any()):
             return
         keys = [
             (key, next_key(key)) for key in columns if next_key(key) in columns and key not in infos
         ]
-        for lane, last in self._last.items():
+        for lane, last in self.last.items():
             if all(torch.equal(columns[key][lane], last[key]) for key, _ in keys):
                 self._warned = True
                 warnings.warn(
@@ -82,7 +83,7 @@ class ResetWatch:
                     stacklevel=4,
                 )
                 break
-        self._last = {
+        self.last = {
             lane: {key: columns[after][lane].clone() for key, after in keys}
             for lane in done.reshape(-1).nonzero().reshape(-1).tolist()
             # Where a step changes nothing, nothing can be told.
@@ -91,4 +92,4 @@ class ResetWatch:
 
     def forget(self) -> None:
         """Forgets what episodes ended with."""
-        self._last = {}
+        self.last = {}

@@ -3,6 +3,7 @@
 from trl_storages.storages.directory import PROGRESS
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable_lanes import DurableLanes
+from trl_storages.storages.entries import tensors_of
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, Span, nest
@@ -24,4 +25,5 @@ __all__ = [
     "field_keys",
     "nest",
     "read_fields",
+    "tensors_of",
 ]

@@ -188,7 +188,7 @@ class FollowingStorage(PackedStorage):
         """Raises a RuntimeError: these rows are another process's."""
         self.journal.check_writable()  # type: ignore[union-attr]
 
-    load_state_dict = loads = _empty = set
+    put = load_state_dict = loads = _empty = set
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(

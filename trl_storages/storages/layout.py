@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
 from trl_storages.storages.gather import take_rows
@@ -138,13 +138,13 @@ class Layout:
         self._whole = Span(self.fields)
         self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
         self._spans: dict[tuple[NestedKey, ...], list[Span]] = {}
+        # Dtypes and shapes of a batch like the last one that was written.
+        self._wanted: tuple[torch.Size | None, list[tuple[torch.dtype, torch.Size]]] = (None, [])
 
     @classmethod
-    def of(cls, data: TensorDictBase, batch_dims: int) -> Layout:
-        """Describes the leaves of `data` past their first `batch_dims` dimensions."""
-        return cls(
-            {key: (value.dtype, value.shape[batch_dims:]) for key, value in _leaves(data).items()}
-        )
+    def of(cls, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> Layout:
+        """Describes tensors past their first `batch_dims` dimensions."""
+        return cls({key: (value.dtype, value.shape[batch_dims:]) for key, value in entries.items()})
 
     @property
     def described(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
@@ -211,47 +211,64 @@ class Layout:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
         return _fill(self._tree, self._whole.views(rows), rows.shape[:-1], rows.device)
 
-    def leaves_of(
-        self, data: TensorDictBase, batch_size: torch.Size, *, strict: bool = True
+    def fit(
+        self,
+        entries: Mapping[NestedKey, torch.Tensor],
+        batch_size: torch.Size,
+        *,
+        strict: bool = True,
     ) -> list[torch.Tensor]:
-        """Returns the leaves of `data` in the order of `fields`, if they fit the layout.
+        """Returns entries in the order of `fields`, if they fit the layout.
 
         Args:
-            data: TensorDict whose leaves have shape `[*batch_size, *field.shape]`.
-            batch_size: its leading dimensions.
-            strict: whether a leaf that is not in the layout is an error; it is left out otherwise.
+            entries: key -> tensor `[*batch_size, *field.shape]`, as `tensors_of` finds them.
+            batch_size: the leading dimensions.
+            strict: whether an entry that is not in the layout is an error; it is left out otherwise.
 
         Raises:
             KeyError: a field is missing, or, if `strict`, one is not in the layout.
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        if strict:
-            leaves = _leaves(data)
-            self._check_no_more(leaves)
-        else:
-            leaves = {field.key: data.get(field.key, None) for field in self.fields}
-        for field in self.fields:
-            leaf = leaves.get(field.key)
-            if leaf is None:
-                raise KeyError(
-                    f"the data lacks {field.key!r}, which every row holds as {field}; its keys are "
-                    f"{sorted(map(str, _leaves(data)))}."
-                )
-            if leaf.dtype is not field.dtype:
-                raise TypeError(
-                    f"{field.key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
-                    f"{_name(leaf.dtype)}; convert it before it is written."
-                )
-            if leaf.shape != batch_size + field.shape:
-                raise ValueError(
-                    f"{field.key!r} must have shape {list(batch_size + field.shape)} (batch "
-                    f"{list(batch_size)}, field {list(field.shape)}), got {list(leaf.shape)}."
-                )
-        return [leaves[field.key] for field in self.fields]
+        if self._wanted[0] != batch_size:
+            wanted = [(field.dtype, batch_size + field.shape) for field in self.fields]
+            self._wanted = batch_size, wanted
+        if len(entries) > len(self.fields) and strict:
+            self._check_no_more(entries)
+        fitting = []
+        for key, wanted_field in zip(self.keys, self._wanted[1], strict=True):
+            entry = entries.get(key)
+            if entry is None or (entry.dtype, entry.shape) != wanted_field:
+                self._explain(key, entry, batch_size, entries)
+            fitting.append(entry)
+        return fitting
 
-    def _check_no_more(self, leaves: dict[NestedKey, torch.Tensor]) -> None:
-        extra = [key for key in leaves if key not in self.keys]
+    def _explain(
+        self,
+        key: NestedKey,
+        entry: torch.Tensor | None,
+        batch_size: torch.Size,
+        entries: Mapping[NestedKey, torch.Tensor],
+    ) -> NoReturn:
+        """Raises the error that says why an entry does not fit."""
+        field = next(field for field in self.fields if field.key == key)
+        if entry is None:
+            raise KeyError(
+                f"the data lacks {key!r}, which every row holds as {field}; its keys are "
+                f"{sorted(map(str, entries))}."
+            )
+        if entry.dtype is not field.dtype:
+            raise TypeError(
+                f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
+                f"{_name(entry.dtype)}; convert it before it is written."
+            )
+        raise ValueError(
+            f"{key!r} must have shape {list(batch_size + field.shape)} (batch "
+            f"{list(batch_size)}, field {list(field.shape)}), got {list(entry.shape)}."
+        )
+
+    def _check_no_more(self, entries: Mapping[NestedKey, torch.Tensor]) -> None:
+        extra = [key for key in entries if key not in self.keys]
         if extra:
             raise KeyError(
                 f"the data holds {extra}, which the rows have no room for: their fields are "
@@ -317,22 +334,6 @@ _DTYPES = {
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _leaves(data: TensorDictBase, path: tuple[str, ...] = ()) -> dict[NestedKey, torch.Tensor]:
-    """Returns the tensors of `data` by unravelled key; anything but tensors is an error."""
-    leaves: dict[NestedKey, torch.Tensor] = {}
-    for name, value in data.items():
-        key = (*path, name) if path else name
-        if isinstance(value, torch.Tensor):
-            leaves[key] = value
-        elif isinstance(value, TensorDictBase):
-            leaves |= _leaves(value, (*path, name))
-        else:
-            raise TypeError(
-                f"{key!r} must be a tensor, got {type(value).__name__}: rows hold tensors only."
-            )
-    return leaves
 
 
 def nest(

@@ -12,7 +12,6 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage, TensorStorage
@@ -22,9 +21,11 @@ from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable import Durable, Track, check_same
+from trl_storages.storages.entries import tensors_of
 from trl_storages.storages.gather import take_rows, zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
+from trl_storages.storages.row_writer import RowWriter
 
 __all__ = ["PackedStorage", "field_keys", "read_fields"]
 
@@ -109,9 +110,9 @@ class PackedStorage(LazyTensorStorage):
         self.layout: Layout | None = None
         # The process that shared the rows before there were any.
         self._sharing_process: int | None = None
-        self._views: list[torch.Tensor] = []
         self._columns: dict[NestedKey, torch.Tensor] = {}
-        self._arrays: list[np.ndarray] = []
+        #: Copies batches into the rows; another one where the rows are others.
+        self.row_writer: RowWriter | None = None
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
         self._durable: Durable | None = None
@@ -175,11 +176,11 @@ class PackedStorage(LazyTensorStorage):
 
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
-        self._allocate(Layout.of(data, batch_dims=data.ndim))
+        self._allocate(Layout.of(tensors_of(data), batch_dims=data.ndim))
 
-    def _first_layout(self, data: TensorDictBase, batch_dims: int) -> Layout:
+    def _first_layout(self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> Layout:
         """Returns the declared layout with what the first write adds to it."""
-        seen = Layout.of(data, batch_dims)
+        seen = Layout.of(entries, batch_dims)
         if not self._declared:
             return seen
         described = {field.key: (field.dtype, field.shape) for field in seen.fields}
@@ -228,8 +229,7 @@ class PackedStorage(LazyTensorStorage):
             rows.share_memory_()
         self.layout, self.rows = layout, rows
         self._columns = layout.views(rows)
-        self._views = [self._columns[field.key] for field in layout.fields]
-        self._arrays = [_array(view) for view in self._views] if rows.device.type == "cpu" else []
+        self.row_writer = RowWriter(layout, rows)
         self._storage = layout.tensordict(rows)
         self.initialized = True
 
@@ -271,30 +271,65 @@ class PackedStorage(LazyTensorStorage):
                 f"the data must have one row for each of the slots {list(slots_shape)}, "
                 f"got a batch {list(data.batch_size)}."
             )
-        layout = self.layout or self._first_layout(data, len(batch_size))
-        leaves = layout.leaves_of(data, batch_size, strict=strict)
+        entries = tensors_of(data, strict=strict)
+        self.put(cursor, entries, batch_size, set_cursor=set_cursor, strict=strict, steps=steps)
+
+    def put(
+        self,
+        slots: int | slice | torch.Tensor,
+        entries: Mapping[NestedKey, torch.Tensor],
+        batch_size: torch.Size,
+        *,
+        set_cursor: bool = False,
+        strict: bool = True,
+        steps: Steps | None = None,
+    ) -> None:
+        """Writes tensors at slots that are known to be there.
+
+        Args:
+            slots: an int, a slice of step 1 or more, or int64 of shape `batch_size` on the rows' device.
+            entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
+            batch_size: of the entries.
+            set_cursor: as in `set`.
+            strict: as in `set`.
+            steps: as in `set`.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `set`. Nothing is written then.
+        """
+        layout = self.layout or self._first_layout(entries, len(batch_size))
+        fitting = layout.fit(entries, batch_size, strict=strict)
         if not self.initialized:
             self._allocate(layout)
-        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else len(self)
+        write = self.row_writer.write  # type: ignore[union-attr]
+        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else 0
         if self._durable is None:
-            self._write(cursor, leaves)
+            write(slots, fitting, batch_size)
         else:
-            with self._durable.writing(cursor, steps, length, is_new=set_cursor):
-                self._write(cursor, leaves)
+            with self._durable.writing(slots, steps, length, is_new=set_cursor):
+                write(slots, fitting, batch_size)
         if set_cursor:
-            self._set_last_cursor(cursor)
+            self._set_last_cursor(slots)
             self._len = length
         self._bump_mutation_revision()
 
-    def _write(self, cursor: Any, leaves: list[torch.Tensor]) -> None:
-        if self.device.type != "cpu":
-            for view, leaf in zip(self._views, leaves, strict=True):
-                view[cursor] = leaf.to(self.device)
-            return
-        # NumPy writes a few rows in a third of torch's time.
-        slots = cursor.numpy() if isinstance(cursor, torch.Tensor) else cursor
-        for array, leaf in zip(self._arrays, leaves, strict=True):
-            array[slots] = _array(leaf.cpu())
+    # TorchRL's counters, in memory that processes share. Locks and checks for compiled storages take
+    # longer than to write a row, and are left out where nobody needs them.
+
+    def __len__(self) -> int:
+        return self._len
+
+    def _bump_mutation_revision(self) -> None:
+        if self._sharing_process is None:
+            self._mutation_revision_value.value += 1
+        else:
+            super()._bump_mutation_revision()
+
+    def _set_last_cursor(self, cursor: Any) -> None:
+        if type(cursor) is int:
+            self._last_cursor = self._last_cursor_index_value.value = cursor
+        else:
+            super()._set_last_cursor(cursor)
 
     def _slots(self, cursor: Any) -> tuple[Any, torch.Size]:
         """Returns what indexes the views for `cursor`, and the shape of the slots it names."""
@@ -414,7 +449,8 @@ class PackedStorage(LazyTensorStorage):
 
         def move() -> None:
             if slots is not None and len(slots):
-                self._write(slots, self.layout.leaves_of(rows, slots.shape))  # type: ignore
+                fitting = self.layout.fit(tensors_of(rows), slots.shape)  # type: ignore
+                self.row_writer.write(slots, fitting, slots.shape)  # type: ignore[union-attr]
 
         self._durable.restart(self.episodes, write_count, move)  # type: ignore[arg-type]
 
@@ -458,7 +494,7 @@ class PackedStorage(LazyTensorStorage):
         # Other checkpointers write something else than the fields.
         if type(self.checkpointer) is RowsCheckpointer and self.layout is not None:
             saved = TensorDict.load_memmap(path, allow_pickle=False)
-            layout = Layout.of(saved, batch_dims=1)
+            layout = Layout.of(tensors_of(saved), batch_dims=1)
             if layout.described != self.layout.described:
                 raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
             if saved.batch_size[0] != self.max_size:
@@ -477,7 +513,7 @@ class PackedStorage(LazyTensorStorage):
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
         state["_storage"], state["_columns"] = None, {}
-        state["_views"], state["_arrays"] = [], []
+        state["row_writer"] = None
         if self.journal is not None:
             # A directory has one writer, so a copy lives in memory.
             state["journal"] = state["_durable"] = state["scratch_dir"] = None
@@ -496,13 +532,6 @@ class PackedStorage(LazyTensorStorage):
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
             f"row_nbytes={self.row_nbytes}, in {where})"
         )
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Sees a tensor on the CPU as an array, to copy its bits."""
-    tensor = tensor.detach()
-    # NumPy has no bfloat16.
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def read_fields(

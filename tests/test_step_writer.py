@@ -1,0 +1,324 @@
+"""The short way of `record` leads to the same rows, answers and errors as the general one."""
+
+import copy
+import pickle
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs import RewardScaling
+
+from trl_storages import (
+    EpisodeWriter,
+    PackedStorage,
+    PERSampler,
+    PrioritizedReplayStorage,
+    ReplayStorage,
+    UniformReplayStorage,
+)
+
+SPACES = {
+    "dict": (
+        spaces.Dict(
+            {
+                "observation": spaces.Box(-9, 9, (3,), np.float64),
+                "picture": spaces.Box(0, 255, (2, 2), np.uint8),
+            }
+        ),
+        spaces.Box(-1, 1, (2,), np.float32),
+    ),
+    "plain": (spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(3)),
+    "nested": (
+        spaces.Dict({"goals": spaces.Dict({"reached": spaces.Box(-9, 9, (2,), np.float32)})}),
+        spaces.Discrete(3),
+    ),
+}
+MODES = [None, "NextStep", "SameStep", "Disabled"]
+
+
+def make(kind="dict", num_envs=1, mode=None, size=12, **options):
+    return PrioritizedReplayStorage(
+        *SPACES[kind], storage_size=size, num_envs=num_envs, autoreset_mode=mode, **options
+    )
+
+
+def seeded(space, seed):
+    space = copy.deepcopy(space)
+    space.seed(seed)
+    return space.sample()
+
+
+def step_of(kind, num_envs, seed, terminated, truncated, *, vector=True):
+    """One step: everything in it follows from `seed` and the flags."""
+    observation_space, action_space = SPACES[kind]
+    if vector:
+        observation_space = gymnasium.vector.utils.batch_space(observation_space, num_envs)
+        action_space = gymnasium.vector.utils.batch_space(action_space, num_envs)
+    last = seeded(observation_space, seed + 2)
+    ended = np.array(terminated) | np.array(truncated)
+    infos = {}
+    if vector and ended.any():
+        rows = [pick(last, lane) if ended[lane] else None for lane in range(num_envs)]
+        final = np.empty(num_envs, object)
+        final[:] = rows
+        infos = {"final_obs": final, "_final_obs": ended}
+    elif not vector and ended[0]:
+        infos = {"final_obs": last}
+    rewards = np.arange(num_envs) + seed / 8
+    flags = np.array(terminated), np.array(truncated)
+    if not vector:
+        rewards, flags = float(rewards[0]), (bool(terminated[0]), np.bool_(truncated[0]))
+    return (
+        seeded(observation_space, seed),
+        seeded(action_space, seed + 1),
+        rewards,
+        *flags,
+        infos,
+        # As the loop saw it, which is the true one only where the environments were not reset.
+        last,
+    )
+
+
+def pick(value, lane):
+    if isinstance(value, dict):
+        return {name: pick(entry, lane) for name, entry in value.items()}
+    return value[lane]
+
+
+def assert_same(short, general):
+    index = short.episodes
+    assert len(short) == len(general)
+    slots = index.slots_by_age(torch.arange(len(index)))
+    assert torch.equal(short.storage.rows[slots], general.storage.rows[slots])
+    assert torch.equal(index.cursors, general.episodes.cursors)
+    assert torch.equal(index.is_open, general.episodes.is_open)
+    assert (index.episodes() == general.episodes.episodes()).all()
+    assert short.writer.state_dict()["_write_count"] == general.writer.state_dict()["_write_count"]
+    assert short.writer._cursor == general.writer._cursor
+    assert short.storage._last_cursor_index == general.storage._last_cursor_index
+    assert short.storage._mutation_revision == general.storage._mutation_revision
+    assert torch.equal(short.sampler.priorities, general.sampler.priorities)
+    short.validate()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_stream_of_steps(data):
+    num_envs = data.draw(st.integers(1, 3))
+    kind = data.draw(st.sampled_from(["dict", "plain"]))
+    mode = data.draw(st.sampled_from(MODES))
+    short, general = (make(kind, num_envs, mode) for _ in range(2))
+    flags = st.lists(st.sampled_from([False] * 5 + [True]), min_size=num_envs, max_size=num_envs)
+    for seed in range(data.draw(st.integers(1, 20))):
+        vector = num_envs > 1 or data.draw(st.booleans())
+        step = step_of(kind, num_envs, seed, data.draw(flags), data.draw(flags), vector=vector)
+        if data.draw(st.sampled_from([False] * 9 + [True])):
+            short.end_episodes()
+            general.end_episodes()
+        general._steps = None
+        first, second = (storage.record(*step) for storage in (short, general))
+        assert (first is None) == (second is None)
+        assert first is None or torch.equal(first, second)
+        if first is not None:
+            error = torch.rand(len(first), generator=torch.Generator().manual_seed(seed))
+            for storage in (short, general):
+                storage.update_priority(first, error)
+        assert_same(short, general)
+
+
+def is_short(storage, monkeypatch, *step):
+    """Whether `storage` takes the short way for a step, which is recorded."""
+    taken = []
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_record_any", lambda *_: taken.append("general"))
+        storage.record(*step)
+    return not taken
+
+
+def outcome(storage, step):
+    """The slots, or the error."""
+    try:
+        return storage.record(*step).tolist()
+    except (TypeError, ValueError, KeyError) as error:
+        return type(error), str(error)
+
+
+ORDINARY = {"terminated": [False], "truncated": [False], "vector": False}
+
+
+@pytest.fixture
+def storage():
+    storage = make()
+    storage.record(*step_of("dict", 1, 0, **ORDINARY))
+    return storage
+
+
+@pytest.mark.parametrize("kind", ["dict", "plain"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_ordinary_steps_take_the_short_way(monkeypatch, kind, num_envs, mode):
+    storage = make(kind, num_envs, mode)
+    none = [False] * num_envs
+    storage.record(*step_of(kind, num_envs, 0, none, none))
+    for seed in range(1, 20):
+        vector = num_envs > 1 or seed % 2 == 0
+        step = step_of(kind, num_envs, seed, none, none, vector=vector)
+        assert is_short(storage, monkeypatch, *step)
+
+
+def test_plain_numbers_and_lists_of_infos_are_ordinary(monkeypatch):
+    storage = make("plain")
+    seen = np.zeros(2, np.float32)
+    storage.record(seen, 1, 1, False, False, {}, seen)
+    assert is_short(storage, monkeypatch, seen, 2, -1, False, False, {}, seen)
+    assert storage[:]["action"].tolist() == [1, 2]
+    assert storage[:]["next", "reward"].tolist() == [[1], [-1]]
+    storage = make("plain", 2)
+    none = [False, False]
+    step = [*step_of("plain", 2, 0, none, none)]
+    storage.record(*step)
+    step[5] = [{}, {}]
+    assert is_short(storage, monkeypatch, *step)
+
+
+class TestOtherSteps:
+    """What is not ordinary goes the general way, with its result or its error."""
+
+    CHANGES = {
+        "end": (3, True),
+        "cut short": (4, True),
+        "list": (1, [0.5, -0.5]),
+        "tensor": (1, torch.tensor([0.5, -0.5])),
+        "other dtype": (1, np.zeros(2, np.float64)),
+        "other shape": (1, np.zeros(3, np.float32)),
+        "too few dimensions": (1, np.float32(0.5)),
+        "reward of a vector": (2, np.zeros(1)),
+        "no number": (2, "1.5"),
+        "flag as a number": (2, True),
+        "number as a flag": (3, 0),
+        "missing entry": (0, {"observation": np.zeros(3)}),
+        "further entry": (6, seeded(SPACES["dict"][0], 0) | {"speed": 1.0}),
+        "array for a dict": (0, np.zeros(3)),
+        "array for the next dict": (6, np.zeros((2, 2))),
+        "infos of a vector": (5, [{}]),
+        "no infos": (5, None),
+    }
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_one_change(self, storage, change):
+        at, value = self.CHANGES[change]
+        step = [*step_of("dict", 1, 1, **ORDINARY)]
+        step[at] = value
+        general = make()
+        general.record(*step_of("dict", 1, 0, **ORDINARY))
+        general._steps = None
+        assert outcome(storage, step) == outcome(general, step)
+        assert_same(storage, general)
+
+    def test_nothing_of_a_step_that_fails_is_seen_later(self, storage):
+        step = [*step_of("dict", 1, 1, **ORDINARY)]
+        step[6] = step[6] | {"picture": np.zeros(3)}
+        with pytest.raises((TypeError, ValueError)):
+            storage.record(*step)
+        good = step_of("dict", 1, 2, **ORDINARY)
+        storage.record(*good)
+        row = storage[1]
+        assert row["observation"].tolist() == good[0]["observation"].tolist()
+        assert row["next", "picture"].tolist() == good[6]["picture"].tolist()
+
+    def test_the_caller_may_use_its_arrays_again(self, storage):
+        step = step_of("dict", 1, 1, **ORDINARY)
+        expected = step[0]["observation"].tolist()
+        storage.record(*step)
+        step[0]["observation"][:] = 7
+        assert storage[1]["observation"].tolist() == expected
+
+
+class TestOtherStorages:
+    """Where rows are not plain memory of this process alone, every step goes the general way."""
+
+    def check(self, storage, monkeypatch, kind="dict"):
+        storage.record(*step_of(kind, 1, 0, **ORDINARY))
+        assert not is_short(storage, monkeypatch, *step_of(kind, 1, 1, **ORDINARY))
+
+    def test_a_directory(self, monkeypatch, tmp_path):
+        self.check(make(path=tmp_path), monkeypatch)
+
+    def test_nested_observations(self, monkeypatch):
+        self.check(make("nested"), monkeypatch, "nested")
+
+    def test_infos_that_are_kept(self, monkeypatch):
+        storage = make(info_keys=["force"])
+        step = [*step_of("dict", 1, 0, **ORDINARY)]
+        step[5] = {"force": 1.0}
+        storage.record(*step)
+        assert not is_short(storage, monkeypatch, *step)
+
+    def test_generations(self, monkeypatch):
+        writer = EpisodeWriter(track_generations=True)
+        self.check(ReplayStorage(storage=PackedStorage(12), writer=writer), monkeypatch)
+
+    def test_other_processes(self, monkeypatch):
+        storage = UniformReplayStorage(*SPACES["dict"], storage_size=12)
+        storage.record(*step_of("dict", 1, 0, **ORDINARY))
+        storage.share()
+        self.check(storage, monkeypatch)
+
+    def test_a_transform_with_an_inverse(self, monkeypatch):
+        storage = make("plain")
+        step = step_of("plain", 1, 0, **ORDINARY)
+        storage.record(*step)
+        assert is_short(storage, monkeypatch, *step)
+        storage.append_transform(RewardScaling(0.0, 1.0))
+        assert not is_short(storage, monkeypatch, *step)
+
+
+def test_a_write_that_is_heard_of_once(storage):
+    heard = []
+
+    class Listener(PERSampler):
+        def mark_update(self, index, *, storage=None):
+            heard.append(index.tolist())
+            super().mark_update(index, storage=storage)
+
+    storage.set_sampler(Listener(12))
+    other = TensorDictReplayBuffer(storage=storage.storage, sampler=Listener(12))
+    storage.record(*step_of("dict", 1, 1, **ORDINARY))
+    assert heard == [[1], [1]]
+    assert other.sampler.priorities[:3].isfinite().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_have_rows_of_their_own(storage, copied):
+    storage.record(*step_of("dict", 1, 1, **ORDINARY))
+    other = copied(storage)
+    for seed in (2, 3):
+        other.record(*step_of("dict", 1, seed, **ORDINARY))
+    assert (len(storage), len(other)) == (2, 4)
+    storage.validate()
+    other.validate()
+    assert not storage.storage.rows[2:].any()
+
+
+def test_after_other_rows_were_loaded(storage):
+    state = storage.state_dict()
+    storage.record(*step_of("dict", 1, 1, **ORDINARY))
+    other = make()
+    other.record(*step_of("dict", 1, 5, **ORDINARY))
+    other.load_state_dict(state)
+    other.record(*step_of("dict", 1, 1, **ORDINARY))
+    assert torch.equal(other.storage.rows, storage.storage.rows)
+    other.validate()
+
+
+def test_after_it_was_emptied(storage, monkeypatch):
+    storage.empty()
+    step = step_of("dict", 1, 1, **ORDINARY)
+    assert is_short(storage, monkeypatch, *step)
+    assert storage[:]["observation"].tolist() == [step[0]["observation"].tolist()]
+    storage.validate()
