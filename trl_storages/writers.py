@@ -151,9 +151,12 @@ class EpisodeWriter(RoundRobinWriter):
         done = self._flag(entries, self.done_key, shape)
         cut, last_trajectory = self._cuts(entries, lanes, shape)
         episodes = self._episodes
-        run, slots = episodes.next_run(num_steps, lanes), episodes.next_slots(num_steps, lanes)
-        written = slots = slots.reshape(data.batch_size)
-        rows = data
+        run, rows = episodes.next_run(num_steps, lanes), data
+        if run is None:
+            slots = episodes.next_slots(num_steps, lanes)
+        else:
+            slots = torch.arange(run.start, run.stop, device=episodes.device)
+        written = slots = _in_shape(slots, data.batch_size)
         if num_steps > episodes.steps_per_lane:
             # Only the newest find room.
             slots = slots.reshape(shape)[:, -episodes.steps_per_lane :]
@@ -173,7 +176,7 @@ class EpisodeWriter(RoundRobinWriter):
         self._count(num_lanes * num_steps)
         # Known to the host without waiting for the device, as TorchRL would.
         self._storage._set_last_cursor(episodes.newest_slot(lanes))
-        slots = slots.reshape(-1)
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
         return written
@@ -255,7 +258,7 @@ class EpisodeWriter(RoundRobinWriter):
                 f"{key!r} must be one bool a row, for {shape[0] * shape[1]} rows; got "
                 f"{flag.dtype} {list(flag.shape)}."
             )
-        return flag.reshape(shape)
+        return _in_shape(flag, shape)
 
     def _cuts(
         self, entries: Mapping[NestedKey, torch.Tensor], lanes: Lanes, shape: tuple[int, int]
@@ -512,6 +515,11 @@ class EpisodeWriter(RoundRobinWriter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
+
+
+def _in_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    # To reshape takes as long as to write a field, also where nothing is to be done.
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def _refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:

@@ -86,10 +86,12 @@ class HostTables:
             done: `[S]` bool, S from 1 to T: the episode ends with this row.
             cut: `[S]` bool: this row does not continue the row before it; or None.
         """
-        breaks = done[:-1] if cut is None else done[:-1] | cut[1:]
-        ends = [*(breaks.nonzero()[0] + 1).tolist(), len(done)]
+        ends = []
+        if len(done) > 1:
+            breaks = done[:-1] if cut is None else done[:-1] | cut[1:]
+            ends = (breaks.nonzero()[0] + 1).tolist()
         start = 0
-        for end in ends:
+        for end in (*ends, len(done)):
             self.append_stretch(
                 lane,
                 end - start,

@@ -126,16 +126,7 @@ class EpisodeIndex(Ring):
             ValueError: `done` has another shape than the lanes ask for, or a lane is unknown or named
                 twice. The index is unchanged then.
         """
-        slots = self.next_slots(1 if done.ndim < 2 else done.shape[1], lanes)
-        self.advance(done, cut, lanes)
-        return slots.reshape(done.shape)
-
-    def advance(
-        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
-    ) -> None:
-        """Does what `append` does, for whoever knows the slots from `next_slots`."""
-        shape = done.shape
-        num_lanes = len(self.named_lanes(lanes))
+        shape, num_lanes = done.shape, len(self.named_lanes(lanes))
         if done.ndim not in (1, 2) or shape[0] != num_lanes:
             raise ValueError(
                 f"done must have shape [{num_lanes}] or [{num_lanes}, S], a row of steps for "
@@ -144,12 +135,20 @@ class EpisodeIndex(Ring):
         if cut is not None and cut.shape != shape:
             raise ValueError(f"cut must have done's shape {list(shape)}, got {list(cut.shape)}.")
         if not done.numel():
-            return
-        table_done = self.own(done).reshape(num_lanes, -1)
-        table_cut = None if cut is None else self.own(cut).reshape(table_done.shape)
-        if self._xp is np and self._advance_on_host(table_done, table_cut, lanes):
-            return
-        self._advance(table_done, table_cut, lanes)
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
+        num_steps = 1 if done.ndim == 1 else shape[1]
+        slots = self.next_slots(num_steps, lanes)
+        cut = None if cut is None else cut.view(num_lanes, num_steps)
+        self.advance(done.view(num_lanes, num_steps), cut, lanes)
+        return slots.view(shape)
+
+    def advance(
+        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
+    ) -> None:
+        """Does what `append` does with `[L, S]` flags that fit, for whoever knows the slots."""
+        ended, parted = self.own(done), None if cut is None else self.own(cut)
+        if self._xp is not np or not self._advance_on_host(ended, parted, lanes):
+            self._advance(ended, parted, lanes)
 
     def _advance_on_host(self, done: np.ndarray, cut: np.ndarray | None, lanes: Lanes) -> bool:
         """Takes the steps if they are of the usual kinds, and returns whether they were."""

@@ -94,7 +94,7 @@ class PERSampler(PrioritizedSampler):
         self._alpha = _checked("alpha", alpha, 0.0, _HIGHEST_ALPHA)
         self._beta = _checked("beta", beta, 0.0, 1.0)
         self._eps = _checked("eps", eps, *_EPS_RANGE)
-        self._marked: torch.Tensor | None = None
+        self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(torch.device(device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
         self._refreshes = 0
@@ -214,19 +214,22 @@ class PERSampler(PrioritizedSampler):
         Args:
             index: int64 slots of any shape; -1 for rows that found no room.
         """
-        slots = self._as_slots(index)
         # Buffers tell of one write twice: through `mark_update`, then here.
         marked, self._marked = self._marked, None
+        if marked is not None and marked is index:
+            return
+        slots = self._as_slots(index)
         # On a GPU the host would have to wait for the comparison.
-        if marked is None or self.device.type != "cpu" or not torch.equal(marked, slots):
+        on_host = self.device.type == "cpu"
+        if marked is None or not on_host or not torch.equal(self._as_slots(marked), slots):
             self._table.write(slots)
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Gives rows that were overwritten the largest priority."""
         taken_in = self._settle(storage)
-        self._marked = self._as_slots(index)
+        self._marked = index
         if not taken_in:
-            self._table.write(self._marked)
+            self._table.write(self._as_slots(index))
 
     def update_priority(
         self,

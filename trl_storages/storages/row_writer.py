@@ -32,19 +32,21 @@ class RowWriter:
 
     def __init__(self, layout: Layout, rows: torch.Tensor) -> None:
         self._device = rows.device
-        self._blocks: list[tuple[list[Field], Any]] = []
-        views = layout.views(rows)
+        self._on_cpu = rows.device.type == "cpu"
+        # Which entries, their sizes if they must be flattened to be joined, and where they go.
+        self._blocks: list[tuple[slice, list[int], Any]] = []
+        views, at = layout.views(rows), 0
         for fields in _joined(layout.fields):
             block = views[fields[0].key]
             if len(fields) > 1:
                 start, stop = fields[0].start, fields[-1].start + fields[-1].size
                 block = rows.view(fields[0].dtype)[:, start:stop]
             # NumPy writes a few rows in a third of torch's time.
-            self._blocks.append((fields, _array(block) if self._on_cpu else block))
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._device.type == "cpu"
+            place = _array(block) if self._on_cpu else block
+            is_flat = all(len(field.shape) == 1 for field in fields)
+            sizes = [] if is_flat else [field.size for field in fields]
+            self._blocks.append((slice(at, at + len(fields)), sizes, place))
+            at += len(fields)
 
     def write(self, slots: Any, entries: Sequence[torch.Tensor], batch_size: torch.Size) -> None:
         """Writes entries.
@@ -58,25 +60,26 @@ class RowWriter:
         if on_cpu and isinstance(slots, torch.Tensor):
             slots = slots.numpy()
         is_flat = not isinstance(slots, slice) or len(batch_size) < 2
-        at = 0
-        for fields, block in self._blocks:
-            parts = entries[at : at + len(fields)]
-            at += len(fields)
-            rows = parts[0] if len(fields) == 1 else self._join(parts, fields, batch_size)
+        for which, sizes, block in self._blocks:
+            parts = entries[which]
+            rows = parts[0] if len(parts) == 1 else self._join(parts, sizes, batch_size)
             if not is_flat:
                 rows = rows.flatten(0, len(batch_size) - 1)
             block[slots] = _array(rows) if on_cpu else rows.to(self._device)
 
     def _join(
-        self, parts: Sequence[torch.Tensor], fields: Sequence[Field], batch_size: torch.Size
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[int], batch_size: torch.Size
     ) -> torch.Tensor:
         """Returns `[*B, width]`."""
-        device = self._device
-        flat = [
-            part if len(field.shape) == 1 else part.reshape(*batch_size, field.size)
-            for part, field in zip(parts, fields, strict=True)
-        ]
-        return torch.cat([part if part.device == device else part.to(device) for part in flat], -1)
+        if sizes:
+            parts = [
+                part.reshape(*batch_size, size) for part, size in zip(parts, sizes, strict=True)
+            ]
+        try:
+            return torch.cat(parts, -1)  # type: ignore[arg-type]
+        except RuntimeError:
+            # They lie on several devices.
+            return torch.cat([part.to(self._device) for part in parts], -1)
 
 
 def _joined(fields: Sequence[Field]) -> Iterator[list[Field]]:
