@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--rows must be at least as many as are drawn, {max(parsed.batches)}; got {parsed.rows}"
         )
+    if parsed.plot is not None and "sampling" not in parsed.only:
+        parser.error('--plot draws the section "sampling": leave --only out, or add it')
+    if parsed.plot is not None and find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install -e ".[bench]"')
     return parsed
 
 

@@ -19,13 +19,10 @@ def draw(report: Report, path: Path) -> None:
         path: of the picture; its suffix says which format.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
         ValueError: the run has no samples.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('drawing needs matplotlib: pip install -e ".[bench]"') from error
+    from matplotlib.figure import Figure
+
     results = [r for r in report.results if r.section == "sampling" and not r.unequal]
     if not results:
         raise ValueError('there is nothing to draw: run the section "sampling".')
@@ -33,12 +30,13 @@ def draw(report: Report, path: Path) -> None:
     rows = max(result.rows for result in results)
     results = [r for r in results if (r.threads, r.rows) == (threads, rows) and r.work in SHOWN]
     batch_sizes = sorted({result.batch_size for result in results})
-    figure = Figure((5.5 * len(batch_sizes), 4), layout="constrained")
+    figure = Figure((2 + 4.5 * len(batch_sizes), 4), layout="constrained")
     for axes, batch_size in zip(
         figure.subplots(1, len(batch_sizes), squeeze=False)[0], batch_sizes, strict=True
     ):
         draw_bars(axes, [r for r in results if r.batch_size == batch_size])
         axes.set_title(f"batches of {batch_size:,} from {rows:,} rows")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -60,4 +58,3 @@ def draw_bars(axes, results: list[Result]) -> None:
     axes.set_ylabel("microseconds")
     titles = [WORKS[work].replace("`", "").replace(", ", ",\n") for work in works]
     axes.set_xticks([number + 0.4 - width / 2 for number in range(len(works))], titles)
-    axes.legend(fontsize="small")

@@ -152,3 +152,13 @@ def test_the_command_line_prints_saves_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks", "--readme", str(kept)])
     command.main()
     assert "| draw from 300 rows | batch | here | raw gather |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["--rows 100 --batches 256", "--batches 0", "--only cold --plot x.png", "--only nothing"]
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(line, capsys):
+    with pytest.raises(SystemExit):
+        command.parse_arguments(line.split())
+
+    assert "error" in capsys.readouterr().err

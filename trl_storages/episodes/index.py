@@ -33,6 +33,7 @@ _LONG_AGO = -(2**62)
 _MANY_STRETCHES = 24
 # Attributes that see tables on the CPU where they are, and are made anew where these move.
 _VIEWS = ("_arrays", "host_steps", "host")
+_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_}
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -77,8 +78,12 @@ class EpisodeIndex(Ring):
     ) -> None:
         super().__init__(capacity, num_envs, device)
 
-        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=self.device)
+        def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            if self.device.type != "cpu":
+                return torch.zeros(size, dtype=dtype, device=self.device)
+            # Unlike torch's, NumPy's zeros take no memory before they are written to, and there are
+            # far fewer episodes than there could be.
+            return torch.from_numpy(np.zeros(size, _NUMPY_DTYPES[dtype]))
 
         # 4 bytes a slot while slot numbers fit.
         slot_dtype = torch.int32 if self.capacity < 2**31 else torch.int64
