@@ -18,7 +18,7 @@ from torchrl.data import RoundRobinWriter, Storage
 
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
-from trl_storages.history import slots_of
+from trl_storages.episodes.history import slots_of
 from trl_storages.storages import DurableLanes, PackedStorage, Steps, read_fields, tensors_of
 
 __all__ = ["EpisodeWriter"]

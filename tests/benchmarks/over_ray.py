@@ -26,7 +26,7 @@ from tests.benchmarks.durability import transitions
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
 from trl_storages import EpisodeWriter, PackedStorage, PERSampler, ReplayStorage
-from trl_storages.remote import in_actor
+from trl_storages.replay.remote import in_actor
 
 ROWS = 100_000
 

@@ -155,7 +155,8 @@ def test_the_command_line_prints_saves_and_draws(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line", ["--rows 100 --batches 256", "--batches 0", "--only cold --plot x.png", "--only nothing"]
+    "line",
+    ["--rows 100 --batches 256", "--batches 0", "--only cold --plot x.png", "--only nothing"],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_measured(line, capsys):
     with pytest.raises(SystemExit):

@@ -14,8 +14,8 @@ from torchrl.data import Trajectory, filter_trajectories
 
 from trl_storages import keys
 from trl_storages.episodes import EpisodeIndex, episodes_of
-from trl_storages.history import is_key, slots_of
-from trl_storages.on_disk import intact
+from trl_storages.episodes.history import is_key, slots_of
+from trl_storages.replay.on_disk import intact
 
 __all__ = ["StoredRows"]
 

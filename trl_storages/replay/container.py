@@ -19,17 +19,17 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
-from trl_storages.batch_priorities import drawn_priorities
-from trl_storages.checkpoint import CheckpointedBuffer
 from trl_storages.episodes import Lanes, episodes_of
-from trl_storages.explain import Explanation, explain
 from trl_storages.gym import GymRecorder
-from trl_storages.on_disk import OnDisk, intact
-from trl_storages.remote import Remote
+from trl_storages.replay.batch_priorities import drawn_priorities
+from trl_storages.replay.checkpoint import CheckpointedBuffer
+from trl_storages.replay.explain import Explanation, explain
+from trl_storages.replay.on_disk import OnDisk, intact
+from trl_storages.replay.remote import Remote
+from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.step_writer import StepWriter
 from trl_storages.storages import FollowingStorage, PackedStorage
-from trl_storages.stored_rows import StoredRows
 from trl_storages.transforms import ReplayTransform, SeenRows, apply_transforms
 from trl_storages.writers import EpisodeWriter
 
@@ -559,7 +559,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             batch: sampled from this storage, whose rows were not overwritten since.
 
         Returns:
-            columns of slot, lane, age, episode, step and more, as in `trl_storages.explain.explain`.
+            columns of slot, lane, age, episode, step and more.
 
         Raises:
             KeyError: the batch has no `index`.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from trl_storages.batch_files import dump_batches, load_batches
 from trl_storages.episodes import episodes_of
 from trl_storages.gym import GymRecorder
+from trl_storages.replay.batch_files import dump_batches, load_batches
 from trl_storages.storages import RowsCheckpointer
 from trl_storages.writers import EpisodeWriter
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from trl_storages.loader import make_loader
 from trl_storages.progress_bar import tracker
+from trl_storages.replay.loader import make_loader
 from trl_storages.samplers import PERSampler, WrappingSampler
 from trl_storages.storages import PROGRESS, FollowingStorage, Journal, PackedStorage
 

@@ -1,0 +1,6 @@
+"""The container: what a training loop writes to and draws from."""
+
+from trl_storages.replay.container import ReplayStorage
+from trl_storages.replay.explain import Explanation
+
+__all__ = ["Explanation", "ReplayStorage"]
