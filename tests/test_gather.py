@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_storages.storages.gather import take_rows, zero_rows
+from trl_storages.storages.gather import Picker, quick_words, zero_rows
 
 
 def test_fresh_rows_are_zero():
@@ -12,17 +12,38 @@ def test_fresh_rows_are_zero():
     assert not rows.any()
 
 
-@pytest.mark.parametrize("words", [slice(None), slice(1, 3), slice(2, 3)])
-@pytest.mark.parametrize("slots", [[], [4], [0, 6, 6, 2]])
+@pytest.mark.parametrize("words", [None, range(1, 3), range(2, 3), range(0, 5), range(0, 6)])
+@pytest.mark.parametrize("slots", [[], [4], [0, 6, 6, 2], [[0, 6], [5, 5], [1, 2]], [[], []]])
 def test_rows_come_in_the_order_of_the_slots_and_in_new_memory(words, slots):
-    rows = torch.arange(28).view(7, 4)
-    taken = take_rows(rows[:, words], torch.tensor(slots, dtype=torch.int64))
-    assert taken.tolist() == [rows[slot, words].tolist() for slot in slots]
-    assert taken.view(torch.int32).shape == (len(slots), 2 * taken.shape[1])
+    rows = torch.arange(42).view(7, 6)
+    slots = torch.tensor(slots, dtype=torch.int64)
+    taken = Picker(rows, words).pick(slots)
+    part = slice(None) if words is None else slice(words.start, words.stop)
+    assert torch.equal(taken, rows[slots][..., part])
+    assert taken.view(torch.int32).shape == (*slots.shape, 2 * taken.shape[-1])
     taken.fill_(-1)
     assert (rows >= 0).all()
 
 
-def test_a_slot_beyond_the_rows_raises():
+def test_rows_are_seen_as_they_are_now():
+    rows = torch.zeros(3, 2, dtype=torch.int64)
+    pickers = [Picker(rows), Picker(rows, range(1, 2))]
+    rows += 5
+    assert all(picker.pick(torch.tensor([2])).eq(5).all() for picker in pickers)
+
+
+@pytest.mark.parametrize("words", [None, range(0, 1)])
+@pytest.mark.parametrize("slot", [3, -4])
+def test_a_slot_beyond_the_rows_raises(words, slot):
     with pytest.raises(IndexError):
-        take_rows(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([3]))
+        Picker(torch.zeros(3, 2, dtype=torch.int64), words).pick(torch.tensor([slot]))
+
+
+@pytest.mark.parametrize("num_words", range(1, 9))
+def test_words_are_widened_within_the_row_only(num_words):
+    for start in range(num_words):
+        for stop in range(start + 1, num_words + 1):
+            quick = quick_words(range(start, stop), num_words)
+            assert 0 <= quick.start <= start
+            assert stop <= quick.stop <= num_words
+            assert len(quick) <= max(stop - start, 4)

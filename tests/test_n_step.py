@@ -407,8 +407,8 @@ class TestHindsight:
         relabel = GoalRelabel(reward_fn, info_keys=["effort"])
         buffer, _ = filled(Compose(relabel, NStep(4, 0.9)), "lanes", sampler=HERSampler())
         buffer.sample(10)
-        # Ten windows of four rows, all judged at once.
-        assert shapes == [((40, 3), (40, 3), (40, 1))]
+        # Eight windows of four rows are for a drawn goal, all judged at once.
+        assert shapes == [((32, 3), (32, 3), (32, 1))]
 
 
 class Clip(ReplayTransform):

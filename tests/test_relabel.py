@@ -66,7 +66,7 @@ class TestRewrite:
             assert torch.equal(batch[key], expected[key])
 
     def test_rows_that_are_not_drawn_for_it_stay_as_stored(self):
-        buffer, live = filled(GoalRelabel(lambda *_: torch.full((40,), 99.0)), num_goals=1)
+        buffer, live = filled(GoalRelabel(lambda *_: torch.full((20,), 99.0)), num_goals=1)
         batch = buffer.sample(40)
         rest = ~batch["her_mask"]
         assert rest.sum() == 20
@@ -113,8 +113,8 @@ class TestRewrite:
         batch = buffer.sample(50)
         ((achieved, desired, transition),) = calls
         mask = batch["her_mask"]
-        assert torch.equal(achieved[mask], batch["next", "achieved_goal"][mask])
-        assert torch.equal(desired[mask], batch["desired_goal"][mask])
+        assert torch.equal(achieved, batch["next", "achieved_goal"][mask])
+        assert torch.equal(desired, batch["desired_goal"][mask])
         assert transition == {}
 
     @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
@@ -234,9 +234,9 @@ class TestInfo:
         batch = buffer.sample(60)
         expected = stored(batch, live)
         assert list(seen[0]) == info_keys
-        for key in info_keys:
-            assert torch.equal(seen[0][key], expected[key])
         mask = batch["her_mask"]
+        for key in info_keys:
+            assert torch.equal(seen[0][key], expected[key][mask])
         effort = expected["effort"][mask].float()
         assert torch.equal(batch["next", "reward"][mask], -effort)
         late = expected["next", "observation"][:, :1] > 5
@@ -303,17 +303,18 @@ class TestAudit:
 class TestErrors:
     """Whatever a user's function does, storage and buffer stay as they were."""
 
+    # Of 15 rows, 12 are relabelled.
     def check(self, relabel, error, match):
         buffer, live = filled(relabel)
         slots = torch.tensor(list(live))
         before = buffer.storage.get(slots).clone()
         with pytest.raises(error, match=match):
-            buffer.sample(12)
+            buffer.sample(15)
         after = buffer.storage.get(slots)
         for key in before.keys(True, True):
             assert torch.equal(before[key], after[key])
         relabel.reward_fn, relabel.terminated_fn = distance_reward, None
-        assert len(buffer.sample(12)) == 12  # it goes on: no lock is held
+        assert len(buffer.sample(15)) == 15  # it goes on: no lock is held
 
     @pytest.mark.parametrize(
         "shape", [(), (1,), (12, 3), (12, 12), (13,), (1, 12)], ids=lambda shape: str(shape)
@@ -365,7 +366,7 @@ class TestErrors:
         data = goal_transitions(torch.zeros(5).long(), steps, steps == 4)
         data["next", "achieved_goal"] = torch.zeros(5, 2)
         buffer.extend(data)
-        with pytest.raises(ValueError, match=r"achieved.*\[4, 3\].*\[4, 2\]"):
+        with pytest.raises(ValueError, match=r"achieved.*\[3\].*\[2\]"):
             buffer.sample(4)
 
     def test_outside_of_a_replay_storage(self):

@@ -67,6 +67,8 @@ class HERSampler(WrappingSampler):
         super().__init__(base)
         self.strategy = strategy
         self.num_goals = num_goals
+        # The mask of the last batch, which is that of the next one as a rule.
+        self._made_for: tuple[int, int, torch.device] | None = None
 
     @property
     def strategy(self) -> GoalStrategy:
@@ -103,20 +105,33 @@ class HERSampler(WrappingSampler):
         episodes = episodes_of(storage)
         index, info = self.base.sample(storage, batch_size)
         # Samplers without replacement end an epoch with fewer rows than were asked for.
-        mask = self._mask(index.shape[0], index.device)
-        info["goal_index"] = torch.where(mask, self._goal_rows(episodes, index), index)
-        info["her_mask"] = mask
+        count = self._num_relabelled(index.shape[0])
+        goal_index = index.clone()
+        if count:
+            goal_index[:count] = self._goal_rows(episodes, index[:count])
+        mask = self._mask(index.shape[0], count, index.device)
+        if index.shape[0] == 1 and 0 < self.num_goals < math.inf:
+            # The floor would always be 0.
+            chance = random_below(self.num_goals + 1, 1, generator=self._rng, device=index.device)  # type: ignore[arg-type]
+            mask = chance < self.num_goals
+            goal_index = torch.where(mask, goal_index, index)
+        info["goal_index"], info["her_mask"] = goal_index, mask
         return index, info
 
-    def _mask(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        if self.num_goals == math.inf:
-            return torch.ones(batch_size, dtype=torch.bool, device=device)
+    def _num_relabelled(self, batch_size: int) -> int:
+        """Returns how many samples are relabelled, or may be in a batch of one."""
+        if self.num_goals == math.inf or (batch_size == 1 and self.num_goals):
+            return batch_size
         k = int(self.num_goals)
-        if batch_size == 1 and k:
-            return random_below(k + 1, 1, generator=self._rng, device=device) < k
-        mask = torch.zeros(batch_size, dtype=torch.bool, device=device)
-        mask[: batch_size * k // (k + 1)] = True
-        return mask
+        return batch_size * k // (k + 1)
+
+    def _mask(self, batch_size: int, count: int, device: torch.device) -> torch.Tensor:
+        """Returns `[B]` bool, true for the first `count`, in new memory."""
+        made_for = (batch_size, count, device)
+        if self._made_for != made_for:
+            self._made_for = made_for
+            self._prepared = torch.arange(batch_size, device=device) < count
+        return self._prepared.clone()
 
     def _goal_rows(self, episodes: EpisodeIndex, index: torch.Tensor) -> torch.Tensor:
         if self.strategy == "random":

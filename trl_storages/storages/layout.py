@@ -5,7 +5,7 @@ Letters: N rows, W words a row, B any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
-from trl_storages.storages.gather import take_rows
+from trl_storages.storages.gather import quick_words
 
 __all__ = ["Field", "Layout", "Span", "nest"]
 
@@ -59,15 +59,19 @@ class Span:
 
     Args:
         fields: at least one, in the order of the row.
+        num_words: W, the width of the row; None fetches no more than the fields ask for.
     """
 
-    def __init__(self, fields: Sequence[Field]) -> None:
+    def __init__(self, fields: Sequence[Field], num_words: int | None = None) -> None:
         # Whole elements of the widest type, or the fields could not be seen in what is fetched.
         unit = max(_WORD, *(field.dtype.itemsize for field in fields))
         start = fields[0].start_byte // unit * unit
         stop = -(-max(field.stop_byte for field in fields) // unit) * unit
         #: Which words of a row.
-        self.words = slice(start // _WORD, stop // _WORD)
+        self.words = range(start // _WORD, stop // _WORD)
+        if num_words is not None and unit == _WORD:
+            self.words = quick_words(self.words, num_words)
+            start, stop = self.words.start * _WORD, self.words.stop * _WORD
         #: The fields, those of one dtype after one another.
         self.fields: list[Field] = []
         # One split per dtype, `(dtype, sizes, which parts are fields)`, of the words seen as that dtype.
@@ -137,7 +141,6 @@ class Layout:
         self.keys = tuple(field.key for field in self.fields)
         self._whole = Span(self.fields)
         self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
-        self._spans: dict[tuple[NestedKey, ...], list[Span]] = {}
         # Dtypes and shapes of a batch like the last one that was written.
         self._wanted: tuple[torch.Size | None, list[tuple[torch.dtype, torch.Size]]] = (None, [])
 
@@ -161,36 +164,12 @@ class Layout:
         views = self._whole.views(rows)
         return {field.key: view for field, view in zip(self._whole.fields, views, strict=True)}
 
-    def read(
-        self, rows: torch.Tensor, slots: torch.Tensor, keys: Iterable[NestedKey]
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some fields of `[N, W]` int64 rows, with as few gathers as pay.
-
-        Args:
-            rows: all rows.
-            slots: int64 of any shape B.
-            keys: the fields.
-
-        Returns:
-            key -> tensor `[*B, *shape]` in new memory.
+    def spans(self, keys: Collection[NestedKey]) -> list[Span]:
+        """Returns which words to gather for some fields, in as few stretches as pay.
 
         Raises:
             KeyError: there is no such field; the message lists those that are there.
         """
-        keys = tuple(keys)
-        spans = self._spans.get(keys)
-        if spans is None:
-            spans = self._spans[keys] = self._find_spans(keys)
-        flat = slots if slots.ndim == 1 else slots.reshape(-1)
-        fields: dict[NestedKey, torch.Tensor] = {}
-        for span in spans:
-            words = take_rows(rows[:, span.words], flat)
-            words = words if slots.ndim == 1 else words.view(*slots.shape, -1)
-            for field, view in zip(span.fields, span.views(words), strict=True):
-                fields[field.key] = view
-        return {key: fields[key] for key in keys}
-
-    def _find_spans(self, keys: tuple[NestedKey, ...]) -> list[Span]:
         unknown = set(keys).difference(self.keys)
         if unknown:
             raise KeyError(
@@ -205,7 +184,7 @@ class Layout:
                 runs[-1].append(field)
             else:
                 runs.append([field])
-        return [Span(run) for run in runs]
+        return [Span(run, self.num_words) for run in runs]
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""

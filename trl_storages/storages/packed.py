@@ -22,9 +22,10 @@ from trl_storages.storages.directory import check_is_storage, holds_storage, siz
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import tensors_of
-from trl_storages.storages.gather import take_rows, zero_rows
+from trl_storages.storages.gather import zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
+from trl_storages.storages.row_reader import RowReader
 from trl_storages.storages.row_writer import RowWriter
 
 __all__ = ["PackedStorage", "field_keys", "read_fields"]
@@ -110,9 +111,9 @@ class PackedStorage(LazyTensorStorage):
         self.layout: Layout | None = None
         # The process that shared the rows before there were any.
         self._sharing_process: int | None = None
-        self._columns: dict[NestedKey, torch.Tensor] = {}
         #: Copies batches into the rows; another one where the rows are others.
         self.row_writer: RowWriter | None = None
+        self._row_reader: RowReader | None = None
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
         self._durable: Durable | None = None
@@ -228,8 +229,8 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing_process is not None:
             rows.share_memory_()
         self.layout, self.rows = layout, rows
-        self._columns = layout.views(rows)
         self.row_writer = RowWriter(layout, rows)
+        self._row_reader = RowReader(layout, rows)
         self._storage = layout.tensordict(rows)
         self.initialized = True
 
@@ -363,19 +364,17 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
-            block = self._gather(index if index.ndim == 1 else index.reshape(-1))
-            block = block if index.ndim == 1 else block.view(*index.shape, -1)
-            return self.layout.tensordict(block)  # type: ignore[union-attr]
+            return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
         return super().get(index)
 
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the rows `[B, W]` in new memory on the device where batches are wanted."""
-        rows: torch.Tensor = self.rows  # type: ignore[assignment]
+        """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""
         if self.out_device is None or self.out_device == self.device:
-            return take_rows(rows, slots)
-        block = torch.empty(slots.shape[0], rows.shape[1], dtype=rows.dtype, pin_memory=True)
-        torch.index_select(rows, 0, slots, out=block)
-        return block.to(self.out_device, non_blocking=True)
+            return self._row_reader.whole(slots)  # type: ignore[union-attr]
+        rows: torch.Tensor = self.rows  # type: ignore[assignment]
+        block = torch.empty(slots.numel(), rows.shape[1], dtype=rows.dtype, pin_memory=True)
+        torch.index_select(rows, 0, slots.reshape(-1), out=block)
+        return block.to(self.out_device, non_blocking=True).view(*slots.shape, -1)
 
     def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.
@@ -390,13 +389,7 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        keys = tuple(keys)
-        column = self._columns.get(keys[0]) if len(keys) == 1 else None
-        if column is None:
-            return self.layout.read(self.rows, index, keys)  # type: ignore[union-attr,arg-type]
-        # A lone field is gathered as it is, without the words around it.
-        picked = column.index_select(0, index.reshape(-1))
-        return {keys[0]: picked.view(*index.shape, *column.shape[1:])}
+        return self._row_reader.read(index, tuple(keys))  # type: ignore[union-attr]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
@@ -512,8 +505,7 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
-        state["_storage"], state["_columns"] = None, {}
-        state["row_writer"] = None
+        state["_storage"] = state["row_writer"] = state["_row_reader"] = None
         if self.journal is not None:
             # A directory has one writer, so a copy lives in memory.
             state["journal"] = state["_durable"] = state["scratch_dir"] = None

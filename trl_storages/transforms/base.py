@@ -118,6 +118,11 @@ class SeenRows:
         return episodes_of(self.storage)
 
     @property
+    def untouched(self) -> bool:
+        """Whether no transform has run yet: batch and rows are as they were gathered, in new memory."""
+        return self._below is None
+
+    @property
     def keys(self) -> tuple[NestedKey, ...]:
         """The entries of a row, stored or added by a transform."""
         if self._below is None:

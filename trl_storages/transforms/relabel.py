@@ -35,9 +35,12 @@ class GoalRelabel(ReplayTransform):
     Transforms behind this one see further rows of a relabelled transition with its goal too, so that
     `Compose(GoalRelabel(...), NStep(...))` sums rewards for one goal.
 
+    The functions are asked about the relabelled rows R; on a GPU, where the host cannot know which
+    these are, about all of the batch.
+
     Args:
-        reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`;
-            `transition` maps each of `info_keys` to a tensor `[B, ...]`.
+        reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
+            `transition` maps each of `info_keys` to a tensor `[R, ...]`.
         terminated_fn: the same, returning bool; None leaves the flags.
         info_keys: further entries of the rows that the functions read.
         achieved_goal_key: entry of the goal that a state achieves.
@@ -87,8 +90,6 @@ class GoalRelabel(ReplayTransform):
             {self.desired_goal_key, self.next_desired_goal_key, self.reward_key}
         )
         self._changed_with_flags = self._always_changed | self._flag_keys
-        # What `_reads` has worked out, by what it depends on: it is asked with every batch.
-        self._known_reads: dict[tuple, frozenset[NestedKey]] = {}
 
     @property
     def changed_keys(self) -> frozenset[NestedKey]:  # type: ignore[override]
@@ -102,33 +103,29 @@ class GoalRelabel(ReplayTransform):
             KeyError: the batch has no drawn goals, or the rows no goal entries.
             ValueError: goals differ in shape, or a function returned another shape than the batch's.
         """
-        if batch.get(keys.GOAL_INDEX, None) is None:
+        goal_index = batch.get(keys.GOAL_INDEX, None)
+        if goal_index is None:
             raise KeyError(
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        drawn = rows.read(batch, batch.get(keys.GOAL_INDEX), (self.next_achieved_goal_key,))
-        goal = drawn[self.next_achieved_goal_key]
+        relabelled = RelabelledRows(batch.get(keys.HER_MASK), in_place=rows.untouched)
+        changed = rows.needed(self.changed_keys)
+        stored = {key: self._stored(batch, key) for key in changed}
+        if relabelled.count == 0:
+            return batch
+        wanted = (self.next_achieved_goal_key,)
+        goal = rows.read(batch, relabelled.pick(goal_index), wanted)[self.next_achieved_goal_key]
         pursued = self._entry(batch, self.desired_goal_key)
-        if goal.shape != pursued.shape:
+        if goal.shape[1:] != pursued.shape[1:]:
             raise ValueError(
-                f"the achieved goal must have the desired goal's shape {list(pursued.shape)}, got "
-                f"{list(goal.shape)}."
+                "the achieved goal must have the desired goal's shape "
+                f"{list(pursued.shape[1:])}, got {list(goal.shape[1:])}."
             )
-        changed, relabelled = (
-            rows.needed(self.changed_keys),
-            RelabelledRows(batch.get(keys.HER_MASK)),
-        )
-        fields = {
-            self.desired_goal_key: pursued,
-            # Rows without a next desired goal pursue one goal throughout.
-            self.next_desired_goal_key: batch.get(self.next_desired_goal_key, pursued),
-        }
-        for key in self._reads(changed):
-            if key not in fields:
-                fields[key] = self._entry(batch, key)
-        for key, field in self._relabel(fields, changed, goal, relabelled).items():
-            set_entry(batch, key, field)
+        inputs = self._inputs(changed)
+        seen = {key: relabelled.pick(self._entry(batch, key)) for key in inputs}
+        for key, new in self._relabel(seen, changed, goal).items():
+            set_entry(batch, key, relabelled.put(new, stored[key]))
         return batch
 
     def show(
@@ -146,69 +143,82 @@ class GoalRelabel(ReplayTransform):
         changed = self.changed_keys.intersection(wanted)
         if not changed:
             return rows.read(batch, slots, wanted)
-        goal = batch.get(self.desired_goal_key)
-        goal = goal.expand(*slots.shape, *goal.shape[1:])
+        dims = slots.ndim
+        relabelled = RelabelledRows(batch.get(keys.HER_MASK), in_place=rows.untouched)
+        pursued = batch.get(self.desired_goal_key)
         lacking = {self.next_desired_goal_key}.difference(rows.keys)
-        reads = self._reads(changed).union(wanted) - lacking
-        fields = rows.read(batch, slots, reads) | dict.fromkeys(lacking, goal)
-        relabelled = RelabelledRows(batch.get(keys.HER_MASK), batch_dims=slots.ndim)
-        return fields | self._relabel(fields, changed, goal, relabelled)
+        fields = rows.read(batch, slots, [key for key in wanted if key not in lacking])
+        for key in lacking.intersection(wanted):
+            fields[key] = pursued.expand(*slots.shape, *pursued.shape[1:]).clone()
+        if relabelled.count == 0:
+            return fields
+        inputs = self._inputs(changed)
+        seen = {key: relabelled.pick(fields[key], dims) for key in inputs if key in fields}
+        if further := inputs.difference(fields):
+            seen |= rows.read(batch, relabelled.pick(slots, dims), further)
+        goal = relabelled.pick(pursued)
+        goal = goal.expand(*slots.shape[:-1], *goal.shape)
+        for key, new in self._relabel(seen, changed, goal, dims).items():
+            fields[key] = relabelled.put(new, fields[key], dims)
+        return fields
 
-    def _reads(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
-        """Returns the entries of a row that it takes to relabel those in `changed`."""
-        known = self._known_reads.get((changed, tuple(self.info_keys)))
-        if known is not None:
-            return known
-        reads = set(changed)
+    def _inputs(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
+        """Returns the entries of a row from which those in `changed` follow, with a goal."""
         if not self._flag_keys.isdisjoint(changed):
-            reads |= {self.next_achieved_goal_key, self.truncated_key, *self.info_keys}
-        elif self.reward_key in changed:
-            reads |= {self.next_achieved_goal_key, *self.info_keys}
-        self._known_reads[changed, tuple(self.info_keys)] = frozenset(reads)
-        return frozenset(reads)
+            return frozenset({self.next_achieved_goal_key, self.truncated_key, *self.info_keys})
+        if self.reward_key in changed:
+            return frozenset({self.next_achieved_goal_key, *self.info_keys})
+        return frozenset()
 
     def _relabel(
         self,
-        fields: Mapping[NestedKey, torch.Tensor],
+        seen: Mapping[NestedKey, torch.Tensor],
         changed: Collection[NestedKey],
         goal: torch.Tensor,
-        relabelled: RelabelledRows,
+        batch_dims: int = 1,
     ) -> dict[NestedKey, torch.Tensor]:
-        """Returns the entries `changed` of rows `[B]` or `[n, B]`, for one goal each.
+        """Returns what the entries `changed` of rows `[B]` or `[n, B]` become, for one goal each.
 
         Args:
-            fields: what is stored in these rows: `changed`, and what `_reads` says.
+            seen: the entries of `_inputs`.
             changed: some of `changed_keys`.
             goal: `[B, *G]` or `[n, B, *G]`.
-            relabelled: which samples it is for; the others are as stored.
+            batch_dims: 1 or 2 accordingly.
         """
-        seen = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
-        batch_dims = relabelled.batch_dims
+        new = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
         if self.reward_key in changed:
-            seen[self.reward_key] = self._ask("reward_fn", self.reward_fn, fields, goal, batch_dims)
+            new[self.reward_key] = self._ask("reward_fn", self.reward_fn, seen, goal, batch_dims)
         if self.terminated_fn is not None and not self._flag_keys.isdisjoint(changed):
-            reached = self._ask("terminated_fn", self.terminated_fn, fields, goal, batch_dims)
-            seen[self.terminated_key] = terminated = reached.bool()
-            seen[self.done_key] = terminated | fields[self.truncated_key]
-        return {key: relabelled.put(seen[key], fields[key]) for key in changed}
+            reached = self._ask("terminated_fn", self.terminated_fn, seen, goal, batch_dims)
+            terminated = reached.bool()
+            new[self.terminated_key] = terminated
+            new[self.done_key] = terminated | seen[self.truncated_key]
+        return {key: new[key] for key in changed}
 
     def _ask(
         self,
         name: str,
         function: GoalFunction,
-        fields: Mapping[NestedKey, torch.Tensor],
+        seen: Mapping[NestedKey, torch.Tensor],
         goal: torch.Tensor,
         batch_dims: int,
     ) -> torch.Tensor:
         """Returns what a goal function says of rows `[B]` or `[n, B]`, with a trailing 1."""
-        achieved = fields[self.next_achieved_goal_key]
-        infos = {key: fields[key] for key in self.info_keys}
+        achieved = seen[self.next_achieved_goal_key]
+        infos = {key: seen[key] for key in self.info_keys}
         if batch_dims == 1:
             return _judge(name, function, achieved, goal, infos)
         # The function sees one flat batch, however many rows of a transition there are.
         infos = {key: info.flatten(0, 1) for key, info in infos.items()}
         judged = _judge(name, function, achieved.flatten(0, 1), goal.flatten(0, 1), infos)
         return judged.view(*goal.shape[:2], 1)
+
+    def _stored(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
+        """Returns an entry of the batch that is to be relabelled, made where the rows have none."""
+        if key == self.next_desired_goal_key and batch.get(key, None) is None:
+            # Rows without a next desired goal pursue one goal throughout.
+            set_entry(batch, key, self._entry(batch, self.desired_goal_key).clone())
+        return self._entry(batch, key)
 
     def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         entry = batch.get(key, None)

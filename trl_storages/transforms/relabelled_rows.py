@@ -10,39 +10,48 @@ __all__ = ["RelabelledRows"]
 
 
 class RelabelledRows:
-    """Puts what was computed for all samples into those that are relabelled.
+    """Narrows a batch down to the samples that are relabelled, and writes what they become.
 
-    A `HERSampler` relabels the first samples of a batch. Where the host can see that, the two parts are
-    joined, which moves fewer bytes than choosing value by value. It cannot on a GPU, and a mask may be
-    any. The result is the same.
+    A `HERSampler` relabels the first samples of a batch. Where the host can see that, only these are
+    looked at, and overwritten in place. It cannot on a GPU, and a mask may be any: then all samples
+    are worked on, and the relabelled ones are chosen from the result. Both come to the same.
 
     Args:
         mask: `[B]` bool, the samples to relabel.
-        batch_dims: 1 for fields `[B, ...]`, 2 for fields `[n, B, ...]`.
+        in_place: whether what is stored may be overwritten, since nobody else sees that memory.
+
+    Attributes:
+        count: how many samples come first, if all others follow them and the host knows; else None.
     """
 
-    def __init__(self, mask: torch.Tensor, batch_dims: int = 1) -> None:
-        self.batch_dims = batch_dims
+    def __init__(self, mask: torch.Tensor, *, in_place: bool) -> None:
         self._mask = mask
-        # How many samples come first, if all others follow them.
-        self._count: int | None = None
-        if mask.device.type == "cpu":
+        self.count: int | None = None
+        if in_place and mask.device.type == "cpu":
             flags = mask.numpy()
             count = int(np.count_nonzero(flags))
             if flags[:count].all():
-                self._count = count
+                self.count = count
 
-    def put(self, new: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """Returns `new` for the relabelled samples and `stored` for the others, in new memory.
+    def pick(self, tensor: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
+        """Returns the samples to work on: the relabelled ones, or all.
 
         Args:
-            new: `[B, ...]` or `[n, B, ...]`, brought to the dtype of `stored`.
-            stored: of the same shape.
+            tensor: `[B, ...]`, or `[n, B, ...]` with `batch_dims=2`.
         """
-        new = new.to(stored.dtype)
-        dim = self.batch_dims - 1
-        if self._count is not None:
-            rest = stored.narrow(dim, self._count, stored.shape[dim] - self._count)
-            return torch.cat([new.narrow(dim, 0, self._count), rest], dim)
-        mask = self._mask.view(-1, *(1,) * (stored.ndim - self.batch_dims))
-        return torch.where(mask, new, stored)
+        if self.count is None:
+            return tensor
+        return tensor[: self.count] if batch_dims == 1 else tensor[:, : self.count]
+
+    def put(self, new: torch.Tensor, stored: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
+        """Returns all samples: `new` for the relabelled ones, `stored` for the others.
+
+        Args:
+            new: what the picked samples become; it is brought to the dtype of `stored`.
+            stored: `[B, ...]`, or `[n, B, ...]` with `batch_dims=2`; overwritten if it may be.
+        """
+        if self.count is not None:
+            self.pick(stored, batch_dims).copy_(new)
+            return stored
+        mask = self._mask.view(-1, *(1,) * (stored.ndim - batch_dims))
+        return torch.where(mask, new.to(stored.dtype), stored)
