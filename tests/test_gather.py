@@ -12,7 +12,7 @@ def test_fresh_rows_are_zero():
     assert not rows.any()
 
 
-@pytest.mark.parametrize("words", [None, range(1, 3), range(2, 3), range(0, 5), range(0, 6)])
+@pytest.mark.parametrize("words", [None, range(1, 3), range(2, 3), range(5), range(6)])
 @pytest.mark.parametrize("slots", [[], [4], [0, 6, 6, 2], [[0, 6], [5, 5], [1, 2]], [[], []]])
 def test_rows_come_in_the_order_of_the_slots_and_in_new_memory(words, slots):
     rows = torch.arange(42).view(7, 6)
@@ -32,7 +32,7 @@ def test_rows_are_seen_as_they_are_now():
     assert all(picker.pick(torch.tensor([2])).eq(5).all() for picker in pickers)
 
 
-@pytest.mark.parametrize("words", [None, range(0, 1)])
+@pytest.mark.parametrize("words", [None, range(1)])
 @pytest.mark.parametrize("slot", [3, -4])
 def test_a_slot_beyond_the_rows_raises(words, slot):
     with pytest.raises(IndexError):

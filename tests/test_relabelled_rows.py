@@ -37,7 +37,13 @@ def test_any_mask_equals_a_plain_loop(data, is_prefix, in_place, batch_dims):
 
 
 def test_only_samples_at_the_front_are_worked_on():
-    for flags, count in (([1, 1, 0], 2), ([0, 0], 0), ([1, 1], 2), ([0, 1], None), ([1, 0, 1], None)):
+    for flags, count in (
+        ([1, 1, 0], 2),
+        ([0, 0], 0),
+        ([1, 1], 2),
+        ([0, 1], None),
+        ([1, 0, 1], None),
+    ):
         mask = torch.tensor(flags, dtype=torch.bool)
         relabelled = RelabelledRows(mask, in_place=True)
         assert relabelled.count == count

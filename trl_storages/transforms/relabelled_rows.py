@@ -37,7 +37,8 @@ class RelabelledRows:
         """Returns the samples to work on: the relabelled ones, or all.
 
         Args:
-            tensor: `[B, ...]`, or `[n, B, ...]` with `batch_dims=2`.
+            tensor: `[B, ...]`, or `[n, B, ...]`.
+            batch_dims: 1 or 2 accordingly.
         """
         if self.count is None:
             return tensor
@@ -48,7 +49,8 @@ class RelabelledRows:
 
         Args:
             new: what the picked samples become; it is brought to the dtype of `stored`.
-            stored: `[B, ...]`, or `[n, B, ...]` with `batch_dims=2`; overwritten if it may be.
+            stored: `[B, ...]`, or `[n, B, ...]`; overwritten if it may be.
+            batch_dims: 1 or 2 accordingly.
         """
         if self.count is not None:
             self.pick(stored, batch_dims).copy_(new)
