@@ -114,7 +114,8 @@ class NStep(ReplayTransform):
         if self.n_steps == 1:
             length = torch.ones_like(index)
         else:
-            window, length = rows.episodes.windows(index.to(rows.episodes.device), self.n_steps)
+            episodes = rows.episodes
+            window, length = map(torch.as_tensor, episodes.windows(episodes.own(index), self.n_steps))
             length = self._fold(batch, rows, window, length.to(index.device))
         set_entry(batch, self.steps_to_next_obs_key, length.unsqueeze(-1))
         return batch

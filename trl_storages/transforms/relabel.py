@@ -147,15 +147,14 @@ class GoalRelabel(ReplayTransform):
         relabelled = RelabelledRows(batch.get(keys.HER_MASK), in_place=rows.untouched)
         pursued = batch.get(self.desired_goal_key)
         lacking = {self.next_desired_goal_key}.difference(rows.keys)
-        fields = rows.read(batch, slots, [key for key in wanted if key not in lacking])
+        inputs = self._inputs(changed)
+        stored = [key for key in wanted if key not in lacking]
+        fields = rows.read(batch, slots, [*stored, *inputs.difference(stored)])
         for key in lacking.intersection(wanted):
             fields[key] = pursued.expand(*slots.shape, *pursued.shape[1:]).clone()
         if relabelled.count == 0:
             return fields
-        inputs = self._inputs(changed)
-        seen = {key: relabelled.pick(fields[key], dims) for key in inputs if key in fields}
-        if further := inputs.difference(fields):
-            seen |= rows.read(batch, relabelled.pick(slots, dims), further)
+        seen = {key: relabelled.pick(fields[key], dims) for key in inputs}
         goal = relabelled.pick(pursued)
         goal = goal.expand(*slots.shape[:-1], *goal.shape)
         for key, new in self._relabel(seen, changed, goal, dims).items():

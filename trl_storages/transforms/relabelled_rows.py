@@ -29,8 +29,9 @@ class RelabelledRows:
         self.count: int | None = None
         if in_place and mask.device.type == "cpu":
             flags = mask.numpy()
-            count = int(np.count_nonzero(flags))
-            if flags[:count].all():
+            count = np.count_nonzero(flags)
+            # The first that is false follows all that are true.
+            if count == len(flags) or flags.argmin() == count:
                 self.count = count
 
     def pick(self, tensor: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
