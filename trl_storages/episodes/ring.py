@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trl_storages.episodes.tables import Array, take
-from trl_storages.functional.draws import random_below
+from trl_storages.functional.draws import random_integers
 
 __all__ = ["Lanes", "Ring"]
 
@@ -316,6 +316,7 @@ class Ring:
         Returns:
             `[n]` int64 slots.
         """
-        ranks = random_below(self.num_rows, n, generator=generator, device=self.device)
+        noise = random_integers(n, generator=generator, device=self.device)
+        ranks = torch.as_tensor(self.own(noise) % self.own(self.num_rows))
         # In step, the live rows are a prefix of the slots, so any rank is a slot as it stands.
         return ranks if self._in_step else self.slots_by_age(ranks)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Array", "Tables", "put", "take"]
+__all__ = ["Array", "Tables", "concatenate", "put", "take"]
 
 Array = Any  # a tensor, or NumPy's view of one
 
@@ -50,3 +50,8 @@ def take(table: Array, index: Array) -> Array:
     if index.ndim == 1:
         return table.index_select(0, index)
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
+
+
+def concatenate(first: Array, second: Array) -> Array:
+    """Joins two arrays of one kind along their first dimension, in new memory."""
+    return (np if isinstance(first, np.ndarray) else torch).concatenate((first, second))

@@ -13,6 +13,7 @@ from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.episodes.tables import Array, concatenate
 from trl_storages.functional.draws import random_below, random_integers
 from trl_storages.functional.goals import episode_offset, final_offset, future_offset
 from trl_storages.samplers.base import WrappingSampler
@@ -106,9 +107,9 @@ class HERSampler(WrappingSampler):
         index, info = self.base.sample(storage, batch_size)
         # Samplers without replacement end an epoch with fewer rows than were asked for.
         count = self._num_relabelled(index.shape[0])
-        goal_index = index.clone()
-        if count:
-            goal_index[:count] = self._goal_rows(episodes, index[:count])
+        slots = episodes.own(index)
+        goals = self._goal_rows(episodes, slots[:count], index.device)
+        goal_index = torch.as_tensor(concatenate(goals, slots[count:])).to(index.device)
         mask = self._mask(index.shape[0], count, index.device)
         if index.shape[0] == 1 and 0 < self.num_goals < math.inf:
             # The floor would always be 0.
@@ -133,18 +134,17 @@ class HERSampler(WrappingSampler):
             self._prepared = torch.arange(batch_size, device=device) < count
         return self._prepared.clone()
 
-    def _goal_rows(self, episodes: EpisodeIndex, index: torch.Tensor) -> torch.Tensor:
+    def _goal_rows(self, episodes: EpisodeIndex, slots: Array, device: torch.device) -> Array:
         if self.strategy == "random":
-            return episodes.random_slots(index.shape[0], self._rng)
-        slots = episodes.own(index)
+            return episodes.own(episodes.random_slots(len(slots), self._rng))
         if self.strategy == "final":
-            return torch.as_tensor(episodes.shift(slots, final_offset(episodes.ahead(slots))))
-        noise = random_integers(index.shape[0], generator=self._rng, device=index.device)
+            return episodes.shift(slots, final_offset(episodes.ahead(slots)))
+        noise = random_integers(len(slots), generator=self._rng, device=device)
         if self.strategy == "future":
             offset = future_offset(episodes.own(noise), episodes.ahead(slots))
         else:
             offset = episode_offset(episodes.own(noise), *episodes.extent(slots))
-        return torch.as_tensor(episodes.shift(slots, offset))
+        return episodes.shift(slots, offset)
 
     def _own_state(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "num_goals": self.num_goals}

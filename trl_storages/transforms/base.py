@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -104,6 +105,8 @@ class SeenRows:
         self._changed: frozenset[NestedKey] = frozenset()
         #: The transform that runs after the one that is handed these rows.
         self.follower: Transform | None = None
+        #: What that one has found out about the batch, for when it is asked to show further rows.
+        self.found: Any = None
 
     def through(self, transform: Transform) -> SeenRows:
         """Returns the rows as a transform shows them that has just run."""

@@ -115,8 +115,9 @@ class NStep(ReplayTransform):
             length = torch.ones_like(index)
         else:
             episodes = rows.episodes
-            window, length = map(torch.as_tensor, episodes.windows(episodes.own(index), self.n_steps))
-            length = self._fold(batch, rows, window, length.to(index.device))
+            window, length = episodes.windows(episodes.own(index), self.n_steps)
+            length = torch.as_tensor(length).to(index.device)
+            length = self._fold(batch, rows, torch.as_tensor(window), length)
         set_entry(batch, self.steps_to_next_obs_key, length.unsqueeze(-1))
         return batch
 

@@ -109,7 +109,7 @@ class GoalRelabel(ReplayTransform):
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        relabelled = RelabelledRows(batch.get(keys.HER_MASK), in_place=rows.untouched)
+        relabelled = _relabelled_rows(batch, rows)
         changed = rows.needed(self.changed_keys)
         stored = {key: self._stored(batch, key) for key in changed}
         if relabelled.count == 0:
@@ -144,7 +144,7 @@ class GoalRelabel(ReplayTransform):
         if not changed:
             return rows.read(batch, slots, wanted)
         dims = slots.ndim
-        relabelled = RelabelledRows(batch.get(keys.HER_MASK), in_place=rows.untouched)
+        relabelled = _relabelled_rows(batch, rows)
         pursued = batch.get(self.desired_goal_key)
         lacking = {self.next_desired_goal_key}.difference(rows.keys)
         inputs = self._inputs(changed)
@@ -303,6 +303,14 @@ class RelabelAudit:
             for at in worst.tolist()
         ]
         return "\n".join(lines)
+
+
+def _relabelled_rows(batch: TensorDictBase, rows: SeenRows) -> RelabelledRows:
+    """Returns which samples are relabelled, looking again if the batch has another mask meanwhile."""
+    mask = batch.get(keys.HER_MASK)
+    if rows.found is None or rows.found.mask is not mask:
+        rows.found = RelabelledRows(mask, in_place=rows.untouched)
+    return rows.found
 
 
 def _judge(

@@ -21,15 +21,16 @@ class RelabelledRows:
         in_place: whether what is stored may be overwritten, since nobody else sees that memory.
 
     Attributes:
+        mask: as given.
         count: how many samples come first, if all others follow them and the host knows; else None.
     """
 
     def __init__(self, mask: torch.Tensor, *, in_place: bool) -> None:
-        self._mask = mask
+        self.mask = mask
         self.count: int | None = None
         if in_place and mask.device.type == "cpu":
             flags = mask.numpy()
-            count = np.count_nonzero(flags)
+            count = int(np.count_nonzero(flags))
             # The first that is false follows all that are true.
             if count == len(flags) or flags.argmin() == count:
                 self.count = count
@@ -56,5 +57,5 @@ class RelabelledRows:
         if self.count is not None:
             self.pick(stored, batch_dims).copy_(new)
             return stored
-        mask = self._mask.view(-1, *(1,) * (stored.ndim - batch_dims))
+        mask = self.mask.view(-1, *(1,) * (stored.ndim - batch_dims))
         return torch.where(mask, new.to(stored.dtype), stored)
