@@ -24,7 +24,11 @@ def size(num_rows, **kwargs):
     window = window_size(torch.tensor(num_rows), **kwargs)
     assert window.dtype is torch.int64
     assert window.shape == ()
-    return int(window)
+    # A plain number gives a plain number, and the same.
+    plain = window_size(num_rows, **kwargs)
+    assert type(plain) is int
+    assert plain == window
+    return plain
 
 
 @pytest.mark.requirement("ere-window")

@@ -6,7 +6,7 @@ draws from, and how strongly (`eta`) the window narrows as training goes on.
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ __all__ = [
     "window_size",
 ]
 
+Count = TypeVar("Count", int, Tensor)
+
 
 def window_size(
-    num_rows: Tensor,
+    num_rows: Count,
     *,
     eta: float,
     update: int,
     num_updates: int,
     c_min: int,
     reference_rows: int | None = None,
-) -> Tensor:
+) -> Count:
     """Counts the newest rows that one update draws from.
 
         c_k = max(N · η^(k · 1000 / K), c_min),  k = 1 .. K
@@ -39,8 +41,9 @@ def window_size(
     the length K of the phase. With at most `c_min` rows stored, all of them are in the window.
 
     Args:
-        num_rows: int64 of any shape, the rows stored now. Everything that depends on it stays on
-            its device, so that a captured CUDA graph follows the storage as it grows.
+        num_rows: the rows stored now, as an int or int64 of any shape. Everything that depends on
+            a tensor stays on its device, so that a captured CUDA graph follows the storage as it
+            grows.
         eta: η in (0, 1]; 1 draws from everything.
         update: k, counted from 1 as in the paper.
         num_updates: K, the updates of the phase.
@@ -48,7 +51,7 @@ def window_size(
         reference_rows: N; None takes the rows stored now (the paper takes the capacity).
 
     Returns:
-        int64 of the shape of `num_rows`, in [1, num_rows] where anything is stored.
+        as `num_rows`: an int, or int64 of its shape; in [1, num_rows] where anything is stored.
 
     Reference: Wang & Ross 2019, arXiv:1906.04009.
 
@@ -56,6 +59,9 @@ def window_size(
     tensor(134)
     """
     share = eta ** (update * 1000 / num_updates)
+    if isinstance(num_rows, int):
+        window = int((num_rows if reference_rows is None else reference_rows) * share)
+        return min(max(window, c_min), num_rows)
     # float64: float32 can't count rows beyond 2^24.
     if reference_rows is None:
         window = num_rows.double().mul_(share).long().clamp_(min=c_min)

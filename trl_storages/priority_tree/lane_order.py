@@ -75,6 +75,6 @@ class LaneOrder:
         length, ring = min(window, len(episodes)), episodes.steps_per_lane
         start = (int(episodes.cursors) - length) % ring
         over = max(start + length - ring, 0)
-        if not over:
-            return torch.tensor([start]), torch.tensor([start + length])
-        return torch.tensor([start, 0]), torch.tensor([ring, over])
+        ranges = [[start, 0], [ring, over]] if over else [[start], [start + length]]
+        starts, ends = torch.tensor(ranges)
+        return starts, ends
