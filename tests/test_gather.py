@@ -5,6 +5,17 @@ import torch
 
 from trl_storages.storages.gather import Picker, quick_words, zero_rows
 
+MANY = [slot % 7 for slot in range(1500)]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Lets torch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
 
 def test_fresh_rows_are_zero():
     rows = zero_rows(5, 3, torch.device("cpu"))
@@ -13,7 +24,10 @@ def test_fresh_rows_are_zero():
 
 
 @pytest.mark.parametrize("words", [None, range(1, 3), range(2, 3), range(5), range(6)])
-@pytest.mark.parametrize("slots", [[], [4], [0, 6, 6, 2], [[0, 6], [5, 5], [1, 2]], [[], []]])
+@pytest.mark.parametrize(
+    "slots", [[], [4], [0, 6, 6, 2], [[0, 6], [5, 5], [1, 2]], [[], []], MANY, [MANY, MANY[::-1]]]
+)
+@pytest.mark.usefixtures("threads")
 def test_rows_come_in_the_order_of_the_slots_and_in_new_memory(words, slots):
     rows = torch.arange(42).view(7, 6)
     slots = torch.tensor(slots, dtype=torch.int64)
@@ -34,9 +48,11 @@ def test_rows_are_seen_as_they_are_now():
 
 @pytest.mark.parametrize("words", [None, range(1)])
 @pytest.mark.parametrize("slot", [3, -4])
-def test_a_slot_beyond_the_rows_raises(words, slot):
+@pytest.mark.parametrize("num_slots", [1, 1500])
+@pytest.mark.usefixtures("threads")
+def test_a_slot_beyond_the_rows_raises(words, slot, num_slots):
     with pytest.raises(IndexError):
-        Picker(torch.zeros(3, 2, dtype=torch.int64), words).pick(torch.tensor([slot]))
+        Picker(torch.zeros(3, 2, dtype=torch.int64), words).pick(torch.full((num_slots,), slot))
 
 
 @pytest.mark.parametrize("num_words", range(1, 9))
