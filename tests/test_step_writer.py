@@ -53,8 +53,11 @@ def seeded(space, seed):
     return space.sample()
 
 
-def step_of(kind, num_envs, seed, terminated, truncated, *, vector=True):
-    """One step: everything in it follows from `seed` and the flags."""
+def step_of(kind, num_envs, seed, terminated, truncated, *, vector=True, told=True):
+    """One step: everything in it follows from `seed` and the flags.
+
+    `told` says whether the infos hold the last observations of the episodes that end.
+    """
     observation_space, action_space = SPACES[kind]
     if vector:
         observation_space = gymnasium.vector.utils.batch_space(observation_space, num_envs)
@@ -62,7 +65,9 @@ def step_of(kind, num_envs, seed, terminated, truncated, *, vector=True):
     last = seeded(observation_space, seed + 2)
     ended = np.array(terminated) | np.array(truncated)
     infos = {}
-    if vector and ended.any():
+    if not told:
+        pass
+    elif vector and ended.any():
         rows = [pick(last, lane) if ended[lane] else None for lane in range(num_envs)]
         final = np.empty(num_envs, object)
         final[:] = rows
@@ -116,7 +121,9 @@ def test_any_stream_of_steps(data):
     flags = st.lists(st.sampled_from([False] * 5 + [True]), min_size=num_envs, max_size=num_envs)
     for seed in range(data.draw(st.integers(1, 20))):
         vector = num_envs > 1 or data.draw(st.booleans())
-        step = step_of(kind, num_envs, seed, data.draw(flags), data.draw(flags), vector=vector)
+        told = mode == "SameStep" or data.draw(st.booleans())
+        terminated, truncated = data.draw(flags), data.draw(flags)
+        step = step_of(kind, num_envs, seed, terminated, truncated, vector=vector, told=told)
         if data.draw(st.sampled_from([False] * 9 + [True])):
             short.end_episodes()
             general.end_episodes()
@@ -169,6 +176,53 @@ def test_ordinary_steps_take_the_short_way(monkeypatch, kind, num_envs, mode):
         vector = num_envs > 1 or seed % 2 == 0
         step = step_of(kind, num_envs, seed, none, none, vector=vector)
         assert is_short(storage, monkeypatch, *step)
+
+
+@pytest.mark.parametrize("kind", ["dict", "plain"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("mode", [None, "Disabled", "NextStep"])
+def test_steps_that_end_episodes_take_the_short_way(monkeypatch, kind, num_envs, mode):
+    storage = make(kind, num_envs, mode)
+    none = [False] * num_envs
+    storage.record(*step_of(kind, num_envs, 0, none, none))
+    for seed in range(1, 20):
+        ended = [seed % 4 == 1, *none[1:]]
+        flags = (ended, none) if seed % 8 == 1 else (none, ended)
+        vector = num_envs > 1 or seed % 2 == 0
+        step = step_of(kind, num_envs, seed, *flags, vector=vector, told=False)
+        if mode == "NextStep" and num_envs == 1 and seed % 4 == 2:
+            assert storage.record(*step) is None
+        else:
+            assert is_short(storage, monkeypatch, *step)
+    if num_envs == 3 and mode == "NextStep":
+        # The first environment was only reset in five of the steps.
+        assert storage.episodes.cursors.tolist() == [15, 20, 20]
+    storage.validate()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_where_the_last_observation_may_be_another_one(monkeypatch, told):
+    """Steps whose infos tell of the last observation, or must, go the general way."""
+    storage = make(mode=None if told else "SameStep")
+    storage.record(*step_of("dict", 1, 0, **ORDINARY))
+    step = step_of("dict", 1, 1, [True], [False], vector=False, told=told)
+    assert not is_short(storage, monkeypatch, *step)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_environments_that_seem_to_reset_themselves_are_noticed(storage, short):
+    end = step_of("dict", 1, 1, [True], [False], vector=False, told=False)
+    step = [*step_of("dict", 1, 2, **ORDINARY)]
+    step[0] = end[6]
+    if not short:
+        storage._steps = None
+        end[5]["final_obs"] = end[6]
+        step[2] = torch.tensor(step[2])
+    storage.record(*end)
+    with pytest.warns(UserWarning, match="its next step begins with the observation") as warned:
+        storage.record(*step)
+    # It points at the loop.
+    assert warned[0].filename == __file__
 
 
 def test_plain_numbers_and_lists_of_infos_are_ordinary(monkeypatch):

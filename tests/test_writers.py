@@ -1,5 +1,8 @@
 """EpisodeWriter: a state machine over every shape that collectors send, and what it refuses."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import settings
@@ -27,6 +30,11 @@ def transitions(tags, done, trajectories=None):
     if trajectories is not None:
         data["collector", "traj_ids"] = trajectories
     return data
+
+
+def reloaded(made):
+    """Returns what pickle makes of it."""
+    return pickle.loads(pickle.dumps(made))
 
 
 class WriterMachine(RuleBasedStateMachine):
@@ -367,3 +375,12 @@ class TestRefused:
             ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=EpisodeWriter(3))
         with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*EpisodeWriter\(num_envs\)"):
             PackedStorage(12, ndim=2)
+
+
+@pytest.mark.parametrize("copied", [lambda made: made, copy.deepcopy, reloaded])
+def test_more_rows_may_be_written_than_32_bits_count(copied):
+    storage = ReplayStorage(storage=PackedStorage(3), writer=EpisodeWriter())
+    storage.writer._write_count = 2**31 - 1
+    storage = copied(storage)
+    storage.extend(transitions(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2).bool()))
+    assert storage.write_count == 2**31 + 1

@@ -60,10 +60,12 @@ PRIVATE_ATTRIBUTES = {
     "TensorStorage": (
         "_storage",
         "_len",
+        "_len_value",
         "_init",
         "_empty",
         "_rand_given_ndim",
         "_set_last_cursor",
+        "_last_cursor",
         "_last_cursor_index_value",
         "_mutation_revision_value",
         "_attached_entities",
@@ -73,6 +75,7 @@ PRIVATE_ATTRIBUTES = {
     "RoundRobinWriter": (
         "_cursor",
         "_write_count",
+        "_write_count_value",
         "_storage",
         "_empty",
         "_bump_generation",

@@ -1,4 +1,4 @@
-"""Writes the steps of plain loops straight into rows, where nothing about a step is special.
+"""Writes the steps of plain loops straight into rows, where these are arrays as the fields want them.
 
 Letters: E lanes (environments), W words of 8 bytes a row.
 """
@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey
 
 from trl_storages.episodes import episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.layout import Layout
 from trl_storages.gym.trees import Leaf, Tree
-from trl_storages.keys import ACTION, DONE, MASK, OBSERVATION, REWARD
+from trl_storages.keys import ACTION, DONE, MASK, OBSERVATION, REWARD, TERMINATED, TRUNCATED
 from trl_storages.storages import Layout as RowLayout
 from trl_storages.storages import PackedStorage
 from trl_storages.writers import EpisodeWriter
@@ -41,10 +42,10 @@ class _Part(NamedTuple):
 class StepWriter:
     """Takes the short way for ordinary steps: from arrays into rows, without a tensor in between.
 
-    A step is ordinary if no episode ends with it or just before it, and its values are arrays of exactly
-    the fields' dtypes and shapes (plain numbers and flags for a single environment). Any other step is
-    for `GymRecorder` and `EpisodeWriter`, which take whatever can be taken and say what is wrong with
-    the rest. Both ways lead to the same rows.
+    A step is ordinary if its values are arrays of exactly the fields' dtypes and shapes (plain numbers
+    and flags for a single environment), and the infos hold no other last observation of an episode that
+    ends. Any other step is for `GymRecorder` and `EpisodeWriter`, which take whatever can be taken and
+    say what is wrong with the rest. Both ways lead to the same rows.
 
     Args:
         recorder: of the steps.
@@ -66,15 +67,17 @@ class StepWriter:
         self._episodes, self._num_envs = episodes_of(storage), writer.num_envs
         self._plan, self._rows = plan, storage.row_writer
         self._words: np.ndarray = storage.rows.numpy()  # type: ignore[union-attr]
-        # A step is gathered here first, so that nothing is written before all is checked. The flags of
-        # an ordinary step are all false.
+        # A step is gathered here first, so that nothing is written before all is checked. Its flags are
+        # false between two steps.
         layout: RowLayout = storage.layout  # type: ignore[assignment]
         block = torch.zeros(writer.num_envs, layout.num_words, dtype=torch.int64)
-        columns = {key: view.numpy() for key, view in layout.views(block).items()}
-        self._block = block.numpy()
+        self._block, self._tensors = block.numpy(), layout.views(block)
+        columns = {key: view.numpy() for key, view in self._tensors.items()}
+        self._flags = [columns[key][:, 0] for key in (TERMINATED, TRUNCATED, DONE)]
         self._vector = _Form(plan, columns)
         first = {key: column[0, ...] for key, column in columns.items()}
         self._single = _Form(plan, first) if writer.num_envs == 1 else None
+        self._lanes = np.arange(writer.num_envs)
 
     @classmethod
     def of(cls, recorder: GymRecorder, storage: Any, writer: Any) -> StepWriter | None:
@@ -115,27 +118,32 @@ class StepWriter:
         Returns:
             int64 slots, or None if the step is not ordinary. Nothing is written then.
         """
-        run = self._episodes.next_run(1)
-        if run is None or not self._recorder.is_idle:
-            return None
+        recorder = self._recorder
         try:
             form = self._form(rewards, terminateds, truncateds, infos)
-            if form is None or not form.take(observations, actions, rewards, next_observations):
+            if form is None:
+                return None
+            done = self._done(terminateds, truncateds)
+            if done is not None and not self._ends_here(infos):
+                return None
+            if not form.take(observations, actions, rewards, next_observations):
                 return None
         except (AttributeError, LookupError, TypeError, OverflowError):
             # Not arrays, or not these entries.
             return None
-        self._words[run.start : run.stop] = self._block
-        return self._writer.count_step(run)
+        lanes = None
+        if done is not None or not recorder.is_idle:
+            lanes = recorder.stepping
+            if lanes is not None and not len(lanes):
+                return None
+            recorder.note(self._tensors, done)
+        return self._put(lanes, done, terminateds, truncateds)
 
     def _form(self, rewards: Any, terminateds: Any, truncateds: Any, infos: Any) -> _Form | None:
         """Returns the form that the step has, if flags, rewards and infos are ordinary."""
         if type(terminateds) in _FLAGS:
             is_ordinary = (
-                type(truncateds) in _FLAGS
-                and not (terminateds or truncateds)
-                and type(rewards) in _NUMBERS
-                and isinstance(infos, dict)
+                type(truncateds) in _FLAGS and type(rewards) in _NUMBERS and isinstance(infos, dict)
             )
             return self._single if is_ordinary else None
         shape = (self._num_envs,)
@@ -143,10 +151,43 @@ class StepWriter:
             terminateds.dtype == truncateds.dtype == _BOOL
             and terminateds.shape == truncateds.shape == rewards.shape == shape
             and rewards.dtype in _REWARDS
-            and not (np.count_nonzero(terminateds) or np.count_nonzero(truncateds))
             and (isinstance(infos, dict) or len(infos) == self._num_envs)
         )
         return self._vector if is_ordinary else None
+
+    def _done(self, terminateds: Any, truncateds: Any) -> np.ndarray | None:
+        """Returns `[E]` whether the episode ends, or None where none does."""
+        done = terminateds | truncateds
+        if isinstance(done, np.ndarray):
+            return done if np.count_nonzero(done) else None
+        return np.ones(1, dtype=bool) if done else None
+
+    def _ends_here(self, infos: Any) -> bool:
+        """Whether the next observations are the last ones of the episodes that end, as far as is told."""
+        is_reset = self._recorder.autoreset_mode is AutoresetMode.SAME_STEP
+        return not is_reset and isinstance(infos, dict) and "final_obs" not in infos
+
+    def _put(
+        self, lanes: np.ndarray | None, done: np.ndarray | None, terminateds: Any, truncateds: Any
+    ) -> torch.Tensor:
+        """Writes what was gathered of the lanes, and returns its slots."""
+        episodes, block = self._episodes, self._block
+        if done is not None:
+            for flag, values in zip(self._flags, (terminateds, truncateds, done), strict=True):
+                flag[...] = values
+        run = episodes.next_run(1) if lanes is None else None
+        if run is not None:
+            slots = np.arange(run.start, run.stop)
+            self._words[run.start : run.stop] = block
+        else:
+            lanes = self._lanes if lanes is None else lanes
+            slots = episodes.host.next_slots(lanes)
+            self._words[slots] = block[lanes]
+        if done is not None:
+            for flag in self._flags:
+                flag[...] = False
+            done = done if lanes is None else done[lanes]
+        return self._writer.count_step(slots, lanes, done)
 
 
 class _Form:

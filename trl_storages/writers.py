@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,15 @@ class EpisodeWriter(RoundRobinWriter):
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        # Which process wrote last to each lane, if several do.
+        self._last_process: torch.Tensor | None = None
+        self._write_count_value = Value("q", 0)
         super().__init__(track_generations=track_generations)
         self.num_envs = num_envs
         self.done_key = unravel_key(done_key)
         self.traj_key = unravel_key(traj_key)
         self.keys = None if keys is None else [unravel_key(key) for key in keys]
         self._last_trajectory: torch.Tensor | None = None
-        # Which process wrote last to each lane, if several do.
-        self._last_process: torch.Tensor | None = None
         self._on_disk: DurableLanes | None = None
 
     def register_storage(self, storage: Storage) -> None:
@@ -106,7 +108,7 @@ class EpisodeWriter(RoundRobinWriter):
             self._on_disk = DurableLanes(storage)
             self._last_trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
             self._write_count = self._on_disk.write_count
-            self._count(0)
+            self._count()
 
     @property
     def _episodes(self) -> EpisodeIndex:
@@ -173,9 +175,8 @@ class EpisodeWriter(RoundRobinWriter):
         if last_trajectory is not None:
             which = slice(None) if lanes is None else torch.as_tensor(lanes)
             self._last_trajectory[which] = last_trajectory  # type: ignore[index]
-        self._count(num_lanes * num_steps)
         # Known to the host without waiting for the device, as TorchRL would.
-        self._storage._set_last_cursor(episodes.newest_slot(lanes))
+        self._count(num_lanes * num_steps, episodes.newest_slot(lanes))
         slots = slots if slots.ndim == 1 else slots.reshape(-1)
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
@@ -200,7 +201,7 @@ class EpisodeWriter(RoundRobinWriter):
         missed = self._on_disk.catch_up()  # type: ignore[union-attr]
         if missed is not None:
             self._write_count = self._on_disk.write_count  # type: ignore[union-attr]
-            self._count(0)
+            self._count()
             self._mark_update_entities(missed)
 
     def _set(
@@ -312,46 +313,75 @@ class EpisodeWriter(RoundRobinWriter):
             self._generation is None and not self.tracks_generations and self._last_process is None
         )
 
-    def count_step(self, run: range) -> torch.Tensor:
-        """Counts a step of all lanes, none of which ends an episode, after its rows were written.
+    def count_step(
+        self, slots: np.ndarray, lanes: np.ndarray | None, done: np.ndarray | None
+    ) -> torch.Tensor:
+        """Counts a step of some lanes, after its rows were written.
 
         Args:
-            run: the slots, as `EpisodeIndex.next_run(1)` names them.
+            slots: `[L]` int64, where they were written.
+            lanes: `[L]` int64; None is all lanes, side by side in the ring.
+            done: `[L]` bool, whether the episode ends; None where none does.
 
         Returns:
-            the same, int64 `[E]`.
+            the slots.
         """
-        episodes, storage = self._episodes, self._storage
-        host = episodes.host
-        if self.num_envs > 1:
-            host.append_to_all()
-        elif host.tables.open.item(0):
+        storage, host = self._storage, self._episodes.host
+        if lanes is not None:
+            host.append_to(lanes, done)
+        elif self.num_envs > 1:
+            host.append_to_all(done)
+        elif done is None and host.tables.open.item(0):
             host.go_on()
         else:
-            host.append_stretch(0, done=False)
-        self._write_count += self.num_envs
-        storage._len = host.tables.num_rows.item()
-        storage._set_last_cursor(run.stop - 1)
+            host.append_stretch(0, done=done is not None)
+        self._write_count += len(slots)
+        storage.count_write(host.tables.num_rows.item(), slots.item(-1))
         storage._bump_mutation_revision()
-        slots = torch.from_numpy(np.arange(run.start, run.stop))
-        self._mark_update_entities(slots)
-        return slots
+        written = torch.from_numpy(slots)
+        self._mark_update_entities(written)
+        return written
 
     def _mark_update_entities(self, index: torch.Tensor) -> None:
         # As TorchRL does, without what it adds for compiled writers.
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
-    def _count(self, num_rows: int) -> None:
-        episodes = self._episodes
+    def _count(self, num_rows: int = 0, last_slot: int | None = None) -> None:
+        """Tells TorchRL's counters of rows that were written, and of those that are there now."""
+        storage, episodes = self._storage, self._episodes
         self._write_count += num_rows
-        if isinstance(self._storage, PackedStorage):
-            self._storage._len = len(episodes)
+        if isinstance(storage, PackedStorage) and last_slot is not None:
+            storage.count_write(len(episodes), last_slot)
+            return
+        if isinstance(storage, PackedStorage):
+            storage._len = len(episodes)
         else:
             # TorchRL's storages read the slots below their length only; lanes of unequal fill reach
             # beyond the number of rows.
             steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
-            self._storage._len = steps * self.num_envs
+            storage._len = steps * self.num_envs
+        if last_slot is not None:
+            storage._set_last_cursor(last_slot)
+
+    # TorchRL's own count is one of 32 bits, which a month of training may exceed.
+
+    @property
+    def _write_count(self) -> int:
+        return self._write_count_value.get_obj().value
+
+    @_write_count.setter
+    def _write_count(self, value: int) -> None:
+        if self._last_process is None:
+            self._write_count_value.get_obj().value = value
+        else:
+            self._write_count_value.value = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        count = state.get("write_count__context")
+        super().__setstate__(state)
+        if count is not None:
+            self._write_count_value = Value("q", count)
 
     @property
     def _cursor(self) -> int:
@@ -438,7 +468,7 @@ class EpisodeWriter(RoundRobinWriter):
             self._storage.set(new, rows, set_cursor=False)
         else:
             self._storage.restart(new, rows, self._write_count)
-        self._count(0)
+        self._count()
         self._bump_generation(new, rows)
         self._mark_update_entities(new)
         return new

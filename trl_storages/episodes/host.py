@@ -4,7 +4,7 @@ Letters: T steps per lane, E lanes (environments), M = T * E slots, S steps writ
 
 `EpisodeIndex` takes any write on any device with some forty tensor operations. Training is made of two
 kinds of writes that need far fewer: a stretch of one lane, which belongs to one episode, and one step
-of all lanes side by side. Both ways lead to the same answers.
+of several lanes, most often of all side by side. All ways lead to the same answers.
 """
 
 from __future__ import annotations
@@ -148,6 +148,44 @@ class HostTables:
             oldest = (step + 1) % room * lanes
             table.first[table.episode[oldest : oldest + lanes]] = self._lanes + oldest
         return first
+
+    def next_slots(self, lanes: np.ndarray) -> np.ndarray:
+        """Returns the slots `[L]` of the next step of some lanes."""
+        return self.tables.cursors[lanes] % self._steps_per_lane * self._num_envs + lanes
+
+    def append_to(self, lanes: np.ndarray, done: np.ndarray | None = None) -> None:
+        """Takes one step of some lanes, however often each was written.
+
+        Args:
+            lanes: `[L]` int64, distinct.
+            done: `[L]` bool: the episode ends with this row; None if none does.
+        """
+        table, room, width = self.tables, self._steps_per_lane, self._num_envs
+        step, slots = table.cursors[lanes], self.next_slots(lanes)
+        entry = table.episode[(step - 1) % room * width + lanes]
+        begins = ~table.open[lanes]
+        if begins.any():
+            new = lanes[begins]
+            opened = new * room + table.begun[new] % room
+            entry[begins] = opened
+            table.begun[new] += 1
+            table.first[opened] = slots[begins]
+            table.first_step[opened] = step[begins]
+            table.finished[opened] = False
+        table.episode[slots] = entry
+        table.last[entry] = slots
+        table.open[lanes] = True
+        if done is not None:
+            table.finished[entry] = done
+            table.open[lanes] = ~done
+        step += 1
+        table.cursors[lanes] = step
+        is_full = step > room
+        if is_full.any():
+            # The oldest surviving episodes begin with what survives of them.
+            oldest = (step % room * width + lanes)[is_full]
+            table.first[table.episode[oldest]] = oldest
+        table.num_rows[()] = table.cursors.clip(max=room).sum()
 
     def _begin(
         self, entry: np.ndarray, begins: np.ndarray, slots: np.ndarray, step: int

@@ -161,6 +161,9 @@ class EpisodeIndex(Ring):
         if num_steps == 1 < num_lanes and lanes is None and self._was_in_step:
             self.host.append_to_all(done[:, 0], None if cut is None else cut[:, 0])
             return True
+        if num_steps == 1 < num_lanes and cut is None:
+            self.host.append_to(np.asarray(self.named_lanes(lanes)), done[:, 0])
+            return True
         most = num_lanes + np.count_nonzero(done)
         most += 0 if cut is None else np.count_nonzero(cut)
         if num_steps > self.steps_per_lane or most > _MANY_STRETCHES:

@@ -146,7 +146,7 @@ class GymRecorder:
             column = Column(*layout.fields[key], len(lanes))
             columns[key] = column.read(value, "infos", f"[{key!r}]", is_vector)
         if self.autoreset_mode is None:
-            self._watch.look(columns, done, self.info_keys)
+            self._watch.look(columns, _numbers(done), self.info_keys)
         self.layout, self._ended = layout, ended
         return _transitions(columns, len(lanes)), index
 
@@ -154,6 +154,26 @@ class GymRecorder:
     def is_idle(self) -> bool:
         """Whether nothing that happened before the next step bears on it."""
         return not (self._watch.last or np.count_nonzero(self._ended))
+
+    @property
+    def stepping(self) -> NDArray[np.int64] | None:
+        """`[L]` the environments that the next step does not merely reset; None where these are all."""
+        if self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._ended.any():
+            return None
+        return np.flatnonzero(~self._ended)
+
+    def note(self, columns: Mapping[NestedKey, Tensor], done: NDArray[np.bool_] | None) -> None:
+        """Hears of a step that was turned into transitions without `rows`.
+
+        Args:
+            columns: the observations and actions of all environments, `[E, ...]`.
+            done: `[E]` whether the episode ends; None where none does.
+        """
+        if self.autoreset_mode is None:
+            ended = [] if done is None else done.nonzero()[0].tolist()
+            self._watch.look(columns, ended, self.info_keys)
+        elif self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._ended = np.zeros(self.num_envs, dtype=bool) if done is None else done.copy()
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, as after a `reset` of the environments by hand.
@@ -218,7 +238,7 @@ class GymRecorder:
                 return np.flatnonzero(~self._ended).tolist(), [], ended
             return self._all_lanes, [], ended
         if self.autoreset_mode is AutoresetMode.SAME_STEP and done.any():
-            return self._all_lanes, done.reshape(-1).nonzero().reshape(-1).tolist(), self._ended
+            return self._all_lanes, _numbers(done), self._ended
         return self._all_lanes, [], self._ended
 
     def _plan(
@@ -254,6 +274,11 @@ class GymRecorder:
                     copied[leaf.next_key] = columns[leaf.next_key].clone()
                 copied[leaf.next_key][lane] = column[0]
         columns.update(copied)
+
+
+def _numbers(flags: Tensor) -> list[int]:
+    """Returns where flags `[E, 1]` are true."""
+    return flags.reshape(-1).nonzero().reshape(-1).tolist()
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

@@ -58,16 +58,19 @@ class ResetWatch:
         self._warned = False
 
     def look(
-        self, columns: Mapping[NestedKey, Tensor], done: Tensor, infos: Collection[NestedKey]
+        self,
+        columns: Mapping[NestedKey, Tensor],
+        ended: Collection[int],
+        infos: Collection[NestedKey],
     ) -> None:
         """Compares the beginnings of episodes with the ends before them.
 
         Args:
             columns: the transitions of a step, `[E, ...]`.
-            done: `[E, 1]` bool.
+            ended: environments whose episodes end with it.
             infos: keys that are no observations.
         """
-        if self._warned or not (self.last or done.any()):
+        if self._warned or not (self.last or ended):
             return
         keys = [
             (key, next_key(key)) for key in columns if next_key(key) in columns and key not in infos
@@ -80,12 +83,12 @@ class ResetWatch:
                     "ended with. If the environments reset themselves in the next step, make the "
                     "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
                     "when they end.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 break
         self.last = {
             lane: {key: columns[after][lane].clone() for key, after in keys}
-            for lane in done.reshape(-1).nonzero().reshape(-1).tolist()
+            for lane in ended
             # Where a step changes nothing, nothing can be told.
             if not all(torch.equal(columns[key][lane], columns[after][lane]) for key, after in keys)
         }

@@ -6,7 +6,7 @@ Letters: N rows, W words of 8 bytes a row, B any shape of slots.
 import numpy as np
 import torch
 
-__all__ = ["Picker", "zero_rows"]
+__all__ = ["Picker", "quick_words", "zero_rows"]
 
 _WORD = 8  # bytes
 # NumPy copies items of so many bytes with an instruction or two, all others by a call.

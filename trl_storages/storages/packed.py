@@ -318,19 +318,23 @@ class PackedStorage(LazyTensorStorage):
     # longer than to write a row, and are left out where nobody needs them.
 
     def __len__(self) -> int:
-        return self._len
+        return self._len_value.get_obj().value
+
+    def count_write(self, num_rows: int, last_slot: int) -> None:
+        """Tells TorchRL's counters how many rows there are now, and where the newest lies."""
+        self._last_cursor = last_slot
+        if self._sharing_process is None:
+            self._len_value.get_obj().value = num_rows
+            self._last_cursor_index_value.get_obj().value = last_slot
+        else:
+            self._len_value.value = num_rows
+            self._last_cursor_index_value.value = last_slot
 
     def _bump_mutation_revision(self) -> None:
         if self._sharing_process is None:
-            self._mutation_revision_value.value += 1
+            self._mutation_revision_value.get_obj().value += 1
         else:
             super()._bump_mutation_revision()
-
-    def _set_last_cursor(self, cursor: Any) -> None:
-        if type(cursor) is int:
-            self._last_cursor = self._last_cursor_index_value.value = cursor
-        else:
-            super()._set_last_cursor(cursor)
 
     def _slots(self, cursor: Any) -> tuple[Any, torch.Size]:
         """Returns what indexes the views for `cursor`, and the shape of the slots it names."""
