@@ -115,7 +115,7 @@ def assert_same(short, general):
 @given(st.data())
 def test_any_stream_of_steps(data):
     num_envs = data.draw(st.integers(1, 3))
-    kind = data.draw(st.sampled_from(["dict", "plain"]))
+    kind = data.draw(st.sampled_from(list(SPACES)))
     mode = data.draw(st.sampled_from(MODES))
     short, general = (make(kind, num_envs, mode) for _ in range(2))
     flags = st.lists(st.sampled_from([False] * 5 + [True]), min_size=num_envs, max_size=num_envs)
@@ -165,7 +165,7 @@ def storage():
     return storage
 
 
-@pytest.mark.parametrize("kind", ["dict", "plain"])
+@pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_ordinary_steps_take_the_short_way(monkeypatch, kind, num_envs, mode):
@@ -178,7 +178,7 @@ def test_ordinary_steps_take_the_short_way(monkeypatch, kind, num_envs, mode):
         assert is_short(storage, monkeypatch, *step)
 
 
-@pytest.mark.parametrize("kind", ["dict", "plain"])
+@pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("mode", [None, "Disabled", "NextStep"])
 def test_steps_that_end_episodes_take_the_short_way(monkeypatch, kind, num_envs, mode):
@@ -200,13 +200,54 @@ def test_steps_that_end_episodes_take_the_short_way(monkeypatch, kind, num_envs,
     storage.validate()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_where_the_last_observation_may_be_another_one(monkeypatch, told):
-    """Steps whose infos tell of the last observation, or must, go the general way."""
-    storage = make(mode=None if told else "SameStep")
+@pytest.mark.parametrize("kind", SPACES)
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_so_do_those_whose_infos_tell_of_last_observations(monkeypatch, kind, num_envs, mode):
+    storage = make(kind, num_envs, mode)
+    none = [False] * num_envs
+    storage.record(*step_of(kind, num_envs, 0, none, none))
+    step = step_of(kind, num_envs, 1, [True, *none[1:]], none, vector=num_envs > 1)
+    assert is_short(storage, monkeypatch, *step)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_last_observation_that_may_be_another_one_is_refused(storage, short):
+    step = step_of("dict", 1, 1, [True], [False], vector=False)
+    step[5]["final_obs"] = seeded(SPACES["dict"][0], 9)
+    if not short:
+        storage._steps = None
+    with pytest.raises(ValueError, match="must hold the last observation of environment 0"):
+        storage.record(*step)
+    # Nothing was written, and nothing of it is seen later.
+    assert len(storage) == 1
+    storage.record(*step_of("dict", 1, 2, **ORDINARY))
+    assert storage.episodes.episodes()["length"].tolist() == [2]
+    storage.validate()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_last_observation_that_is_missing_is_asked_for(short):
+    storage = make(mode="SameStep")
     storage.record(*step_of("dict", 1, 0, **ORDINARY))
-    step = step_of("dict", 1, 1, [True], [False], vector=False, told=told)
-    assert not is_short(storage, monkeypatch, *step)
+    if not short:
+        storage._steps = None
+    with pytest.raises(ValueError, match="final_obs"):
+        storage.record(*step_of("dict", 1, 1, [True], [False], vector=False, told=False))
+    assert len(storage) == 1
+
+
+def test_arrays_in_several_pieces_are_ordinary(storage, monkeypatch):
+    step = step_of("dict", 1, 1, **ORDINARY)
+    spread = [
+        {name: np.stack([value, value], -1)[..., 0] for name, value in seen.items()}
+        for seen in (step[0], step[-1])
+    ]
+    assert not spread[0]["observation"].flags.contiguous
+    assert is_short(storage, monkeypatch, spread[0], *step[1:-1], spread[1])
+    row = storage[1]
+    assert row["observation"].tolist() == step[0]["observation"].tolist()
+    assert row["next", "picture"].tolist() == step[-1]["picture"].tolist()
 
 
 @pytest.mark.parametrize("short", [True, False])
@@ -296,15 +337,12 @@ class TestOtherSteps:
 class TestOtherStorages:
     """Where rows are not plain memory of this process alone, every step goes the general way."""
 
-    def check(self, storage, monkeypatch, kind="dict"):
-        storage.record(*step_of(kind, 1, 0, **ORDINARY))
-        assert not is_short(storage, monkeypatch, *step_of(kind, 1, 1, **ORDINARY))
+    def check(self, storage, monkeypatch):
+        storage.record(*step_of("dict", 1, 0, **ORDINARY))
+        assert not is_short(storage, monkeypatch, *step_of("dict", 1, 1, **ORDINARY))
 
     def test_a_directory(self, monkeypatch, tmp_path):
         self.check(make(path=tmp_path), monkeypatch)
-
-    def test_nested_observations(self, monkeypatch):
-        self.check(make("nested"), monkeypatch, "nested")
 
     def test_infos_that_are_kept(self, monkeypatch):
         storage = make(info_keys=["force"])

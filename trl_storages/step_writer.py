@@ -1,23 +1,23 @@
-"""Writes the steps of plain loops straight into rows, where these are arrays as the fields want them.
+"""Writes the steps of plain loops straight into rows, where they are arrays of the right kind already.
 
 Letters: E lanes (environments), W words of 8 bytes a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey
 
 from trl_storages.episodes import episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.layout import Layout
-from trl_storages.gym.trees import Leaf, Tree
-from trl_storages.keys import ACTION, DONE, MASK, OBSERVATION, REWARD, TERMINATED, TRUNCATED
+from trl_storages.gym.trees import Leaf, TreeReader
+from trl_storages.keys import DONE, MASK, OBSERVATION, REWARD, TERMINATED, TRUNCATED
 from trl_storages.storages import Layout as RowLayout
 from trl_storages.storages import PackedStorage
 from trl_storages.writers import EpisodeWriter
@@ -26,26 +26,17 @@ __all__ = ["StepWriter"]
 
 _FLAGS = frozenset({bool, np.bool_})
 _NUMBERS = frozenset({float, int, np.float64, np.float32})
+_BYTE = b"\0", b"\1"
+_NO_FLAGS = (_BYTE[0],) * 3
 _REWARDS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
-_BOOL = np.dtype(bool)
-
-
-class _Part(NamedTuple):
-    """Where the values of one field come from and go to."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    target: np.ndarray
 
 
 class StepWriter:
     """Takes the short way for ordinary steps: from arrays into rows, without a tensor in between.
 
     A step is ordinary if its values are arrays of exactly the fields' dtypes and shapes (plain numbers
-    and flags for a single environment), and the infos hold no other last observation of an episode that
-    ends. Any other step is for `GymRecorder` and `EpisodeWriter`, which take whatever can be taken and
-    say what is wrong with the rest. Both ways lead to the same rows.
+    and flags for a single environment). Any other step is for `GymRecorder` and `EpisodeWriter`, which
+    take whatever can be taken and say what is wrong with the rest. Both ways lead to the same rows.
 
     Args:
         recorder: of the steps.
@@ -66,18 +57,29 @@ class StepWriter:
         self._recorder, self._storage, self._writer = recorder, storage, writer
         self._episodes, self._num_envs = episodes_of(storage), writer.num_envs
         self._plan, self._rows = plan, storage.row_writer
-        self._words: np.ndarray = storage.rows.numpy()  # type: ignore[union-attr]
-        # A step is gathered here first, so that nothing is written before all is checked. Its flags are
-        # false between two steps.
         layout: RowLayout = storage.layout  # type: ignore[assignment]
+        words: Any = storage.rows.numpy()  # type: ignore[union-attr]
+        self._num_words, self._words = layout.num_words, words
+        self._ring = memoryview(words.reshape(-1))
+        # A step is gathered here first, so that nothing is written before all is checked.
         block = torch.zeros(writer.num_envs, layout.num_words, dtype=torch.int64)
-        self._block, self._tensors = block.numpy(), layout.views(block)
-        columns = {key: view.numpy() for key, view in self._tensors.items()}
-        self._flags = [columns[key][:, 0] for key in (TERMINATED, TRUNCATED, DONE)]
-        self._vector = _Form(plan, columns)
+        columns = {key: view.numpy() for key, view in layout.views(block).items()}
+        steps: Any = block.numpy()
+        self._steps, self._columns = steps, columns
+        # To copy from here to the ring takes a third of NumPy's time.
+        self._block = memoryview(steps.reshape(-1))
+        flags = [columns[key][:, 0] for key in (DONE, TERMINATED, TRUNCATED)]
+        self._reward, (self._done, *others) = columns[REWARD][:, 0], flags
+        # Whether the block has flags that are true.
+        self._has_flags = False
+        self._vector = _Form(plan, columns, others)
         first = {key: column[0, ...] for key, column in columns.items()}
         self._single = _Form(plan, first) if writer.num_envs == 1 else None
-        self._lanes = np.arange(writer.num_envs)
+        # Of a single step, bytes are joined as they follow one another in the row.
+        self._bytes = self._block.cast("B")
+        keys = [*self._vector.keys, REWARD, DONE, TERMINATED, TRUNCATED]
+        self._in_order = itemgetter(*(keys.index(key) for key in layout.keys), len(keys))
+        self._one_reward, self._padding = np.zeros(1, self._reward.dtype), bytes(layout.padding)
 
     @classmethod
     def of(cls, recorder: GymRecorder, storage: Any, writer: Any) -> StepWriter | None:
@@ -85,8 +87,7 @@ class StepWriter:
         plan = recorder.layout
         if plan is None or recorder.info_keys or not _is_in_memory(storage, writer):
             return None
-        is_flat = all(isinstance(leaf, Leaf) for leaf in _branches(plan))
-        if not is_flat or not _fits(plan, storage, writer):
+        if not _fits(plan, storage, writer):
             return None
         return cls(recorder, plan, storage, writer)
 
@@ -100,6 +101,10 @@ class StepWriter:
             and self._rows is storage.row_writer
             and writer.is_plain
         )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        # A copy of a storage has rows of its own, and finds its own way there.
+        return type(None), ()
 
     def write(
         self,
@@ -119,114 +124,145 @@ class StepWriter:
             int64 slots, or None if the step is not ordinary. Nothing is written then.
         """
         recorder = self._recorder
+        lanes = recorder.stepping
+        if lanes is not None and not len(lanes):
+            return None
+        is_vector = type(terminateds) not in _FLAGS
+        gather = self._gather_lanes if is_vector else self._gather_one
         try:
-            form = self._form(rewards, terminateds, truncateds, infos)
-            if form is None:
-                return None
-            done = self._done(terminateds, truncateds)
-            if done is not None and not self._ends_here(infos):
-                return None
-            if not form.take(observations, actions, rewards, next_observations):
-                return None
+            is_ordinary = gather(
+                observations, actions, rewards, terminateds, truncateds, infos, next_observations
+            )
         except (AttributeError, LookupError, TypeError, OverflowError):
             # Not arrays, or not these entries.
             return None
-        lanes = None
-        if done is not None or not recorder.is_idle:
-            lanes = recorder.stepping
-            if lanes is not None and not len(lanes):
-                return None
-            recorder.note(self._tensors, done)
-        return self._put(lanes, done, terminateds, truncateds)
+        if not is_ordinary:
+            return None
+        if self._has_flags or lanes is not None or recorder.is_watching:
+            recorder.settle(self._columns, infos, is_vector=is_vector)
+        return self._put(lanes)
 
-    def _form(self, rewards: Any, terminateds: Any, truncateds: Any, infos: Any) -> _Form | None:
-        """Returns the form that the step has, if flags, rewards and infos are ordinary."""
-        if type(terminateds) in _FLAGS:
-            is_ordinary = (
-                type(truncateds) in _FLAGS and type(rewards) in _NUMBERS and isinstance(infos, dict)
-            )
-            return self._single if is_ordinary else None
-        shape = (self._num_envs,)
-        is_ordinary = (
-            terminateds.dtype == truncateds.dtype == _BOOL
-            and terminateds.shape == truncateds.shape == rewards.shape == shape
-            and rewards.dtype in _REWARDS
-            and (isinstance(infos, dict) or len(infos) == self._num_envs)
-        )
-        return self._vector if is_ordinary else None
+    def _put(self, lanes: np.ndarray | None) -> torch.Tensor:
+        """Writes what was gathered of some lanes, or of all, and returns its slots."""
+        host, done = self._episodes.host, self._done if self._has_flags else None
+        first = host.next_slot() if lanes is None else None
+        if first is not None:
+            begin = first * self._num_words
+            self._ring[begin : begin + len(self._block)] = self._block
+            return self._writer.count_step(host.append_step(done))
+        if lanes is None:
+            lanes = np.arange(self._num_envs)
+        self._words[host.next_slots(lanes)] = self._steps[lanes]
+        return self._writer.count_step(host.append_to(lanes, None if done is None else done[lanes]))
 
-    def _done(self, terminateds: Any, truncateds: Any) -> np.ndarray | None:
-        """Returns `[E]` whether the episode ends, or None where none does."""
-        done = terminateds | truncateds
-        if isinstance(done, np.ndarray):
-            return done if np.count_nonzero(done) else None
-        return np.ones(1, dtype=bool) if done else None
+    def _gather_one(
+        self,
+        observations: Any,
+        actions: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        infos: Any,
+        next_observations: Any,
+    ) -> bool:
+        """Gathers a step without a leading dimension, and returns whether it is ordinary."""
+        if (
+            self._single is None
+            or type(truncated) not in _FLAGS
+            or type(reward) not in _NUMBERS
+            or not isinstance(infos, dict)
+        ):
+            return False
+        values = self._single.values(observations, actions, next_observations)
+        if values is None:
+            return False
+        self._one_reward[0] = reward
+        self._has_flags = is_end = bool(terminated or truncated)
+        flags = (_BYTE[1], _BYTE[bool(terminated)], _BYTE[bool(truncated)]) if is_end else _NO_FLAGS
+        parts = self._in_order((*values, self._one_reward, *flags, self._padding))
+        try:
+            self._bytes[:] = b"".join(parts)
+        except (BufferError, TypeError, ValueError):
+            # An array is not in one piece.
+            self._bytes[:] = b"".join([memoryview(part).tobytes() for part in parts])
+        return True
 
-    def _ends_here(self, infos: Any) -> bool:
-        """Whether the next observations are the last ones of the episodes that end, as far as is told."""
-        is_reset = self._recorder.autoreset_mode is AutoresetMode.SAME_STEP
-        return not is_reset and isinstance(infos, dict) and "final_obs" not in infos
-
-    def _put(
-        self, lanes: np.ndarray | None, done: np.ndarray | None, terminateds: Any, truncateds: Any
-    ) -> torch.Tensor:
-        """Writes what was gathered of the lanes, and returns its slots."""
-        episodes, block = self._episodes, self._block
-        if done is not None:
-            for flag, values in zip(self._flags, (terminateds, truncateds, done), strict=True):
-                flag[...] = values
-        run = episodes.next_run(1) if lanes is None else None
-        if run is not None:
-            slots = np.arange(run.start, run.stop)
-            self._words[run.start : run.stop] = block
-        else:
-            lanes = self._lanes if lanes is None else lanes
-            slots = episodes.host.next_slots(lanes)
-            self._words[slots] = block[lanes]
-        if done is not None:
-            for flag in self._flags:
-                flag[...] = False
-            done = done if lanes is None else done[lanes]
-        return self._writer.count_step(slots, lanes, done)
+    def _gather_lanes(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+    ) -> bool:
+        """Gathers a step with a leading dimension, and returns whether it is ordinary."""
+        if (
+            rewards.dtype not in _REWARDS
+            or rewards.shape != self._reward.shape
+            or not (isinstance(infos, dict) or len(infos) == self._num_envs)
+        ):
+            return False
+        flags = terminateds, truncateds
+        values = self._vector.values(observations, actions, next_observations, flags)
+        if values is None:
+            return False
+        for target, value in zip(self._vector.targets, values, strict=False):
+            target[...] = value
+        self._reward[...] = rewards
+        np.logical_or(terminateds, truncateds, self._done)
+        self._has_flags = bool(np.count_nonzero(self._done))
+        return True
 
 
 class _Form:
-    """How the values of a step with or without a leading dimension are checked and gathered."""
+    """How the values of a step with or without a leading dimension are found and checked.
 
-    def __init__(self, plan: Layout, columns: Mapping[NestedKey, np.ndarray]) -> None:
-        def part(name: str, key: NestedKey) -> _Part:
-            column = columns[key]
-            return _Part(name, column.dtype, column.shape, column)
+    Args:
+        plan: how the arguments are nested.
+        columns: key -> where the values of a field go.
+        flags: where further values go.
+    """
 
-        # Neither is nested here.
-        observations = plan.observations.items()  # type: ignore[union-attr]
-        self._observations = [part(name, leaf.key) for name, leaf in observations]
-        self._next = [part(name, leaf.next_key) for name, leaf in observations]
-        actions = {ACTION: plan.actions} if isinstance(plan.actions, Leaf) else plan.actions
-        self._actions = [part(name, leaf.key) for name, leaf in actions.items()]
-        self._reward = columns[REWARD][..., 0]
+    def __init__(
+        self,
+        plan: Layout,
+        columns: Mapping[NestedKey, np.ndarray],
+        flags: Sequence[np.ndarray] = (),
+    ) -> None:
+        self._see = TreeReader(plan.observations)  # type: ignore[arg-type]
+        actions = plan.actions
+        # None where the action is the only one, and no dictionary.
+        self._act = None if isinstance(actions, Leaf) else TreeReader(actions)
+        seen, done = self._see.leaves, [actions] if isinstance(actions, Leaf) else self._act.leaves  # type: ignore[union-attr]
+        #: The fields of the values, without the flags.
+        self.keys = [leaf.key for leaf in seen + done] + [leaf.next_key for leaf in seen]
+        #: Where they go.
+        self.targets = [*(columns[key] for key in self.keys), *flags]
+        self._dtypes = [target.dtype for target in self.targets]
+        self._shapes = [target.shape for target in self.targets]
 
-    def take(self, observations: Any, actions: Any, rewards: Any, next_observations: Any) -> bool:
-        """Gathers the values, and returns whether all of them are what the fields are."""
+    def values(
+        self, observations: Any, actions: Any, next_observations: Any, flags: Sequence[Any] = ()
+    ) -> tuple[Any, ...] | None:
+        """Returns the values in the order of `targets`; None if they are not what the fields are.
+
+        Raises:
+            AttributeError, LookupError, TypeError: as well where they are not.
+        """
         if not isinstance(observations, dict):
             observations = {OBSERVATION: observations}
             next_observations = {OBSERVATION: next_observations}
-        if not isinstance(actions, dict):
-            actions = {ACTION: np.int64(actions) if type(actions) is int else actions}
-        for parts, values in (
-            (self._observations, observations),
-            (self._actions, actions),
-            (self._next, next_observations),
-        ):
-            if len(values) != len(parts):
-                return False
-            for name, dtype, shape, target in parts:
-                value = values[name]
-                if value.dtype != dtype or value.shape != shape:
-                    return False
-                target[...] = value
-        self._reward[...] = rewards
-        return True
+        if self._act is not None:
+            actions = self._act.read(actions)
+        else:
+            actions = (np.int64(actions) if type(actions) is int else actions,)
+        see = self._see.read
+        values = (*see(observations), *actions, *see(next_observations), *flags)
+        if [value.dtype for value in values] != self._dtypes:
+            return None
+        return values if [value.shape for value in values] == self._shapes else None
 
 
 def _is_in_memory(storage: Any, writer: Any) -> bool:
@@ -251,8 +287,3 @@ def _fits(plan: Layout, storage: PackedStorage, writer: EpisodeWriter) -> bool:
         # NumPy has no bfloat16.
         and not any(dtype is torch.bfloat16 for dtype, _ in fields.values())
     )
-
-
-def _branches(plan: Layout) -> list[Tree]:
-    actions = [plan.actions] if isinstance(plan.actions, Leaf) else plan.actions.values()
-    return [*plan.observations.values(), *actions]  # type: ignore[union-attr]

@@ -313,30 +313,19 @@ class EpisodeWriter(RoundRobinWriter):
             self._generation is None and not self.tracks_generations and self._last_process is None
         )
 
-    def count_step(
-        self, slots: np.ndarray, lanes: np.ndarray | None, done: np.ndarray | None
-    ) -> torch.Tensor:
-        """Counts a step of some lanes, after its rows were written.
+    def count_step(self, slots: np.ndarray) -> torch.Tensor:
+        """Counts a step that was written to the rows and to the episode index already.
 
         Args:
-            slots: `[L]` int64, where they were written.
-            lanes: `[L]` int64; None is all lanes, side by side in the ring.
-            done: `[L]` bool, whether the episode ends; None where none does.
+            slots: `[L]` int64, where it was written.
 
         Returns:
-            the slots.
+            the same.
         """
-        storage, host = self._storage, self._episodes.host
-        if lanes is not None:
-            host.append_to(lanes, done)
-        elif self.num_envs > 1:
-            host.append_to_all(done)
-        elif done is None and host.tables.open.item(0):
-            host.go_on()
-        else:
-            host.append_stretch(0, done=done is not None)
-        self._write_count += len(slots)
-        storage.count_write(host.tables.num_rows.item(), slots.item(-1))
+        storage = self._storage
+        # No other process counts, so that there is nothing to lock.
+        self._write_count_value.get_obj().value += len(slots)
+        storage.count_write(storage.episodes.host.num_rows, slots.item(-1))
         storage._bump_mutation_revision()
         written = torch.from_numpy(slots)
         self._mark_update_entities(written)

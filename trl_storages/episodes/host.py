@@ -30,6 +30,12 @@ class HostTables:
         self._num_envs = num_envs
         self._steps_per_lane = steps_per_lane
         self._lanes = np.arange(num_envs)
+        # Single numbers are read and written through these, in a third of NumPy's time.
+        views = Tables(*(memoryview(table) for table in tables))
+        self._episode, self._first, self._last = views.episode, views.first, views.last
+        self._first_step, self._finished = views.first_step, views.finished
+        self._begun, self._open, self._cursors = views.begun, views.open, views.cursors
+        self._num_rows = views.num_rows
 
     def append_stretch(
         self, lane: int, num_steps: int = 1, *, done: bool, cut: bool = False
@@ -46,36 +52,33 @@ class HostTables:
             the slot of the first of them.
         """
         table, room, lanes = self.tables, self._steps_per_lane, self._num_envs
-        begins = cut or not table.open.item(lane)
-        number, step = table.begun.item(lane), table.cursors.item(lane)
-        if begins:
-            table.begun[lane] = number + 1
-        else:
-            number -= 1
-        entry = lane * room + number % room
+        step = self._cursors[lane]
         place = step % room
         first, end = place * lanes + lane, place + num_steps
-        if end <= room:
+        if cut or not self._open[lane]:
+            entry = self._begin(lane, first, step)
+        else:
+            entry = lane * room + (self._begun[lane] - 1) % room
+        if num_steps == 1:
+            self._episode[first] = entry
+        elif end <= room:
             table.episode[first : end * lanes : lanes] = entry
         else:
             # Around the end of the ring.
             end -= room
             table.episode[first::lanes] = entry
             table.episode[lane : end * lanes : lanes] = entry
-        if begins:
-            table.first[entry] = first
-            table.first_step[entry] = step
-        table.last[entry] = (end - 1) * lanes + lane
-        table.finished[entry] = done
-        table.open[lane] = not done
+        self._last[entry] = (end - 1) * lanes + lane
+        self._finished[entry] = done
+        self._open[lane] = not done
         step += num_steps
-        table.cursors[lane] = step
+        self._cursors[lane] = step
         if step > room:
             # The oldest surviving episode begins with what survives of it.
             oldest = step % room * lanes + lane
-            table.first[table.episode.item(oldest)] = oldest
+            self._first[self._episode[oldest]] = oldest
         if step - num_steps < room:
-            table.num_rows[()] += min(num_steps, room - step + num_steps)
+            self._num_rows[()] += min(num_steps, room - step + num_steps)
         return first
 
     def append_steps(self, lane: int, done: np.ndarray, cut: np.ndarray | None) -> None:
@@ -100,23 +103,55 @@ class HostTables:
             )
             start = end
 
-    def go_on(self) -> None:
-        """Takes one more step of the only lane, which neither begins an episode nor ends one."""
-        table, room = self.tables, self._steps_per_lane
-        step = table.cursors.item(0)
-        slot = step % room
-        entry = table.episode.item(slot - 1)
-        table.episode[slot] = entry
-        table.last[entry] = slot
-        step += 1
-        table.cursors[0] = step
-        if step > room:
-            oldest = step % room
-            table.first[table.episode.item(oldest)] = oldest
-        else:
-            table.num_rows[()] = step
+    def next_slot(self) -> int | None:
+        """Returns the first slot of the next step of all lanes; None if they are not in step."""
+        room, lanes = self._steps_per_lane, self._num_envs
+        if lanes == 1:
+            return self._cursors[0] % room
+        written = self._cursors.tolist()
+        return written[0] % room * lanes if written.count(written[0]) == lanes else None
 
-    def append_to_all(self, done: np.ndarray | None = None, cut: np.ndarray | None = None) -> int:
+    @property
+    def num_rows(self) -> int:
+        """Live rows."""
+        return self._num_rows[()]
+
+    def append_step(self, done: np.ndarray | None = None) -> np.ndarray:
+        """Takes one step of all lanes, which must be in step.
+
+        Args:
+            done: `[E]` bool: the episode ends with this row; None if none does.
+
+        Returns:
+            `[E]` int64 slots.
+        """
+        if self._num_envs > 1:
+            return self.append_to_all(done)
+        if done is None and self._open[0]:
+            return np.array([self._go_on()])
+        return np.array([self.append_stretch(0, done=done is not None and done.item(0))])
+
+    def _go_on(self) -> int:
+        """Takes one more step of the only lane, which neither begins an episode nor ends one."""
+        cursors, episode, room = self._cursors, self._episode, self._steps_per_lane
+        step = cursors[0]
+        slot = step % room
+        entry = episode[slot - 1]
+        episode[slot] = entry
+        self._last[entry] = slot
+        step += 1
+        cursors[0] = step
+        if step > room:
+            # The oldest surviving episode begins with what survives of it.
+            oldest = step % room
+            self._first[episode[oldest]] = oldest
+        else:
+            self._num_rows[()] = step
+        return slot
+
+    def append_to_all(
+        self, done: np.ndarray | None = None, cut: np.ndarray | None = None
+    ) -> np.ndarray:
         """Takes one step of all lanes, which must have been written equally often.
 
         Args:
@@ -124,41 +159,49 @@ class HostTables:
             cut: `[E]` bool: this row does not continue the row before it; or None.
 
         Returns:
-            the slot of the first lane's row; those of the others follow it.
+            `[E]` int64 slots.
         """
         table, room, lanes = self.tables, self._steps_per_lane, self._num_envs
-        step = table.cursors.item(0)
+        step = self._cursors[0]
         first, before = step % room * lanes, (step - 1) % room * lanes
-        slots = self._lanes + first
+        slots = np.arange(first, first + lanes)
         # Episodes that go on keep their entries.
         entry = table.episode[before : before + lanes]
-        if cut is not None or np.count_nonzero(table.open) < lanes:
+        if cut is not None or b"\0" in self._open.tobytes():
             begins = ~table.open if cut is None else cut | ~table.open
-            entry = self._begin(entry.copy(), begins, slots, step)
+            entry = entry.copy()
+            for lane in begins.nonzero()[0].tolist():
+                entry[lane] = self._begin(lane, first + lane, step)
+            table.open.fill(True)
         table.episode[first : first + lanes] = entry
-        table.last[entry] = slots
+        # The methods of arrays, which index them in half the time.
+        table.last.put(entry, slots)
         if done is not None and np.count_nonzero(done):
-            table.finished[entry] = done
+            table.finished.put(entry, done)
             np.logical_not(done, out=table.open)
         table.cursors.fill(step + 1)
         if step < room:
-            table.num_rows[()] = (step + 1) * lanes
+            self._num_rows[()] = (step + 1) * lanes
         else:
             # The oldest surviving episodes begin with what survives of them.
             oldest = (step + 1) % room * lanes
-            table.first[table.episode[oldest : oldest + lanes]] = self._lanes + oldest
-        return first
+            slots_then = np.arange(oldest, oldest + lanes)
+            table.first.put(table.episode[oldest : oldest + lanes], slots_then)
+        return slots
 
     def next_slots(self, lanes: np.ndarray) -> np.ndarray:
         """Returns the slots `[L]` of the next step of some lanes."""
         return self.tables.cursors[lanes] % self._steps_per_lane * self._num_envs + lanes
 
-    def append_to(self, lanes: np.ndarray, done: np.ndarray | None = None) -> None:
+    def append_to(self, lanes: np.ndarray, done: np.ndarray | None = None) -> np.ndarray:
         """Takes one step of some lanes, however often each was written.
 
         Args:
             lanes: `[L]` int64, distinct.
             done: `[L]` bool: the episode ends with this row; None if none does.
+
+        Returns:
+            `[L]` int64 slots.
         """
         table, room, width = self.tables, self._steps_per_lane, self._num_envs
         step, slots = table.cursors[lanes], self.next_slots(lanes)
@@ -186,17 +229,14 @@ class HostTables:
             oldest = (step % room * width + lanes)[is_full]
             table.first[table.episode[oldest]] = oldest
         table.num_rows[()] = table.cursors.clip(max=room).sum()
+        return slots
 
-    def _begin(
-        self, entry: np.ndarray, begins: np.ndarray, slots: np.ndarray, step: int
-    ) -> np.ndarray:
-        """Opens entries for the episodes that begin in this step, and returns those of all lanes."""
-        table, room = self.tables, self._steps_per_lane
-        entry[begins] = (self._lanes * room + table.begun % room)[begins]
-        np.add(table.begun, begins, out=table.begun)
-        opened = entry[begins]
-        table.first[opened] = slots[begins]
-        table.first_step[opened] = step
-        table.finished[opened] = False
-        table.open.fill(True)
+    def _begin(self, lane: int, slot: int, step: int) -> int:
+        """Begins another episode of a lane, and returns its entry."""
+        number, room = self._begun[lane], self._steps_per_lane
+        entry = lane * room + number % room
+        self._begun[lane] = number + 1
+        self._first[entry] = slot
+        self._first_step[entry] = step
+        self._finished[entry] = False
         return entry

@@ -20,6 +20,8 @@ class Layout(NamedTuple):
     columns: Mapping[NestedKey, Column]
     observations: Tree
     actions: Tree
+    pairs: Sequence[tuple[NestedKey, NestedKey]]
+    """The keys of each observation, now and one step later."""
 
 
 def entries(observations: Any) -> Any:
@@ -41,14 +43,16 @@ def layout_of(
     An observation is what is there now and one step later; the rest, infos aside, is the action.
     """
     at_root = [key for key in fields if key_path(key)[0] != "next" and key not in info_keys]
+    pairs = [(key, next_key(key)) for key in at_root if next_key(key) in fields]
     actions = [key for key in at_root if next_key(key) not in fields]
     # "action" itself is the argument; a TorchRL spec may have actions of other names.
     is_plain = all(key_path(key)[0] == "action" for key in actions)
     return Layout(
         fields=fields,
         columns={key: Column(*field, num_envs) for key, field in fields.items()},
-        observations=tree_of([key for key in at_root if next_key(key) in fields]),
+        observations=tree_of(key for key, _ in pairs),
         actions=tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions),
+        pairs=pairs,
     )
 
 

@@ -131,10 +131,7 @@ class GymRecorder:
         columns = _read(layout, observations, actions, next_observations, is_vector)
         columns[REWARD] = self._reward.read(rewards, "rewards", "", is_vector)
         columns[DONE], columns[TERMINATED], columns[TRUNCATED] = done, terminated, truncated
-        if finals:
-            self._put_last_observations(columns, layout, infos, finals, is_vector)
-        elif done.any():
-            check_last_observations(columns, layout, infos, done, is_vector)
+        self._see_to_ends(columns, layout, infos, finals, is_vector)
         index = None
         if len(lanes) < self.num_envs:
             index = torch.tensor(lanes)
@@ -146,14 +143,35 @@ class GymRecorder:
             column = Column(*layout.fields[key], len(lanes))
             columns[key] = column.read(value, "infos", f"[{key!r}]", is_vector)
         if self.autoreset_mode is None:
-            self._watch.look(columns, _numbers(done), self.info_keys)
+            self._watch.look(columns, done, layout.pairs)
         self.layout, self._ended = layout, ended
         return _transitions(columns, len(lanes)), index
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing that happened before the next step bears on it."""
-        return not (self._watch.last or np.count_nonzero(self._ended))
+    def settle(
+        self, columns: Mapping[NestedKey, NDArray[Any]], infos: Any, *, is_vector: bool
+    ) -> None:
+        """Does what `rows` does about the ends of episodes, for who has read a step otherwise.
+
+        Args:
+            columns: `[E, ...]` the transitions; true last observations are put there.
+            infos: as in `rows`, but not None.
+            is_vector: whether the infos are of a vector of environments.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `rows`.
+        """
+        layout: Layout = self.layout  # type: ignore[assignment]
+        done = torch.from_numpy(columns[DONE])
+        _, finals, ended = self._who(done)
+        if finals or infos:
+            found = {key: torch.from_numpy(column) for key, column in columns.items()}
+            self._see_to_ends(found, layout, infos, finals, is_vector)
+            if finals:
+                for _, key in layout.pairs:
+                    columns[key][...] = found[key].numpy()
+        if self.autoreset_mode is None:
+            self._watch.look(columns, columns[DONE], layout.pairs)
+        self._ended = ended
 
     @property
     def stepping(self) -> NDArray[np.int64] | None:
@@ -162,18 +180,24 @@ class GymRecorder:
             return None
         return np.flatnonzero(~self._ended)
 
-    def note(self, columns: Mapping[NestedKey, Tensor], done: NDArray[np.bool_] | None) -> None:
-        """Hears of a step that was turned into transitions without `rows`.
+    @property
+    def is_watching(self) -> bool:
+        """Whether the next step is compared with the one before it."""
+        return bool(self._watch.last)
 
-        Args:
-            columns: the observations and actions of all environments, `[E, ...]`.
-            done: `[E]` whether the episode ends; None where none does.
-        """
-        if self.autoreset_mode is None:
-            ended = [] if done is None else done.nonzero()[0].tolist()
-            self._watch.look(columns, ended, self.info_keys)
-        elif self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._ended = np.zeros(self.num_envs, dtype=bool) if done is None else done.copy()
+    def _see_to_ends(
+        self,
+        columns: dict[NestedKey, Tensor],
+        layout: Layout,
+        infos: Any,
+        finals: list[int],
+        is_vector: bool,
+    ) -> None:
+        """Takes last observations from the infos, or checks that they are there already."""
+        if finals:
+            self._put_last_observations(columns, layout, infos, finals, is_vector)
+        elif infos and (done := columns[DONE]).any():
+            check_last_observations(columns, layout, infos, done, is_vector)
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, as after a `reset` of the environments by hand.
@@ -238,7 +262,7 @@ class GymRecorder:
                 return np.flatnonzero(~self._ended).tolist(), [], ended
             return self._all_lanes, [], ended
         if self.autoreset_mode is AutoresetMode.SAME_STEP and done.any():
-            return self._all_lanes, _numbers(done), self._ended
+            return self._all_lanes, done.reshape(-1).nonzero().reshape(-1).tolist(), self._ended
         return self._all_lanes, [], self._ended
 
     def _plan(
@@ -274,11 +298,6 @@ class GymRecorder:
                     copied[leaf.next_key] = columns[leaf.next_key].clone()
                 copied[leaf.next_key][lane] = column[0]
         columns.update(copied)
-
-
-def _numbers(flags: Tensor) -> list[int]:
-    """Returns where flags `[E, 1]` are true."""
-    return flags.reshape(-1).nonzero().reshape(-1).tolist()
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

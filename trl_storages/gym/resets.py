@@ -4,9 +4,10 @@ Letters: E environments.
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from trl_storages.gym.infos import given_final_observation
 from trl_storages.gym.layout import Layout, entries
 from trl_storages.gym.trees import leaves
-from trl_storages.keys import next_key
+from trl_storages.storages import as_array
 
 __all__ = ["ResetWatch", "check_last_observations"]
 
@@ -54,29 +55,32 @@ class ResetWatch:
 
     def __init__(self) -> None:
         #: What the episodes that ended with the last step ended with, by environment.
-        self.last: dict[int, dict[NestedKey, Tensor]] = {}
+        self.last: dict[int, list[bytes]] = {}
         self._warned = False
 
     def look(
         self,
-        columns: Mapping[NestedKey, Tensor],
-        ended: Collection[int],
-        infos: Collection[NestedKey],
+        columns: Mapping[NestedKey, Tensor | np.ndarray],
+        done: Tensor | np.ndarray,
+        pairs: Sequence[tuple[NestedKey, NestedKey]],
     ) -> None:
         """Compares the beginnings of episodes with the ends before them.
 
         Args:
             columns: the transitions of a step, `[E, ...]`.
-            ended: environments whose episodes end with it.
-            infos: keys that are no observations.
+            done: `[E, 1]` bool.
+            pairs: the keys of the observations, now and one step later.
         """
-        if self._warned or not (self.last or ended):
+        if self._warned:
             return
-        keys = [
-            (key, next_key(key)) for key in columns if next_key(key) in columns and key not in infos
-        ]
+        ended = np.flatnonzero(_array(done)).tolist()
+        if not (self.last or ended):
+            return
+        # Bit by bit: NumPy does that in a tenth of the time that torch takes to compare.
+        before = [_array(columns[key]) for key, _ in pairs]
+        after = [_array(columns[key]) for _, key in pairs]
         for lane, last in self.last.items():
-            if all(torch.equal(columns[key][lane], last[key]) for key, _ in keys):
+            if _bits(before, lane) == last:
                 self._warned = True
                 warnings.warn(
                     f"environment {lane} ended, and its next step begins with the observation that it "
@@ -86,13 +90,18 @@ class ResetWatch:
                     stacklevel=5,
                 )
                 break
-        self.last = {
-            lane: {key: columns[after][lane].clone() for key, after in keys}
-            for lane in ended
-            # Where a step changes nothing, nothing can be told.
-            if not all(torch.equal(columns[key][lane], columns[after][lane]) for key, after in keys)
-        }
+        ends = {lane: _bits(after, lane) for lane in ended}
+        # Where a step changes nothing, nothing can be told.
+        self.last = {lane: end for lane, end in ends.items() if end != _bits(before, lane)}
 
     def forget(self) -> None:
         """Forgets what episodes ended with."""
         self.last = {}
+
+
+def _array(column: Tensor | np.ndarray) -> np.ndarray:
+    return column if isinstance(column, np.ndarray) else as_array(column)
+
+
+def _bits(columns: Sequence[np.ndarray], lane: int) -> list[bytes]:
+    return [column[lane].tobytes() for column in columns]

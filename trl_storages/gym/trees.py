@@ -1,6 +1,7 @@
 """Nested dictionaries of observations and actions, read against the keys they must have."""
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, unravel_key
@@ -8,7 +9,7 @@ from tensordict import NestedKey, unravel_key
 from trl_storages.gym.fields import key_path
 from trl_storages.keys import OBSERVATION, next_key
 
-__all__ = ["Leaf", "Tree", "leaves", "nested_keys", "tree_of"]
+__all__ = ["Leaf", "Tree", "TreeReader", "leaves", "nested_keys", "tree_of"]
 
 
 class Leaf(NamedTuple):
@@ -93,3 +94,40 @@ def _gather(tree: Tree, value: Any, argument: str, found: list[tuple[Leaf, Any]]
             f"{argument} must have the keys {sorted(tree)} only, got {extra} too; "
             "leave them out, or make the storage for a space that has them"
         )
+
+
+class TreeReader:
+    """Reads nested dictionaries as `leaves` does, several times as fast, and without its messages.
+
+    Args:
+        tree: the keys that there must be.
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._names, self._size = tuple(tree), len(tree)
+        # Of one name it would return the value, and not a tuple.
+        self._pick = itemgetter(*tree) if self._size > 1 else None
+        branches = [
+            None if isinstance(below, Leaf) else TreeReader(below) for below in tree.values()
+        ]
+        self._branches = branches if any(branches) else []
+        #: The leaves, in the order of what is read.
+        self.leaves: list[Leaf] = []
+        for below, branch in zip(tree.values(), branches, strict=True):
+            self.leaves += [below] if branch is None else branch.leaves
+
+    def read(self, values: Any) -> Iterable[Any]:
+        """Returns the value of each leaf.
+
+        Raises:
+            LookupError, TypeError: there are other entries, or no entries at all.
+        """
+        if len(values) != self._size:
+            raise LookupError(f"there must be {self._names}, and nothing else")
+        found = self._pick(values) if self._pick else [values[name] for name in self._names]
+        if not self._branches:
+            return found
+        flat: list[Any] = []
+        for branch, value in zip(self._branches, found, strict=True):
+            flat += [value] if branch is None else branch.read(value)
+        return flat

@@ -318,8 +318,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
     @property
     def _changes_writes(self) -> bool:
         """Whether a transform may have an inverse, which is applied to what is written."""
-        parts = self._transform._modules["transforms"]._modules.values()
-        return any(map(_may_have_inverse, parts))
+        parts = self._transform._modules["transforms"]._modules
+        return bool(parts) and any(map(_may_have_inverse, parts.values()))
 
     def end_episodes(self, lanes: Any = None) -> None:
         """Cuts the running episodes: the next row of each lane begins another one.

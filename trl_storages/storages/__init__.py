@@ -9,6 +9,7 @@ from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, Span, nest
 from trl_storages.storages.packed import PackedStorage, field_keys, read_fields
 from trl_storages.storages.priority_column import PriorityColumn
+from trl_storages.storages.row_writer import as_array
 
 __all__ = [
     "PROGRESS",
@@ -22,6 +23,7 @@ __all__ = [
     "RowsCheckpointer",
     "Span",
     "Steps",
+    "as_array",
     "field_keys",
     "nest",
     "read_fields",

@@ -13,7 +13,7 @@ import torch
 
 from trl_storages.storages.layout import Field, Layout
 
-__all__ = ["RowWriter"]
+__all__ = ["RowWriter", "as_array"]
 
 # Fields up to this size are joined before they are written: one copy more, but fewer operations.
 _SMALL = 1024  # bytes
@@ -42,7 +42,7 @@ class RowWriter:
                 start, stop = fields[0].start, fields[-1].start + fields[-1].size
                 block = rows.view(fields[0].dtype)[:, start:stop]
             # NumPy writes a few rows in a third of torch's time.
-            place = _array(block) if self._on_cpu else block
+            place = as_array(block) if self._on_cpu else block
             is_flat = all(len(field.shape) == 1 for field in fields)
             sizes = [] if is_flat else [field.size for field in fields]
             self._blocks.append((slice(at, at + len(fields)), sizes, place))
@@ -65,7 +65,7 @@ class RowWriter:
             rows = parts[0] if len(parts) == 1 else self._join(parts, sizes, batch_size)
             if not is_flat:
                 rows = rows.flatten(0, len(batch_size) - 1)
-            block[slots] = _array(rows) if on_cpu else rows.to(self._device)
+            block[slots] = as_array(rows) if on_cpu else rows.to(self._device)
 
     def _join(
         self, parts: Sequence[torch.Tensor], sizes: Sequence[int], batch_size: torch.Size
@@ -98,7 +98,7 @@ def _joined(fields: Sequence[Field]) -> Iterator[list[Field]]:
         yield run
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Sees a tensor on the CPU as an array, to copy its bits; one elsewhere is brought there."""
     if tensor.dtype is torch.bfloat16:
         # NumPy has no bfloat16.
