@@ -23,6 +23,7 @@ from tests.benchmarks.data import (
     to_tensordict,
 )
 from tests.benchmarks.peers.base import Buffer
+from trl_storages._torchrl import native_sum_tree
 
 TITLE = "TorchRL"
 
@@ -152,3 +153,6 @@ WORKS = {
     "pixels_n_step": NStep,
     "extend": Extend,
 }
+if native_sum_tree is None:
+    # TorchRL's samplers by priority need it.
+    del WORKS["priorities"]
