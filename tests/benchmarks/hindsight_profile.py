@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from trl_storages import GoalRelabel, HERSampler, PackedStorage, ReplayStorage
 
 __all__ = ["profile"]
 
-BATCH_SIZE = 256
+BATCH_SIZE, LARGE_BATCH_SIZE = 256, 4096
 PARTS = {
     "sample": "container: locks, merging the sampler's entries, all that is not below",
     "sampler": "sampler: rows and goals are drawn",
@@ -103,7 +104,7 @@ def make_storage(rows: int, *, clocks: Clocks | None) -> ReplayStorage:
 
 
 def profile(rows: int, threads: int, effort: Effort) -> list[dict[str, Any]]:
-    """Takes a batch of 256 apart.
+    """Takes a batch of 256 apart, and compares the whole with less than a library.
 
     Args:
         rows: how many are stored.
@@ -111,16 +112,17 @@ def profile(rows: int, threads: int, effort: Effort) -> list[dict[str, Any]]:
         effort: rounds of samples; their median is returned.
 
     Returns:
-        a line for each part, with `microseconds`, then the whole without any clocks, the same work in
-        one plain function, and a gather of as many bytes.
+        a line for each part, with `microseconds`; then for a batch of 256 and one of 4096 the whole
+        without any clocks, the same work in one plain function, and a gather of as many bytes.
     """
     columns = goal_columns(rows + BATCH_SIZE)
     clocks = Clocks(time.process_time if effort.processor_time else time.perf_counter)
-    plain, timed = make_storage(rows, clocks=None), make_storage(rows, clocks=clocks)
-    for block in to_tensordict(take_rows(columns, 0, rows)).split(10_000):
-        plain.extend(block)
+    whole, timed = make_storage(rows, clocks=None), make_storage(rows, clocks=clocks)
+    fill = take_rows(columns, 0, rows)
+    for block in to_tensordict(fill).split(10_000):
+        whole.extend(block)
         timed.extend(block)
-    raw, by_hand = (kind(take_rows(columns, 0, rows), rows) for kind in (Raw, PlainHindsight))
+    raw, by_hand = Raw(fill, rows), PlainHindsight(fill, rows)
     sample = clocks.wrap("sample", timed.sample)
     taken: dict[str, list[float]] = defaultdict(list)
 
@@ -130,24 +132,25 @@ def profile(rows: int, threads: int, effort: Effort) -> list[dict[str, Any]]:
         for part in PARTS:
             taken[part].append(1e6 * clocks.taken[part])
 
+    lines = []
     with torch.no_grad():
-        turns = {
-            "timed": Turn(call=sample_with_clocks),
-            "plain": Turn(call=lambda: plain.sample(BATCH_SIZE)),
-            "by hand": Turn(call=lambda: by_hand.sample(BATCH_SIZE)),
-            "raw": Turn(call=lambda: raw.sample(BATCH_SIZE)),
-        }
-        rounds = measure(turns, effort)
-    lines = [
-        {"part": text, "microseconds": statistics.median(taken[part])}
-        for part, text in PARTS.items()
+        for size in (BATCH_SIZE, LARGE_BATCH_SIZE):
+            turns = {
+                f"whole, batch of {size:,}": Turn(call=partial(whole.sample, size)),
+                f"in one plain function, batch of {size:,}": Turn(
+                    call=partial(by_hand.sample, size)
+                ),
+                f"one gather of as many bytes, batch of {size:,}": Turn(
+                    call=partial(raw.sample, size)
+                ),
+            }
+            if size == BATCH_SIZE:
+                turns["timed"] = Turn(call=sample_with_clocks)
+            measured = measure(turns, effort)
+            measured.pop("timed", None)
+            lines += [(part, statistics.median(rounds)) for part, rounds in measured.items()]
+    lines = [(text, statistics.median(taken[part])) for part, text in PARTS.items()] + lines
+    return [
+        {"threads": threads, "rows": rows, "part": part, "microseconds": microseconds}
+        for part, microseconds in lines
     ]
-    lines += [
-        {"part": "whole, without clocks", "microseconds": statistics.median(rounds["plain"])},
-        {
-            "part": "the same work in one plain function over arrays, without TensorDict",
-            "microseconds": statistics.median(rounds["by hand"]),
-        },
-        {"part": "one gather of as many bytes", "microseconds": statistics.median(rounds["raw"])},
-    ]
-    return [{"threads": threads, "rows": rows, **line} for line in lines]

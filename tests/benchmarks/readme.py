@@ -41,6 +41,7 @@ def format_readme(report: Report) -> Iterator[str]:
     missed = [
         f"{o.target.work} against {o.target.against}, {o.batch_size:,}: {o.ratio:.2f} "
         f"({'at most' if o.target.at_most else 'at least'} {o.limit:g} wanted)"
+        + (f": {o.target.why}" if o.target.why else "")
         for o in outcomes(report, 1)
         if o.ratio is not None and not o.is_met
     ]

@@ -143,4 +143,6 @@ def format_targets(report: Report, threads: int) -> Iterator[str]:
             f"{outcome.target.work:<43}{outcome.target.against:<38}{outcome.batch_size:>7,}"
             f"{outcome.ratio:>8.2f}{limit:>9}  {verdict}  {outcome.note}"
         ).rstrip()
+        if not outcome.is_met and outcome.target.why:
+            yield f"    {outcome.target.why}"
     yield f"{met} met, {missed} missed"
