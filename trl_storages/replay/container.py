@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
 from torchrl.data import ReplayBuffer, Storage, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -226,9 +226,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         with self._replay_lock, self._write_lock:
             index = self._writer.extend(rows, lanes=lanes)
             self._sampler.extend(index)
-        priority = rows.get(self.priority_key, None)
-        if priority is not None and update_priority is not False:
-            self.update_priority(index, priority)
+        if update_priority is not False and _holds(rows, self.priority_key):
+            self.update_priority(index, rows.get(self.priority_key))
         return index
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
@@ -243,7 +242,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         if (
             not isinstance(self.writer, EpisodeWriter)
             or self._changes_writes
-            or data.get(self.priority_key, None) is not None
+            or _holds(data, self.priority_key)
         ):
             return super().add(data)
         with self._replay_lock, self._write_lock:
@@ -589,6 +588,11 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         parts += list(self._transform) if len(self._transform) else []
         lines = "".join(f"\n    {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _holds(data: TensorDictBase, key: NestedKey) -> bool:
+    # To ask for the keys takes a third of the time of `get`, but they are those of the root only.
+    return key in data.keys() if isinstance(key, str) else data.get(key, None) is not None  # noqa: SIM118
 
 
 def _may_have_inverse(transform: Transform) -> bool:

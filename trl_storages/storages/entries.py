@@ -35,8 +35,10 @@ def _walk(
     found: dict[NestedKey, torch.Tensor],
     strict: bool,
 ) -> None:
+    # Of most tensors the class says at once what they are.
+    plain = torch.Tensor
     for name, value in data.items():
-        if isinstance(value, torch.Tensor):
+        if type(value) is plain or isinstance(value, plain):
             found[(*path, name) if path else name] = value
         elif isinstance(value, TensorDictBase):
             _walk(value, (*path, name), found, strict)

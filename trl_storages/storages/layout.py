@@ -141,8 +141,9 @@ class Layout:
         self.keys = tuple(field.key for field in self.fields)
         self._whole = Span(self.fields)
         self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
-        # Dtypes and shapes of a batch like the last one that was written.
-        self._wanted: tuple[torch.Size | None, list[tuple[torch.dtype, torch.Size]]] = (None, [])
+        self._dtypes = [field.dtype for field in self.fields]
+        # Shapes of a batch like the last one that was written.
+        self._wanted: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
     @classmethod
     def of(cls, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> Layout:
@@ -210,17 +211,15 @@ class Layout:
             ValueError: a shape differs.
         """
         if self._wanted[0] != batch_size:
-            wanted = [(field.dtype, batch_size + field.shape) for field in self.fields]
-            self._wanted = batch_size, wanted
+            self._wanted = batch_size, [batch_size + field.shape for field in self.fields]
         if len(entries) > len(self.fields) and strict:
             self._check_no_more(entries)
-        fitting = []
-        for key, wanted_field in zip(self.keys, self._wanted[1], strict=True):
-            entry = entries.get(key)
-            if entry is None or (entry.dtype, entry.shape) != wanted_field:
+        shapes = self._wanted[1]
+        fitting = [entries.get(key) for key in self.keys]
+        for key, entry, dtype, shape in zip(self.keys, fitting, self._dtypes, shapes, strict=True):
+            if entry is None or entry.dtype is not dtype or entry.shape != shape:
                 self._explain(key, entry, batch_size, entries)
-            fitting.append(entry)
-        return fitting
+        return fitting  # type: ignore[return-value]
 
     def _explain(
         self,
