@@ -70,16 +70,20 @@ class HostTables:
             table.episode[lane : end * lanes : lanes] = entry
         self._last[entry] = (end - 1) * lanes + lane
         self._finished[entry] = done
-        self._open[lane] = not done
-        step += num_steps
-        self._cursors[lane] = step
-        if step > room:
-            # The oldest surviving episode begins with what survives of it.
-            oldest = step % room * lanes + lane
-            self._first[self._episode[oldest]] = oldest
-        if step - num_steps < room:
-            self._num_rows[()] += min(num_steps, room - step + num_steps)
+        self._go_to(lane, step, num_steps, is_open=not done)
         return first
+
+    def _go_to(self, lane: int, step: int, num_steps: int, *, is_open: bool) -> None:
+        """Counts steps that a lane took from `step` on, and what they left of its oldest episode."""
+        room = self._steps_per_lane
+        self._open[lane] = is_open
+        self._cursors[lane] = end = step + num_steps
+        if end > room:
+            # The oldest surviving episode begins with what survives of it.
+            oldest = end % room * self._num_envs + lane
+            self._first[self._episode[oldest]] = oldest
+        if step < room:
+            self._num_rows[()] += min(num_steps, room - step)
 
     def append_steps(self, lane: int, done: np.ndarray, cut: np.ndarray | None) -> None:
         """Takes further steps of one lane, stretch by stretch.
@@ -89,19 +93,30 @@ class HostTables:
             done: `[S]` bool, S from 1 to T: the episode ends with this row.
             cut: `[S]` bool: this row does not continue the row before it; or None.
         """
-        ends = []
-        if len(done) > 1:
-            breaks = done[:-1] if cut is None else done[:-1] | cut[1:]
-            ends = (breaks.nonzero()[0] + 1).tolist()
-        start = 0
-        for end in (*ends, len(done)):
-            self.append_stretch(
-                lane,
-                end - start,
-                done=done.item(end - 1),
-                cut=cut is not None and cut.item(start),
-            )
-            start = end
+        num_steps = len(done)
+        breaks = done[:-1] if cut is None else done[:-1] | cut[1:]
+        starts = (breaks.nonzero()[0] + 1).tolist()
+        is_cut = cut is not None and cut.item(0)
+        if not starts:
+            self.append_stretch(lane, num_steps, done=done.item(-1), cut=is_cut)
+            return
+        room, lanes, step = self._steps_per_lane, self._num_envs, self._cursors[lane]
+        entries, stops = [], [*starts, num_steps]
+        lengths = [stop - start for start, stop in zip([0, *starts], stops, strict=True)]
+        for start, stop in zip([0, *starts], stops, strict=True):
+            if start or is_cut or not self._open[lane]:
+                entry = self._begin(lane, (step + start) % room * lanes + lane, step + start)
+            else:
+                entry = lane * room + (self._begun[lane] - 1) % room
+            self._last[entry] = (step + stop - 1) % room * lanes + lane
+            self._finished[entry] = done.item(stop - 1)
+            entries.append(entry)
+        of_steps = np.array(entries).repeat(lengths)
+        of_lane, place = self.tables.episode[lane::lanes], step % room
+        of_lane[place : place + num_steps] = of_steps[: room - place]
+        # Around the end of the ring.
+        of_lane[: max(place + num_steps - room, 0)] = of_steps[room - place :]
+        self._go_to(lane, step, num_steps, is_open=not done.item(-1))
 
     def next_slot(self) -> int | None:
         """Returns the first slot of the next step of all lanes; None if they are not in step."""
