@@ -4,10 +4,11 @@ from trl_storages.storages.directory import PROGRESS
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable_lanes import DurableLanes
 from trl_storages.storages.entries import tensors_of
+from trl_storages.storages.fields import field_keys, read_fields
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, Span, nest
-from trl_storages.storages.packed import PackedStorage, field_keys, read_fields
+from trl_storages.storages.packed import PackedStorage
 from trl_storages.storages.priority_column import PriorityColumn
 from trl_storages.storages.row_writer import as_array
 

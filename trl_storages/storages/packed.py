@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from torchrl.data import LazyTensorStorage, TensorStorage
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.data import LazyTensorStorage
 
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.progress_bar import tracker
@@ -28,7 +28,7 @@ from trl_storages.storages.layout import Layout
 from trl_storages.storages.row_reader import RowReader
 from trl_storages.storages.row_writer import RowWriter
 
-__all__ = ["PackedStorage", "field_keys", "read_fields"]
+__all__ = ["PackedStorage"]
 
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
@@ -40,8 +40,8 @@ class PackedStorage(LazyTensorStorage):
     """Keeps each transition as one contiguous row, in memory, on a GPU or in a memory-mapped file.
 
     The first write fixes the layout of the rows, or `fields` does. TorchRL's own code works on views
-    of the rows; only reading a batch is special: one `index_select` fetches the rows, and the fields
-    are views of what it returns. A batch never aliases the storage.
+    of the rows; only reading a batch is special: one gather fetches the rows, and the fields are views
+    of what it returns. A batch never aliases the storage.
 
     Args:
         max_size: N, the number of rows.
@@ -528,40 +528,3 @@ class PackedStorage(LazyTensorStorage):
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
             f"row_nbytes={self.row_nbytes}, in {where})"
         )
-
-
-def read_fields(
-    storage: TensorStorage, index: torch.Tensor, keys: Iterable[NestedKey]
-) -> dict[NestedKey, torch.Tensor]:
-    """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
-
-    Args:
-        storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
-        index: int64 slots of any shape B.
-        keys: the fields.
-
-    Returns:
-        key -> tensor `[*B, *shape]` in new memory.
-
-    Raises:
-        KeyError: there is no such field; the message lists those that are there.
-    """
-    if isinstance(storage, PackedStorage):
-        return storage.read(index, keys)
-    data: TensorDictBase = storage._storage
-    fields = {}
-    for key in keys:
-        column = data.get(key, None)
-        if column is None:
-            there = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
-            raise KeyError(f"the rows have no field {unravel_key(key)!r}; they have {there}.")
-        picked = column.index_select(0, index.reshape(-1))
-        fields[key] = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
-    return fields
-
-
-def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:
-    """Returns the keys of all fields of a storage, whether its rows are packed or TorchRL's own."""
-    if isinstance(storage, PackedStorage):
-        return storage.layout.keys  # type: ignore[union-attr]
-    return tuple(storage._storage.keys(include_nested=True, leaves_only=True))
