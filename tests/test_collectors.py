@@ -217,14 +217,17 @@ class TestManyProcesses:
             trajs_per_batch=trajs_per_batch,
         )
 
+        written_by = set()
         for _ in collector:
             if len(storage):
                 check_rows(storage)
                 check_batch(storage.sample())
+                written_by |= set(storage[:]["observation"][:, 0].tolist())
         collector.shutdown()
 
         assert storage.write_count > 450
-        assert len(storage[:]["observation"][:, 0].unique()) == 4
+        # A worker that lags behind need not have rows among the newest.
+        assert len(written_by | set(storage[:]["observation"][:, 0].tolist())) == 4
         if trajs_per_batch:
             assert storage.episodes.episodes()["finished"].all()
 
