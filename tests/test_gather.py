@@ -5,7 +5,7 @@ import torch
 
 from trl_storages.storages.gather import Picker, quick_words, zero_rows
 
-MANY = [slot % 7 for slot in range(1500)]
+MANY = [slot % 7 for slot in range(1 << 15)]
 
 
 @pytest.fixture(params=[1, 2])
@@ -48,7 +48,7 @@ def test_rows_are_seen_as_they_are_now():
 
 @pytest.mark.parametrize("words", [None, range(1)])
 @pytest.mark.parametrize("slot", [3, -4])
-@pytest.mark.parametrize("num_slots", [1, 1500])
+@pytest.mark.parametrize("num_slots", [1, 1 << 15])
 @pytest.mark.usefixtures("threads")
 def test_a_slot_beyond_the_rows_raises(words, slot, num_slots):
     with pytest.raises(IndexError):

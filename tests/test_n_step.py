@@ -411,6 +411,69 @@ class TestHindsight:
         assert shapes == [((32, 3), (32, 3), (32, 1))]
 
 
+class TestWhatIsFetched:
+    """What lies under `next` of the sampled rows is left where it is, if nobody sees it."""
+
+    @pytest.fixture
+    def fetched(self, monkeypatch):
+        """The kind of each fetch of sampled rows."""
+        kinds = []
+
+        def noted(kind):
+            fetch = getattr(PackedStorage, kind)
+
+            def fetch_and_note(storage, slots):
+                kinds.append(kind)
+                return fetch(storage, slots)
+
+            monkeypatch.setattr(PackedStorage, kind, fetch_and_note)
+
+        noted("get")
+        noted("get_root")
+        return kinds
+
+    @pytest.mark.parametrize("ends", [None, reached])
+    @pytest.mark.parametrize("with_goals", [False, True])
+    @pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)])
+    def test_it_makes_no_difference(self, ends, with_goals, unit, fetched):
+        batches = []
+        for collate in (None, lambda batch: batch):
+            transform = NStep(3, gamma=0.5)
+            if with_goals:
+                relabel = GoalRelabel(effort_reward, terminated_fn=ends, info_keys=INFO_KEYS)
+                transform = Compose(relabel, transform)
+            sampler = HERSampler() if with_goals else None
+            options = {"sampler": sampler, "sample_unit": unit, "collate_fn": collate}
+            buffer, _ = filled(transform, "wrapped", **options)
+            batches.append(buffer.sample(40))
+        assert fetched == ["get_root", "get"]
+        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+        assert (batches[0] == batches[1]).all()
+
+    @pytest.mark.parametrize(
+        "transform",
+        [
+            NStep(1),
+            RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]),
+            Compose(
+                GoalRelabel(distance_reward), RewardScaling(0.0, 2.0, in_keys=[("next", "reward")])
+            ),
+            Compose(GoalRelabel(distance_reward), NStep(1)),
+            Compose(GoalRelabel(distance_reward)),
+        ],
+        ids=str,
+    )
+    def test_whoever_looks_finds_it(self, transform, fetched):
+        buffer, _ = filled(transform, "wrapped", sampler=HERSampler())
+        assert "reward" in buffer.sample(8)["next"]
+        assert fetched == ["get"]
+
+    def test_a_reward_at_the_root_is_worked_out_for_the_sampled_rows(self):
+        relabel = GoalRelabel(distance_reward, reward_key="score")
+        assert not relabel.hides_next(NStep(3))
+        assert GoalRelabel(distance_reward).hides_next(NStep(3))
+
+
 class Clip(ReplayTransform):
     """Shows rewards between -bound and bound, those of further rows too."""
 

@@ -13,6 +13,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages.episodes import episodes_of
+from trl_storages.episodes.tables import Array, maximum, minimum
 
 __all__ = ["EpisodeSequence"]
 
@@ -48,6 +49,8 @@ class EpisodeSequence(Sequence):
 
     def __init__(self, length: int, burn_in: int = 0, bootstrap: int = 0) -> None:
         super().__init__(length, burn_in=burn_in, bootstrap=bootstrap)
+        # What is said of the rows of every batch of a size, as that of the last one.
+        self._made_for: tuple | None = None
 
     @property
     def num_steps(self) -> int:
@@ -73,22 +76,35 @@ class EpisodeSequence(Sequence):
         Raises:
             RuntimeError: `storage` has no episode index.
         """
-        episodes = episodes_of(storage)
-        num_anchors, num_steps = index.shape[0], self.num_steps
-        behind, ahead = (extent.unsqueeze(1) for extent in episodes.extent(index))
-        step = torch.arange(num_steps, device=index.device)
-        wanted = step - self.burn_in
-        offset = torch.minimum(torch.maximum(wanted, -behind), ahead)
-        rows = episodes.shift(index.unsqueeze(1), offset)
-        learning = (wanted >= 0) & (wanted < self.length)
+        episodes, num_steps = episodes_of(storage), self.num_steps
+        self._prepare(index.shape[0], index.device)
+        anchors, wanted = episodes.own(index), episodes.own(self._wanted)
+        behind, ahead = (extent[:, None] for extent in episodes.extent(anchors))
+        offset = minimum(maximum(wanted, -behind), ahead)
+        rows = episodes.shift(anchors[:, None], offset)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
         expanded["anchor_index"] = _repeat(index, num_steps)
-        expanded["sequence_id"] = _repeat(torch.arange(num_anchors, device=index.device), num_steps)
-        expanded["step_in_sequence"] = step.repeat(num_anchors)
-        expanded["validity_mask"] = (offset == wanted).flatten()
-        expanded["learning_mask"] = learning.repeat(num_anchors)
-        return rows.flatten(), expanded
+        expanded |= {name: value.clone() for name, value in self._always.items()}
+        expanded["validity_mask"] = _flat(offset == wanted, index.device)
+        return _flat(rows, index.device), expanded
+
+    def _prepare(self, num_anchors: int, device: torch.device) -> None:
+        """Makes what does not depend on the anchors, unless the last batch needed the same."""
+        made_for = (num_anchors, device, self.burn_in, self.length, self.bootstrap)
+        if self._made_for == made_for:
+            return
+        number = torch.arange(num_anchors, device=device)
+        step = torch.arange(self.num_steps, device=device)
+        #: `[S]` steps from the anchor.
+        self._wanted = step - self.burn_in
+        learning = (self._wanted >= 0) & (self._wanted < self.length)
+        self._always = {
+            "sequence_id": _repeat(number, self.num_steps),
+            "step_in_sequence": step.repeat(num_anchors),
+            "learning_mask": learning.repeat(num_anchors),
+        }
+        self._made_for = made_for
 
     def __repr__(self) -> str:
         return (
@@ -101,4 +117,8 @@ def _repeat(value: Any, num_steps: int) -> Any:
     """Says of each row what `value` says of its anchor; a value without dimension is left alone."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
-    return value.repeat_interleave(num_steps, dim=0)
+    return value.unsqueeze(1).expand(-1, num_steps, *value.shape[1:]).flatten(0, 1)
+
+
+def _flat(rows: Array, device: torch.device) -> Tensor:
+    return torch.as_tensor(rows.reshape(-1)).to(device)

@@ -5,12 +5,13 @@ Letters: M slots of the ring, E lanes (environments).
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["Array", "Tables", "concatenate", "put", "take"]
+__all__ = ["Array", "Tables", "concatenate", "maximum", "minimum", "put", "take"]
 
 Array = Any  # a tensor, or NumPy's view of one
 
@@ -54,4 +55,18 @@ def take(table: Array, index: Array) -> Array:
 
 def concatenate(first: Array, second: Array) -> Array:
     """Joins two arrays of one kind along their first dimension, in new memory."""
-    return (np if isinstance(first, np.ndarray) else torch).concatenate((first, second))
+    return _module_of(first).concatenate((first, second))
+
+
+def minimum(first: Array, second: Array) -> Array:
+    """Returns the smaller one of each pair of elements."""
+    return _module_of(first).minimum(first, second)
+
+
+def maximum(first: Array, second: Array) -> Array:
+    """Returns the larger one of each pair of elements."""
+    return _module_of(first).maximum(first, second)
+
+
+def _module_of(array: Array) -> ModuleType:
+    return np if isinstance(array, np.ndarray) else torch

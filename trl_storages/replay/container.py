@@ -30,7 +30,13 @@ from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.step_writer import StepWriter
 from trl_storages.storages import FollowingStorage, PackedStorage
-from trl_storages.transforms import ReplayTransform, SeenRows, apply_transforms
+from trl_storages.transforms import (
+    ReplayTransform,
+    SeenRows,
+    apply_transforms,
+    hide_next,
+    parts_of,
+)
 from trl_storages.writers import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -97,6 +103,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
                 "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
             )
         self._recorder = recorder
+        self._collates = kwargs.get("collate_fn") is not None
         # The short way for ordinary steps, once the first one has shown what they are made of.
         self._steps: StepWriter | None = None
         # Steps of each lane that the sampler knows of, where other processes write too.
@@ -462,13 +469,21 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            batch = self._collate_fn(storage.get(index))
+            parts = parts_of(self._transform)
+            batch = self._fetch(index, parts)
             if batch.device != index.device:
                 info = {key: value.to(batch.device) for key, value in info.items()}
             for key, value in info.items():
                 set_entry(batch, key, value)
-            batch = apply_transforms(self._transform, batch, SeenRows(storage))
+            batch = apply_transforms(parts, batch, SeenRows(storage))
         return batch, info
+
+    def _fetch(self, slots: torch.Tensor, parts: list[Transform]) -> TensorDictBase:
+        """Returns the rows in memory of their own, without `next` where no transform wants it."""
+        storage = self._storage
+        if isinstance(storage, PackedStorage) and not self._collates and hide_next(parts):
+            return storage.get_root(slots)
+        return self._collate_fn(storage.get(slots))
 
     @intact
     def sample_episodes(self, n: int) -> TensorDictBase:
@@ -499,7 +514,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             batch = batch.apply(lambda leaf: leaf.masked_fill(expand_as_right(~mask, leaf), 0))
             batch.set(keys.INDEX, index.to(batch.device))
             batch.set(keys.MASK, mask)
-            return apply_transforms(self._transform, batch, None)
+            return apply_transforms(parts_of(self._transform), batch, None)
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1

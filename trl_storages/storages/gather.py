@@ -11,8 +11,8 @@ __all__ = ["Picker", "quick_words", "zero_rows"]
 _WORD = 8  # bytes
 # NumPy copies items of so many bytes with an instruction or two, all others by a call.
 _FAST_WORDS = (1, 2, 4)
-# From so many slots on, torch's threads take less time together than NumPy alone.
-_MANY = 1024
+# From so many words on, torch's threads take less time together than NumPy alone.
+_MANY = 1 << 15
 
 
 def zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Picker:
             IndexError: a slot lies beyond the rows.
         """
         shape = (*slots.shape, self._width)
-        if slots.device.type == "cpu" and slots.ndim and _is_for_numpy(slots.numel()):
+        if slots.device.type == "cpu" and slots.ndim and self._is_for_numpy(slots.numel()):
             if self._array is not None:
                 return torch.from_numpy(self._array.take(slots.numpy(), 0))
             if self._items is not None:
@@ -79,8 +79,7 @@ class Picker:
                 return torch.from_numpy(picked.view(np.int64).reshape(shape))
         return self._part.index_select(0, slots.reshape(-1)).view(shape)
 
-
-def _is_for_numpy(num_slots: int) -> bool:
-    if not num_slots:
-        return False  # NumPy would make a tensor whose words cannot be seen as other dtypes.
-    return num_slots < _MANY or torch.get_num_threads() == 1
+    def _is_for_numpy(self, num_slots: int) -> bool:
+        if not num_slots:
+            return False  # NumPy would make a tensor whose words cannot be seen as other dtypes.
+        return num_slots * self._width < _MANY or torch.get_num_threads() == 1

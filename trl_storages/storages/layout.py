@@ -139,6 +139,8 @@ class Layout:
         self.padding = self.row_nbytes - offset
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
+        #: Those of fields that do not lie under `next`.
+        self.root_keys = tuple(key for key in self.keys if key[0] != "next")
         self._whole = Span(self.fields)
         self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
         self._dtypes = [field.dtype for field in self.fields]

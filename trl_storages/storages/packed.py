@@ -24,7 +24,7 @@ from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import tensors_of
 from trl_storages.storages.gather import zero_rows
 from trl_storages.storages.journal import Journal, Steps
-from trl_storages.storages.layout import Layout
+from trl_storages.storages.layout import Layout, nest
 from trl_storages.storages.row_reader import RowReader
 from trl_storages.storages.row_writer import RowWriter
 
@@ -370,6 +370,12 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
         return super().get(index)
+
+    def get_root(self, slots: torch.Tensor) -> TensorDictBase:
+        """Returns the transitions at int64 slots of any shape B without what lies under `next`."""
+        if self.out_device is not None and self.out_device != self.device:
+            return self.get(slots)
+        return nest(self.read(slots, self.layout.root_keys), slots.shape, self.device)  # type: ignore[union-attr]
 
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""

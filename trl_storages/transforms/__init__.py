@@ -1,6 +1,6 @@
 """How what was drawn is seen."""
 
-from trl_storages.transforms.apply import apply_transforms
+from trl_storages.transforms.apply import apply_transforms, hide_next, parts_of
 from trl_storages.transforms.base import ReplayTransform, SeenRows
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.gym_reward import gym_reward
@@ -16,4 +16,6 @@ __all__ = [
     "SeenRows",
     "apply_transforms",
     "gym_reward",
+    "hide_next",
+    "parts_of",
 ]

@@ -76,6 +76,14 @@ class ReplayTransform(Transform):
         """
         return False
 
+    def hides_next(self, follower: Transform | None) -> bool:
+        """Returns whether nobody reads what is stored under `next` of the sampled rows.
+
+        It is so where this transform, or the `follower` that runs after it, overwrites all of that
+        before anything looks at it. Then it need not be fetched, and the batch has no `next` yet.
+        """
+        return False
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Refuses to run where there is no storage to read.
 

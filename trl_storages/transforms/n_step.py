@@ -11,6 +11,7 @@ from numbers import Integral
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.envs.transforms import Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
@@ -98,6 +99,10 @@ class NStep(ReplayTransform):
         """Returns whether the key lies under `next`, unless the window is a single step."""
         return self.n_steps > 1 and key[0] == "next"
 
+    def hides_next(self, follower: Transform | None) -> bool:
+        """Returns whether a window has more steps than one."""
+        return self.n_steps > 1
+
     def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Folds the window of each transition of `batch`.
 
@@ -151,15 +156,15 @@ class NStep(ReplayTransform):
 
         heavy, names = _under_next(rows.keys, self.reward_key)
         following = {key[1:]: field for key, field in rows.read(batch, last, heavy).items()}
-        replaced = batch.get("next")
-        if not names.issuperset(replaced.keys()):
+        replaced = batch.get("next", None)
+        if replaced is not None and not names.issuperset(replaced.keys()):
             raise KeyError(
                 f"the batch has {sorted(replaced.keys())} under 'next', the rows have "
                 f"{sorted(names)}: what is not stored cannot be read from a later row; put the "
                 "transform that adds it behind NStep."
             )
         following[self.reward_key[1:]] = reward
-        set_entry(batch, "next", nest(following, replaced.batch_size, replaced.device))
+        set_entry(batch, "next", nest(following, batch.batch_size, batch.device))
         return length
 
     def _weights(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

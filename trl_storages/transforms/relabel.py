@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.envs.transforms import Transform
 
 from trl_storages import keys
 from trl_storages._torchrl import set_entry
@@ -95,6 +96,13 @@ class GoalRelabel(ReplayTransform):
     def changed_keys(self) -> frozenset[NestedKey]:  # type: ignore[override]
         """The entries that are seen differently from what is stored."""
         return self._always_changed if self.terminated_fn is None else self._changed_with_flags
+
+    def hides_next(self, follower: Transform | None) -> bool:
+        """Returns whether the follower overwrites all that is relabelled under `next`, unread."""
+        if not isinstance(follower, ReplayTransform) or not follower.hides_next(None):
+            return False
+        relabelled = self.changed_keys - {self.desired_goal_key}
+        return all(follower.replaces(key) for key in relabelled)
 
     def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
         """Relabels the rows of `batch` where `her_mask` is true.
