@@ -68,7 +68,7 @@ def take_turn(turn: Turn, effort: Effort) -> float:
             for _ in range(repeat):
                 call()
             taken.append((clock() - begin) / repeat)
-    return 1e6 * statistics.median(taken)
+    return round(1e6 * statistics.median(taken), 2)
 
 
 def measure(turns: Mapping[Key, Turn], effort: Effort) -> dict[Key, list[float]]:

@@ -38,16 +38,38 @@ def format_readme(report: Report) -> Iterator[str]:
     yield from format_samples(report)
     yield NOTES
     yield from format_rest(report)
-    missed = [
-        f"{o.target.work} against {o.target.against}, {o.batch_size:,}: {o.ratio:.2f} "
-        f"({'at most' if o.target.at_most else 'at least'} {o.limit:g} wanted)"
-        + (f": {o.target.why}" if o.target.why else "")
-        for o in outcomes(report, 1)
-        if o.ratio is not None and not o.is_met
-    ]
-    if missed:
-        yield "\nMissed:\n"
-        yield from (f"- {line}" for line in missed)
+    yield ""
+    yield from format_profile(report)
+    for threads in sorted({result.threads for result in report.results}):
+        yield ""
+        yield from format_missed(report, threads)
+
+
+def format_profile(report: Report) -> Iterator[str]:
+    """Gives where the time of a hindsight batch goes."""
+    lines = [line for line in report.profile if line["threads"] == 1]
+    if lines:
+        yield "| hindsight, a batch of 256, one thread | microseconds |"
+        yield "|---|---|"
+        yield from (f"| {line['part']} | {line['microseconds']:,.0f} |" for line in lines)
+
+
+def format_missed(report: Report, threads: int) -> Iterator[str]:
+    """Gives the targets that are missed, by what stands in the way."""
+    measured = [o for o in outcomes(report, threads) if o.ratio is not None]
+    missed: dict[str, list[str]] = {}
+    for o in measured:
+        if not o.is_met:
+            rows = f" at {o.batch_size:,}" if o.batch_size in (256, 4096) else ""
+            wanted = f"at {'most' if o.target.at_most else 'least'} {o.limit:g}"
+            line = f"{o.target.work} / {o.target.against}{rows} {o.ratio:.2f} ({wanted})"
+            missed.setdefault(o.target.why or "not known", []).append(line)
+    number = sum(map(len, missed.values()))
+    cores = f"{threads} thread{'s' * (threads > 1)}"
+    yield f"With {cores} {len(measured) - number} targets of {len(measured)} are met. Missed:"
+    yield ""
+    for why, lines in missed.items():
+        yield f"- {'; '.join(lines)}: {why}."
 
 
 def format_samples(report: Report) -> Iterator[str]:

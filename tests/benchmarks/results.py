@@ -92,8 +92,11 @@ class Report:
     left_out: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Writes JSON, a line for each result."""
+        fields = asdict(self)
+        results = ",\n".join(json.dumps(result) for result in fields.pop("results"))
+        others = json.dumps(fields, indent=1).removesuffix("\n}")
+        path.write_text(f'{others},\n "results": [\n{results}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: Path) -> "Report":
