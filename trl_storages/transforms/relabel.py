@@ -124,7 +124,9 @@ class GoalRelabel(ReplayTransform):
             return batch
         wanted = (self.next_achieved_goal_key,)
         goal = rows.read(batch, relabelled.pick(goal_index), wanted)[self.next_achieved_goal_key]
-        pursued = self._entry(batch, self.desired_goal_key)
+        pursued = stored.get(self.desired_goal_key)
+        if pursued is None:
+            pursued = self._entry(batch, self.desired_goal_key)
         if goal.shape[1:] != pursued.shape[1:]:
             raise ValueError(
                 "the achieved goal must have the desired goal's shape "
@@ -222,10 +224,12 @@ class GoalRelabel(ReplayTransform):
 
     def _stored(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         """Returns an entry of the batch that is to be relabelled, made where the rows have none."""
-        if key == self.next_desired_goal_key and batch.get(key, None) is None:
+        entry = batch.get(key, None)
+        if entry is None and key == self.next_desired_goal_key:
             # Rows without a next desired goal pursue one goal throughout.
-            set_entry(batch, key, self._entry(batch, self.desired_goal_key).clone())
-        return self._entry(batch, key)
+            entry = self._entry(batch, self.desired_goal_key).clone()
+            set_entry(batch, key, entry)
+        return self._entry(batch, key) if entry is None else entry
 
     def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
         entry = batch.get(key, None)

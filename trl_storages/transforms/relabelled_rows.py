@@ -3,7 +3,6 @@
 Letters: B batch, n further rows of each sample.
 """
 
-import numpy as np
 import torch
 
 __all__ = ["RelabelledRows"]
@@ -29,10 +28,10 @@ class RelabelledRows:
         self.mask = mask
         self.count: int | None = None
         if in_place and mask.device.type == "cpu":
-            flags = mask.numpy()
-            count = int(np.count_nonzero(flags))
-            # The first that is false follows all that are true.
-            if count == len(flags) or flags.argmin() == count:
+            flags = mask.numpy().tobytes()
+            count = flags.find(0) if 0 in flags else len(flags)
+            # After the first that is false none is true.
+            if flags.find(1, count) < 0:
                 self.count = count
 
     def pick(self, tensor: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
