@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from mktestdocs import check_md_file
 
+from tests.benchmarks.readme import format_readme, format_samples
+from tests.benchmarks.results import Report
+
 README = Path(__file__).parents[1] / "README.md"
+BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
 # The example's collector warns about options of its own that are to change.
@@ -26,3 +30,10 @@ def test_there_are_exactly_two_commands():
     assert train.endswith(".venv/bin/python tutorials/train_her.py")
     assert test.startswith("python3 -m venv .venv && .venv/bin/pip install")
     assert test.endswith(".venv/bin/python -m pytest")
+
+
+def test_speed_is_that_of_the_run_that_is_kept():
+    report = Report.load(BENCHMARKS / "results.json")
+
+    assert "\n".join(format_samples(report)) in README.read_text()
+    assert "\n".join(format_readme(report)) in (BENCHMARKS / "README.md").read_text()

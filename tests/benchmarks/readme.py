@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.tables import TITLES, format_machine, format_ratio
+from tests.benchmarks.tables import TITLES, format_machine, format_memory, format_ratio
 from tests.benchmarks.targets import WORKS, outcomes
 
 __all__ = ["format_readme"]
@@ -40,6 +40,9 @@ def format_readme(report: Report) -> Iterator[str]:
     yield from format_rest(report)
     yield ""
     yield from format_profile(report)
+    if report.memory:
+        yield ""
+        yield format_memory(report.memory)
     for threads in sorted({result.threads for result in report.results}):
         yield ""
         yield from format_missed(report, threads)

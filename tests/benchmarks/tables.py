@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from tests.benchmarks.results import Report, Result, pick, ratio
 from tests.benchmarks.targets import WORKS, outcomes
 
-__all__ = ["format_machine", "format_report", "format_targets"]
+__all__ = ["format_machine", "format_memory", "format_report", "format_targets"]
 
 WIDTH = 17
 TITLES = {
