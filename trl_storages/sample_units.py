@@ -13,7 +13,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages.episodes import episodes_of
-from trl_storages.episodes.tables import Array, maximum, minimum
+from trl_storages.episodes.tables import Array, module_of
 
 __all__ = ["EpisodeSequence"]
 
@@ -80,7 +80,8 @@ class EpisodeSequence(Sequence):
         self._prepare(index.shape[0], index.device)
         anchors, wanted = episodes.own(index), episodes.own(self._wanted)
         behind, ahead = (extent[:, None] for extent in episodes.extent(anchors))
-        offset = minimum(maximum(wanted, -behind), ahead)
+        xp = module_of(anchors)
+        offset = xp.minimum(xp.maximum(wanted, -behind), ahead)
         rows = episodes.shift(anchors[:, None], offset)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}

@@ -324,8 +324,7 @@ class EpisodeWriter(RoundRobinWriter):
             the same.
         """
         storage = self._storage
-        # No other process counts, so that there is nothing to lock.
-        self._write_count_value.get_obj().value += len(slots)
+        self._write_count += len(slots)
         storage.count_write(storage.episodes.host.num_rows, slots.item(-1))
         storage._bump_mutation_revision()
         written = torch.from_numpy(slots)
@@ -340,19 +339,20 @@ class EpisodeWriter(RoundRobinWriter):
     def _count(self, num_rows: int = 0, last_slot: int | None = None) -> None:
         """Tells TorchRL's counters of rows that were written, and of those that are there now."""
         storage, episodes = self._storage, self._episodes
-        if num_rows:
-            self._write_count += num_rows
-        if isinstance(storage, PackedStorage) and last_slot is not None:
-            storage.count_write(len(episodes), last_slot)
-            return
+        self._write_count += num_rows
         if isinstance(storage, PackedStorage):
-            storage._len = len(episodes)
+            num_slots = len(episodes)
         else:
             # TorchRL's storages read the slots below their length only; lanes of unequal fill reach
             # beyond the number of rows.
             steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
-            storage._len = steps * self.num_envs
-        if last_slot is not None:
+            num_slots = steps * self.num_envs
+        if last_slot is None:
+            storage._len = num_slots
+        elif isinstance(storage, PackedStorage):
+            storage.count_write(num_slots, last_slot)
+        else:
+            storage._len = num_slots
             storage._set_last_cursor(last_slot)
 
     # TorchRL's own count is one of 32 bits, which a month of training may exceed.

@@ -9,6 +9,8 @@ of several lanes, most often of all side by side. All ways lead to the same answ
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from trl_storages.episodes.tables import Tables
@@ -29,7 +31,6 @@ class HostTables:
         self.tables = tables
         self._num_envs = num_envs
         self._steps_per_lane = steps_per_lane
-        self._lanes = np.arange(num_envs)
         # Single numbers are read and written through these, in a third of NumPy's time.
         views = Tables(*(memoryview(table) for table in tables))
         self._episode, self._first, self._last = views.episode, views.first, views.last
@@ -55,10 +56,7 @@ class HostTables:
         step = self._cursors[lane]
         place = step % room
         first, end = place * lanes + lane, place + num_steps
-        if cut or not self._open[lane]:
-            entry = self._begin(lane, first, step)
-        else:
-            entry = lane * room + (self._begun[lane] - 1) % room
+        entry = self._entry(lane, step, begins=cut or not self._open[lane])
         if num_steps == 1:
             self._episode[first] = entry
         elif end <= room:
@@ -101,16 +99,14 @@ class HostTables:
             self.append_stretch(lane, num_steps, done=done.item(-1), cut=is_cut)
             return
         room, lanes, step = self._steps_per_lane, self._num_envs, self._cursors[lane]
-        entries, stops = [], [*starts, num_steps]
-        lengths = [stop - start for start, stop in zip([0, *starts], stops, strict=True)]
-        for start, stop in zip([0, *starts], stops, strict=True):
-            if start or is_cut or not self._open[lane]:
-                entry = self._begin(lane, (step + start) % room * lanes + lane, step + start)
-            else:
-                entry = lane * room + (self._begun[lane] - 1) % room
+        entries, lengths = [], []
+        for start, stop in pairwise([0, *starts, num_steps]):
+            begins = start > 0 or is_cut or not self._open[lane]
+            entry = self._entry(lane, step + start, begins=begins)
             self._last[entry] = (step + stop - 1) % room * lanes + lane
             self._finished[entry] = done.item(stop - 1)
             entries.append(entry)
+            lengths.append(stop - start)
         of_steps = np.array(entries).repeat(lengths)
         of_lane, place = self.tables.episode[lane::lanes], step % room
         of_lane[place : place + num_steps] = of_steps[: room - place]
@@ -186,7 +182,7 @@ class HostTables:
             begins = ~table.open if cut is None else cut | ~table.open
             entry = entry.copy()
             for lane in begins.nonzero()[0].tolist():
-                entry[lane] = self._begin(lane, first + lane, step)
+                entry[lane] = self._entry(lane, step, begins=True)
             table.open.fill(True)
         table.episode[first : first + lanes] = entry
         # The methods of arrays, which index them in half the time.
@@ -246,12 +242,14 @@ class HostTables:
         table.num_rows[()] = table.cursors.clip(max=room).sum()
         return slots
 
-    def _begin(self, lane: int, slot: int, step: int) -> int:
-        """Begins another episode of a lane, and returns its entry."""
+    def _entry(self, lane: int, step: int, *, begins: bool) -> int:
+        """Returns the entry of the episode that a step of a lane belongs to, opened if it begins."""
         number, room = self._begun[lane], self._steps_per_lane
+        if not begins:
+            return lane * room + (number - 1) % room
         entry = lane * room + number % room
         self._begun[lane] = number + 1
-        self._first[entry] = slot
+        self._first[entry] = step % room * self._num_envs + lane
         self._first_step[entry] = step
         self._finished[entry] = False
         return entry

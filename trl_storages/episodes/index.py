@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from trl_storages.episodes.host import HostTables
 from trl_storages.episodes.invariants import check_invariants
 from trl_storages.episodes.ring import Lanes, Ring
-from trl_storages.episodes.tables import Array, Tables, put, take
+from trl_storages.episodes.tables import Array, Tables, module_of, put, take
 from trl_storages.episodes.whole import draw_whole_episodes
 from trl_storages.functional.draws import random_below
 
@@ -351,7 +351,7 @@ class EpisodeIndex(Ring):
             `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        xp = np if isinstance(slots, np.ndarray) else torch
+        xp = module_of(slots)
         step = xp.minimum(self.ahead(slots), self._range(num_rows, xp)[:, None])
         return self.shift(slots, step), step[-1] + 1
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Array", "Tables", "concatenate", "maximum", "minimum", "put", "take"]
+__all__ = ["Array", "Tables", "module_of", "put", "take"]
 
 Array = Any  # a tensor, or NumPy's view of one
 
@@ -53,20 +53,6 @@ def take(table: Array, index: Array) -> Array:
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
 
 
-def concatenate(first: Array, second: Array) -> Array:
-    """Joins two arrays of one kind along their first dimension, in new memory."""
-    return _module_of(first).concatenate((first, second))
-
-
-def minimum(first: Array, second: Array) -> Array:
-    """Returns the smaller one of each pair of elements."""
-    return _module_of(first).minimum(first, second)
-
-
-def maximum(first: Array, second: Array) -> Array:
-    """Returns the larger one of each pair of elements."""
-    return _module_of(first).maximum(first, second)
-
-
-def _module_of(array: Array) -> ModuleType:
+def module_of(array: Array) -> ModuleType:
+    """Returns the module whose functions take the array: NumPy or torch."""
     return np if isinstance(array, np.ndarray) else torch

@@ -13,7 +13,7 @@ from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.episodes import EpisodeIndex, episodes_of
-from trl_storages.episodes.tables import Array, concatenate
+from trl_storages.episodes.tables import Array, module_of
 from trl_storages.functional.draws import random_below, random_integers
 from trl_storages.functional.goals import episode_offset, final_offset, future_offset
 from trl_storages.samplers.base import WrappingSampler
@@ -109,7 +109,8 @@ class HERSampler(WrappingSampler):
         count = self._num_relabelled(index.shape[0])
         slots = episodes.own(index)
         goals = self._goal_rows(episodes, slots[:count], index.device)
-        goal_index = torch.as_tensor(concatenate(goals, slots[count:])).to(index.device)
+        joined = module_of(slots).concatenate((goals, slots[count:]))
+        goal_index = torch.as_tensor(joined).to(index.device)
         mask = self._mask(index.shape[0], count, index.device)
         if index.shape[0] == 1 and 0 < self.num_goals < math.inf:
             # The floor would always be 0.

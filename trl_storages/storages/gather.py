@@ -70,14 +70,13 @@ class Picker:
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        shape = (*slots.shape, self._width)
         if slots.device.type == "cpu" and slots.ndim and self._is_for_numpy(slots.numel()):
             if self._array is not None:
                 return torch.from_numpy(self._array.take(slots.numpy(), 0))
             if self._items is not None:
                 picked = self._items[slots.numpy()]
-                return torch.from_numpy(picked.view(np.int64).reshape(shape))
-        return self._part.index_select(0, slots.reshape(-1)).view(shape)
+                return torch.from_numpy(picked.view(np.int64).reshape(*slots.shape, self._width))
+        return self._part.index_select(0, slots.reshape(-1)).view(*slots.shape, self._width)
 
     def _is_for_numpy(self, num_slots: int) -> bool:
         if not num_slots:

@@ -373,13 +373,18 @@ class PackedStorage(LazyTensorStorage):
 
     def get_root(self, slots: torch.Tensor) -> TensorDictBase:
         """Returns the transitions at int64 slots of any shape B without what lies under `next`."""
-        if self.out_device is not None and self.out_device != self.device:
+        if self._is_sent_away:
             return self.get(slots)
         return nest(self.read(slots, self.layout.root_keys), slots.shape, self.device)  # type: ignore[union-attr]
 
+    @property
+    def _is_sent_away(self) -> bool:
+        """Whether batches are wanted on another device than that of the rows."""
+        return self.out_device is not None and self.out_device != self.device
+
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""
-        if self.out_device is None or self.out_device == self.device:
+        if not self._is_sent_away:
             return self._row_reader.whole(slots)  # type: ignore[union-attr]
         rows: torch.Tensor = self.rows  # type: ignore[assignment]
         block = torch.empty(slots.numel(), rows.shape[1], dtype=rows.dtype, pin_memory=True)
