@@ -1,0 +1,75 @@
+"""How loops are compiled: on first use, once for each installation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = ["compiled", "inlined", "prefetch"]
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+# Its annotations hide what the decorated function takes.
+_njit: Any = numba.njit
+
+
+def compiled(loop: _Loop) -> _Loop:
+    """Compiles a loop over arrays when it is first called, without the GIL.
+
+    What was compiled is kept beside the module or in the user's cache. The cache sees changes in the
+    loop's own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the
+    loop runs as Python.
+    """
+    try:
+        return _njit(nogil=True, cache=True)(loop)
+    except RuntimeError:
+        # There is no directory to write to.
+        _warn_of_no_cache()
+        return _njit(nogil=True)(loop)
+
+
+def inlined(function: _Loop) -> _Loop:
+    """Compiles a formula into the loops of its file that call it."""
+    return _njit(inline="always")(function)
+
+
+@cache
+def _warn_of_no_cache() -> None:
+    """Warns once a process."""
+    warnings.warn(
+        "neither the installation nor the user's cache can be written, so that each process compiles for "
+        "some seconds; NUMBA_CACHE_DIR names a directory that can.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+
+    def prefetch(array: Any, byte: int) -> None:
+        """Does nothing: interpreted loops never wait for memory."""
+
+else:
+
+    @intrinsic
+    def prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
+        """Asks for the cache line that holds byte `byte` of a contiguous array."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            view = context.make_array(signature.args[0])(context, builder, args[0])
+            pointer = ir.IntType(8).as_pointer()
+            address = builder.gep(builder.bitcast(view.data, pointer), [args[1]])
+            i32 = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            # For reading, to stay in all levels of the cache, as data.
+            builder.call(function, [address, i32(0), i32(3), i32(1)])
+            return context.get_dummy_value()
+
+        return types.void(array, byte), generate
