@@ -87,5 +87,5 @@ def test_over_stock_parts(kind):
         assert_unchanged(before, storage)
     before = snapshot(storage)
     storage.storage._storage["observation"][5] = 1
-    with pytest.raises(AssertionError, match="rows.observation"):
+    with pytest.raises(AssertionError, match=r"rows\.observation"):
         assert_unchanged(before, storage)

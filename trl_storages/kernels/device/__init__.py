@@ -1,3 +1,5 @@
 """The operations of `kernels.host` in tensor operations, for any device, without waiting for the host."""
 
-__all__: list[str] = []
+from trl_storages.kernels.device.rows import RowTable, fold
+
+__all__ = ["RowTable", "fold"]

@@ -1,3 +1,5 @@
 """Compiled loops over arrays, for what lies on the CPU or on disk."""
 
-__all__: list[str] = []
+from trl_storages.kernels.host.rows import RowTable, fold
+
+__all__ = ["RowTable", "fold"]

@@ -1,0 +1,119 @@
+"""Rows and folds of both backends, against NumPy and against each other."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_storages.kernels import device, host
+
+BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def random_rows(seed, num_rows, num_words):
+    noise = torch.empty(num_rows, num_words, dtype=torch.int64)
+    return noise.random_(generator=torch.Generator().manual_seed(seed))
+
+
+def random_slots(seed, shape, num_rows):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-num_rows, num_rows, shape, generator=generator)
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", [(0,), (1,), (40,), (3, 5)])
+@pytest.mark.parametrize("num_words", [1, 34, 300])
+def test_whole_rows(kernels, shape, num_words):
+    rows = random_rows(0, 20, num_words)
+    slots = random_slots(1, shape, 20)
+    picked = kernels.RowTable(rows).pick(slots)
+    np.testing.assert_array_equal(picked.numpy(), rows.numpy()[slots.numpy()])
+    assert picked.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+def test_a_field(kernels, dtype, shape):
+    rows = random_rows(0, 20, 16) & 0x0101010101010101  # bytes that are bool as well
+    slots, start = random_slots(1, (4, 2), 20), 16
+    picked = kernels.RowTable(rows).pick_field(slots, start, dtype, shape)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    expected = rows.numpy().view(np.uint8)[slots.numpy(), start : start + size]
+    assert (picked.dtype, picked.shape) == (dtype, (4, 2, *shape))
+    np.testing.assert_array_equal(bits(picked).reshape(4, 2, size).numpy(), expected)
+
+
+@BACKENDS
+@pytest.mark.parametrize("slot", [20, -21, 2**40])
+def test_a_slot_beyond_the_rows(kernels, slot):
+    table = kernels.RowTable(random_rows(0, 20, 3))
+    with pytest.raises(IndexError):
+        table.pick(torch.tensor([0, slot]))
+    with pytest.raises(IndexError):
+        table.pick_field(torch.tensor([slot]), 0, torch.int64, (1,))
+
+
+@BACKENDS
+def test_rows_made_of_two(kernels):
+    rows, masks = random_rows(0, 20, 9), random_rows(2, 1, 9)[0]
+    masks[:3] = torch.tensor([0, -1, 0xFFFF])
+    slots, others = random_slots(1, (40,), 20) % 20, random_slots(3, (40,), 20) % 20
+    picked = kernels.RowTable(rows).pick_two(slots, others, masks)
+    one, other, mask = rows.numpy()[slots], rows.numpy()[others], masks.numpy()
+    np.testing.assert_array_equal(picked.numpy(), (one & ~mask) | (other & mask))
+
+
+@BACKENDS
+def test_rows_are_put_where_they_belong(kernels):
+    rows, block = torch.zeros(20, 5, dtype=torch.int64), random_rows(0, 3, 5)
+    kernels.RowTable(rows).put(torch.tensor([19, 0, 7]), block)
+    expected = torch.zeros(20, 5, dtype=torch.int64)
+    expected[[19, 0, 7]] = block
+    assert torch.equal(rows, expected)
+
+
+@BACKENDS
+def test_a_fold_by_hand(kernels):
+    rewards = torch.tensor([[1.0, 1.0], [2.0, float("inf")], [4.0, float("nan")]]).double()
+    weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    assert kernels.fold(rewards, torch.tensor([3, 1]), weights).tolist() == [3.0, 1.0]
+
+
+@settings(max_examples=50)
+@given(
+    rewards=st.lists(st.lists(st.floats(), min_size=4, max_size=4), min_size=1, max_size=6).map(
+        lambda rows: torch.tensor(rows, dtype=torch.float64)
+    ),
+    gamma=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_folds_are_the_same_bit_for_bit(rewards, gamma, seed):
+    num_steps, generator = len(rewards), torch.Generator().manual_seed(seed)
+    length = torch.randint(1, num_steps + 1, (4,), generator=generator)
+    weights = torch.tensor(gamma, dtype=torch.float64) ** torch.arange(num_steps)
+    compiled, tensors = host.fold(rewards, length, weights), device.fold(rewards, length, weights)
+    # Of a NaN only that it is one is promised.
+    assert torch.equal(compiled.isnan(), tensors.isnan())
+    assert torch.equal(bits(compiled.nan_to_num(0.0)), bits(tensors.nan_to_num(0.0)))
+    for sample in range(4):
+        total = float(weights[0] * rewards[0, sample])
+        for step in range(1, int(length[sample])):
+            total += float(weights[step] * rewards[step, sample])
+        np.testing.assert_equal(float(compiled[sample]), total)
+
+
+def test_on_a_simulated_gpu(simulated_gpu):
+    table = device.RowTable(torch.zeros(20, 5, dtype=torch.int64, device=simulated_gpu))
+    slots = torch.zeros(4, dtype=torch.int64, device=simulated_gpu)
+    table.put(slots, table.pick(slots))
+    assert table.pick_field(slots, 8, torch.float32, (3,)).shape == (4, 3)
+    assert table.pick_two(slots, slots, slots.new_zeros(5)).device == simulated_gpu
+    weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
+    rewards = torch.ones(2, 4, dtype=torch.float64, device=simulated_gpu)
+    assert device.fold(rewards, slots + 1, weights).shape == (4,)

@@ -1,0 +1,64 @@
+"""Rows picked from a table, and rows put into it, in tensor operations.
+
+Letters: N rows, W words of 8 bytes a row, B rows picked or put, n steps of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["RowTable", "fold"]
+
+
+class RowTable:
+    """Copies rows out of a table and into it; see `kernels.host.rows.RowTable`.
+
+    Args:
+        rows: `[N, W]` int64, contiguous.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        self._num_rows, self._num_words = rows.shape
+        self._bytes = rows.view(torch.uint8)
+
+    def pick(self, slots: torch.Tensor) -> torch.Tensor:
+        """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
+        picked = self._rows.index_select(0, self._counted(slots))
+        return picked.view(*slots.shape, self._num_words)
+
+    def pick_field(
+        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Copies one field of rows: `[*B]` int64 slots to `[*B, *shape]`."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        field = self._bytes[:, start_byte : start_byte + size]
+        picked = field.index_select(0, self._counted(slots))
+        return picked.view(dtype).view(*slots.shape, *shape)
+
+    def _counted(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns `[B]` slots counted from the first row; others than of rows stay such."""
+        flat = slots.reshape(-1)
+        return torch.where(flat < 0, flat + self._num_rows, flat)
+
+    def pick_two(
+        self, slots: torch.Tensor, others: torch.Tensor, masks: torch.Tensor
+    ) -> torch.Tensor:
+        """Copies rows `[B, W]` whose bits in `masks` `[W]` are those of the rows at `others`."""
+        one, other = self._rows.index_select(0, slots), self._rows.index_select(0, others)
+        return (one & ~masks) | (other & masks)
+
+    def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copies rows `[B, W]` to their slots `[B]`."""
+        self._rows[slots] = rows
+
+
+def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`, added in this order."""
+    step = torch.arange(len(rewards), device=rewards.device).unsqueeze(1)
+    # To add -0.0 leaves every number as it is, 0.0 would turn -0.0 into 0.0.
+    taken = torch.where(step < length, rewards * weights.unsqueeze(1), -0.0)
+    # On the CPU a running sum adds from the first on, as the compiled loop does.
+    return taken.cumsum(0)[-1]

@@ -1,0 +1,178 @@
+"""Rows picked from a table, and rows put into it, in compiled loops.
+
+Letters: N rows, W words of 8 bytes a row, B rows picked or put, n steps of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.host.compiling import compiled, prefetch
+from trl_storages.kernels.host.memory import copy_bytes
+
+__all__ = ["RowTable", "fold"]
+
+_WORD = 8  # bytes
+_LINE = 64  # bytes that memory delivers at once
+# Rows are asked for so many rows ahead, and no more bytes of each: the processor goes on by itself.
+_AHEAD = 16
+_MOST_AHEAD = 1024  # bytes
+
+
+class RowTable:
+    """Copies rows out of a table and into it.
+
+    Args:
+        rows: `[N, W]` int64, contiguous, on the CPU.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._table = rows.numpy()
+        self._num_words = rows.shape[1]
+
+    def pick(self, slots: torch.Tensor) -> torch.Tensor:
+        """Copies whole rows.
+
+        Args:
+            slots: int64 of any shape `[*B]`; negative ones count from the end.
+
+        Returns:
+            `[*B, W]` int64 in new memory.
+
+        Raises:
+            IndexError: a slot lies beyond the rows.
+        """
+        out = torch.empty(*slots.shape, self._num_words, dtype=torch.int64)
+        self._copy(slots, 0, self._num_words * _WORD, out)
+        return out
+
+    def pick_field(
+        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Copies one field of rows: elements that lie one after another.
+
+        Args:
+            slots: int64 of any shape `[*B]`; negative ones count from the end.
+            start_byte: where the field begins in a row.
+            dtype: of its elements.
+            shape: of the field.
+
+        Returns:
+            `[*B, *shape]` in new memory.
+
+        Raises:
+            IndexError: a slot lies beyond the rows.
+        """
+        out = torch.empty(*slots.shape, *shape, dtype=dtype)
+        num_slots = slots.numel()
+        if num_slots:
+            self._copy(slots, start_byte, out.numel() // num_slots * dtype.itemsize, out)
+        return out
+
+    def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
+        flat = slots.numpy().reshape(-1)
+        wrong = _pick(self._table, flat, start, size, out.data_ptr())
+        if wrong >= 0:
+            raise IndexError(
+                f"slots must be below {len(self._table)}, the size of the storage, got {flat[wrong]}."
+            )
+
+    def pick_two(
+        self, slots: torch.Tensor, others: torch.Tensor, masks: torch.Tensor
+    ) -> torch.Tensor:
+        """Copies rows that are made of two rows each.
+
+        Args:
+            slots: `[B]` int64 live rows, which lend the bits that `masks` leaves out.
+            others: `[B]` int64 live rows, which lend the bits in `masks`.
+            masks: `[W]` int64.
+
+        Returns:
+            `[B, W]` int64 in new memory.
+        """
+        out = torch.empty(len(slots), self._num_words, dtype=torch.int64)
+        _pick_two(self._table, slots.numpy(), others.numpy(), masks.numpy(), out.numpy())
+        return out
+
+    def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copies rows to where they belong.
+
+        Args:
+            slots: `[B]` int64, from 0 to N - 1.
+            rows: `[B, W]` int64, contiguous.
+        """
+        _put(self._table, slots.numpy(), rows.data_ptr())
+
+
+def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns Σ weights[i] · rewards[i] over i < length, added in this order in float64.
+
+    Args:
+        rewards: `[n, B]` float64.
+        length: `[B]` int64, from 1 to n.
+        weights: `[n]` float64.
+
+    Returns:
+        `[B]` float64.
+    """
+    out = torch.empty(rewards.shape[1], dtype=torch.float64)
+    _fold(rewards.contiguous().numpy(), length.numpy(), weights.numpy(), out.numpy())
+    return out
+
+
+@compiled
+def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int) -> int:
+    """Copies `size` bytes of each row; returns which of `slots` is of no row, or -1."""
+    address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
+    asked = min(size, _MOST_AHEAD)
+    for i in range(slots.shape[0]):
+        ahead = i + _AHEAD
+        if ahead < slots.shape[0]:
+            for byte in range(0, asked, _LINE):
+                prefetch(table, slots[ahead] * row_bytes + start + byte)
+        slot = slots[i]
+        if slot < 0:
+            slot += num_rows
+        if slot < 0 or slot >= num_rows:
+            return i
+        copy_bytes(out + i * size, address + slot * row_bytes + start, size)
+    return -1
+
+
+@compiled
+def _pick_two(
+    table: np.ndarray, slots: np.ndarray, others: np.ndarray, masks: np.ndarray, out: np.ndarray
+) -> None:
+    """Copies rows whose bits in `masks` are those of other rows."""
+    num_words = out.shape[1]
+    row_bytes = num_words * _WORD
+    asked = min(row_bytes, _MOST_AHEAD)
+    for i in range(slots.shape[0]):
+        ahead = i + _AHEAD
+        if ahead < slots.shape[0]:
+            for byte in range(0, asked, _LINE):
+                prefetch(table, slots[ahead] * row_bytes + byte)
+                prefetch(table, others[ahead] * row_bytes + byte)
+        one, other, to = table[slots[i]], table[others[i]], out[i]
+        for w in range(num_words):
+            to[w] = (one[w] & ~masks[w]) | (other[w] & masks[w])
+
+
+@compiled
+def _put(table: np.ndarray, slots: np.ndarray, rows: int) -> None:
+    """Copies rows to their slots."""
+    row_bytes = table.shape[1] * _WORD
+    for i in range(slots.shape[0]):
+        copy_bytes(table.ctypes.data + slots[i] * row_bytes, rows + i * row_bytes, row_bytes)
+
+
+@compiled
+def _fold(rewards: np.ndarray, length: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+    for b in range(length.shape[0]):
+        total = weights[0] * rewards[0, b]
+        for i in range(1, length[b]):
+            total += weights[i] * rewards[i, b]
+        out[b] = total
