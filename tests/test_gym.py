@@ -473,7 +473,7 @@ def test_missing_and_wrong_infos():
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="num_envs must be positive, got 0"):
+    with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, got 0"):
         GymRecorder(0)
     with pytest.raises(ValueError, match=r"autoreset_mode must be None or one of .*'SameStep'"):
         GymRecorder(1, autoreset_mode="same")

@@ -523,17 +523,17 @@ class TestTransformsOfOnesOwn:
 class TestErrors:
     @pytest.mark.parametrize("n_steps", [0, -1, 1.5, "3", None, True])
     def test_n_steps_out_of_range(self, n_steps):
-        with pytest.raises(ValueError, match=r"n_steps must be .* 1 or more; got"):
+        with pytest.raises((TypeError, ValueError), match=r"n_steps must be .* at least 1, got"):
             NStep(n_steps)
 
     @pytest.mark.parametrize("name", ["reward_key", "terminated_key"])
     def test_keys_that_are_not_under_next(self, name):
-        with pytest.raises(ValueError, match="lies under 'next', got the key 'score'"):
+        with pytest.raises(ValueError, match=f"{name} must lie under 'next', got 'score'"):
             NStep(**{name: "score"})
 
     @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
     def test_gamma_out_of_range(self, gamma):
-        with pytest.raises(ValueError, match="gamma must be from 0 to 1, got"):
+        with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got"):
             NStep(3, gamma)
 
     @pytest.mark.requirement("live-parameters")

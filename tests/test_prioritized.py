@@ -235,7 +235,7 @@ def test_nonsense_parameters_raise_and_change_nothing(name, value, allowed):
 
 
 def test_a_capacity_of_nothing_raises():
-    with pytest.raises(ValueError, match="max_capacity must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_capacity must be an integer of at least 1, got 0"):
         PERSampler(0)
 
 

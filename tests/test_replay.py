@@ -437,7 +437,7 @@ class TestBatches:
 
     @pytest.mark.parametrize(("num_batches", "epochs"), [(-1, 1), (1, -2)])
     def test_negative_numbers(self, num_batches, epochs):
-        with pytest.raises(ValueError, match=r"num_batches and epochs.*-"):
+        with pytest.raises(ValueError, match=r"(num_batches|epochs) must be .* got -"):
             self.make().batches(num_batches, 4, epochs)
 
 

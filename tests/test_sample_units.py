@@ -236,9 +236,9 @@ def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((0,), "length must be strictly positive, got 0"),
-        ((1, -1), "burn_in must be non-negative, got -1"),
-        ((1, 0, -2), "bootstrap must be non-negative, got -2"),
+        ((0,), "length must be an integer of at least 1, got 0"),
+        ((1, -1), "burn_in must be an integer of at least 0, got -1"),
+        ((1, 0, -2), "bootstrap must be an integer of at least 0, got -2"),
     ],
 )
 def test_nonsense_raises(args, message):

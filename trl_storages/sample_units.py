@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
+from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.episodes.tables import Array, module_of
 
@@ -48,7 +49,11 @@ class EpisodeSequence(Sequence):
     """
 
     def __init__(self, length: int, burn_in: int = 0, bootstrap: int = 0) -> None:
-        super().__init__(length, burn_in=burn_in, bootstrap=bootstrap)
+        super().__init__(
+            arguments.integer("length", length, at_least=1),
+            burn_in=arguments.integer("burn_in", burn_in),
+            bootstrap=arguments.integer("bootstrap", bootstrap),
+        )
         # What is said of the rows of every batch of a size, as that of the last one.
         self._made_for: tuple | None = None
 
@@ -77,6 +82,8 @@ class EpisodeSequence(Sequence):
             RuntimeError: `storage` has no episode index.
         """
         episodes, num_steps = episodes_of(storage), self.num_steps
+        arguments.slots("index", index)
+        arguments.mapping("info", info, "a dict of what the sampler said")
         self._prepare(index.shape[0], index.device)
         anchors, wanted = episodes.own(index), episodes.own(self._wanted)
         behind, ahead = (extent[:, None] for extent in episodes.extent(anchors))

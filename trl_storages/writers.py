@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import RoundRobinWriter, Storage
 
+from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.episodes.history import slots_of
@@ -53,16 +54,16 @@ class EpisodeWriter(RoundRobinWriter):
         keys: Sequence[NestedKey] | None = None,
         track_generations: bool = False,
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
+        track_generations = arguments.flag("track_generations", track_generations)
         # Which process wrote last to each lane, if several do.
         self._last_process: torch.Tensor | None = None
         self._write_count_value = Value("q", 0)
         super().__init__(track_generations=track_generations)
         self.num_envs = num_envs
-        self.done_key = unravel_key(done_key)
-        self.traj_key = unravel_key(traj_key)
-        self.keys = None if keys is None else [unravel_key(key) for key in keys]
+        self.done_key = arguments.key("done_key", done_key)
+        self.traj_key = arguments.key("traj_key", traj_key)
+        self.keys = None if keys is None else arguments.keys("keys", keys)
         self._last_trajectory: torch.Tensor | None = None
         self._on_disk: DurableLanes | None = None
 
@@ -120,7 +121,7 @@ class EpisodeWriter(RoundRobinWriter):
         Returns:
             int64 slots of the batch size of `data`.
         """
-        if data.ndim == 0 and self.num_envs > 1:
+        if arguments.steps("data", data).ndim == 0 and self.num_envs > 1:
             raise ValueError(
                 f"a single transition does not say which of the {self.num_envs} lanes it belongs to: "
                 f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
@@ -142,7 +143,8 @@ class EpisodeWriter(RoundRobinWriter):
             ValueError: the batch does not match the lanes. Nothing is written then.
             KeyError: `done_key` is missing. Nothing is written then.
         """
-        return self._extend(data, lanes, self._shape(data.batch_size, lanes))
+        shape = self._shape(arguments.steps("data", data).batch_size, lanes)
+        return self._extend(data, lanes, shape)
 
     def _extend(self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]) -> torch.Tensor:
         """Writes `[L, T]` steps, in whatever batch size they come."""
@@ -405,9 +407,7 @@ class EpisodeWriter(RoundRobinWriter):
                 than it does. Nothing is written then.
         """
         index = slots_of(self._episodes, index)
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
-        if data.batch_size != index.shape:
+        if arguments.steps("data", data).batch_size != index.shape:
             raise ValueError(
                 f"the data must have one row for each of the slots {list(index.shape)}, got a batch "
                 f"{list(data.batch_size)}."

@@ -10,6 +10,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trl_storages import arguments
+
 __all__ = ["BitFlippingEnv"]
 
 
@@ -52,10 +54,8 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     metadata: dict[str, Any] = {"render_modes": []}
 
     def __init__(self, n_bits: int = 15, *, continuous: bool = False) -> None:
-        if isinstance(n_bits, bool) or not isinstance(n_bits, int) or n_bits < 1:
-            raise ValueError(f"n_bits must be a positive integer, got {n_bits!r}")
-        self.n_bits = n_bits
-        self.continuous = continuous
+        self.n_bits = n_bits = arguments.integer("n_bits", n_bits, at_least=1)
+        self.continuous = arguments.flag("continuous", continuous)
         bits = gymnasium.spaces.Box(0.0, 1.0, (n_bits,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(
             {"observation": bits, "achieved_goal": bits, "desired_goal": bits}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from trl_storages import arguments
 from trl_storages.episodes.host import HostTables
 from trl_storages.episodes.invariants import check_invariants
 from trl_storages.episodes.ring import Lanes, Ring
@@ -77,6 +78,7 @@ class EpisodeIndex(Ring):
         self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(capacity, num_envs, device)
+        num_envs = self.num_envs
 
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             if self.device.type != "cpu":
@@ -131,13 +133,14 @@ class EpisodeIndex(Ring):
             ValueError: `done` has another shape than the lanes ask for, or a lane is unknown or named
                 twice. The index is unchanged then.
         """
+        arguments.tensor("done", done, dtype=torch.bool)
         shape, num_lanes = done.shape, len(self.named_lanes(lanes))
         if done.ndim not in (1, 2) or shape[0] != num_lanes:
             raise ValueError(
                 f"done must have shape [{num_lanes}] or [{num_lanes}, S], a row of steps for "
                 f"each lane that is written; got {list(shape)}."
             )
-        if cut is not None and cut.shape != shape:
+        if cut is not None and arguments.tensor("cut", cut, dtype=torch.bool).shape != shape:
             raise ValueError(f"cut must have done's shape {list(shape)}, got {list(cut.shape)}.")
         if not done.numel():
             return torch.empty(shape, dtype=torch.int64, device=self.device)
@@ -279,8 +282,7 @@ class EpisodeIndex(Ring):
         Returns:
             int64 slots `[n]` where the kept rows lie, and `[n]` where the caller must move them.
         """
-        if keep_steps < 0:
-            raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
+        keep_steps = arguments.integer("keep_steps", keep_steps)
         kept = []
         for lane, cursor in enumerate(self.host_steps.tolist()):
             steps = range(max(cursor - min(keep_steps, self.steps_per_lane), 0), cursor)
@@ -308,6 +310,7 @@ class EpisodeIndex(Ring):
     # operations cost a third of torch's; see `own`.
 
     def _tables_for(self, slots: Array) -> Tables:
+        arguments.slots("slots", slots)
         return self._arrays if isinstance(slots, np.ndarray) else self._tables
 
     def extent(self, slots: Array) -> tuple[Array, Array]:
@@ -351,13 +354,13 @@ class EpisodeIndex(Ring):
             `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        xp = module_of(slots)
+        xp, num_rows = module_of(slots), arguments.integer("num_rows", num_rows, at_least=1)
         step = xp.minimum(self.ahead(slots), self._range(num_rows, xp)[:, None])
         return self.shift(slots, step), step[-1] + 1
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return take(self._tables.episode, slots).long()
+        return take(self._tables.episode, arguments.slots("slots", slots)).long()
 
     def is_end(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each row ended its episode by `done`, bool."""
@@ -365,10 +368,12 @@ class EpisodeIndex(Ring):
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
+        arguments.slots("slots", slots)
         return take(self._tables.finished, take(self._tables.episode, slots))
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been overwritten, bool."""
+        arguments.slots("slots", slots)
         first_step = take(self._tables.first_step, take(self._tables.episode, slots))
         return first_step >= take(self.cursors, slots % self.num_envs) - self.steps_per_lane
 
@@ -383,6 +388,8 @@ class EpisodeIndex(Ring):
         Raises:
             RuntimeError: there is no such episode.
         """
+        n = arguments.integer("n", n)
+        arguments.generator("generator", generator)
         drawn = draw_whole_episodes(self, self._tables, n, generator)
         if drawn is not None:
             return drawn

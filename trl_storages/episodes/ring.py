@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from trl_storages import arguments
 from trl_storages.episodes.tables import Array, take
 from trl_storages.functional.draws import random_integers
 
@@ -37,8 +38,8 @@ class Ring:
     def __init__(
         self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
+        capacity = arguments.integer("capacity", capacity, at_least=1)
         if capacity < num_envs:
             raise ValueError(
                 f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
@@ -47,7 +48,7 @@ class Ring:
         self.num_envs = num_envs
         self.steps_per_lane = capacity // num_envs
         self.capacity = self.steps_per_lane * num_envs
-        self.device = torch.device(device)
+        self.device = arguments.device("device", device)
         #: `[E]` int64, on the device: steps written to each lane since the beginning.
         self.cursors = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         #: `[]` int64, on the device: rows that are live now.
@@ -118,18 +119,20 @@ class Ring:
         """Returns the numbers of the lanes that `lanes` names, as `lane_ids` does."""
         if lanes is None:
             return range(self.num_envs)
-        ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+        try:
+            ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+        except ValueError:  # lists of unequal lengths
+            ids = np.asarray(None)
         if ids.dtype == bool:
             if ids.shape != (self.num_envs,):
                 raise ValueError(
                     f"a mask of lanes must have shape [{self.num_envs}], got {list(ids.shape)}."
                 )
             ids = ids.nonzero()[0]
-        values = ids.reshape(-1).tolist()
+        values = ids.reshape(-1).tolist() if ids.dtype.kind in "iu" else []
         if (
             ids.ndim != 1
             or not values
-            or ids.dtype.kind not in "iu"
             or len(set(values)) != len(values)
             or not all(0 <= lane < self.num_envs for lane in values)
         ):
@@ -149,6 +152,7 @@ class Ring:
             `[L, S]` int64 slots. Of more than T steps only the last T are kept; the others are given
             slot -1.
         """
+        num_steps = arguments.integer("num_steps", num_steps)
         run = self.next_run(num_steps, lanes)
         if run is not None:
             slots = torch.arange(run.start, run.stop, device=self.device)
@@ -203,11 +207,12 @@ class Ring:
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the absolute step of each slot in its lane, int64, counted from 0."""
-        newest = take(self.cursors, slots % self.num_envs) - 1
+        newest = take(self.cursors, arguments.slots("slots", slots) % self.num_envs) - 1
         return newest - (newest - slots // self.num_envs) % self.steps_per_lane
 
     def is_live(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each slot, of any number at all, is one that holds a row, bool."""
+        arguments.slots("slots", slots)
         inside = (slots >= 0) & (slots < self.capacity)
         # Counted back from the cursor, a slot not yet written comes out before step 0.
         return inside & (self.steps(slots.clamp(0, self.capacity - 1)) >= 0)
@@ -219,6 +224,9 @@ class Ring:
             slots: int64 of any shape B, a tensor or, on the CPU, a NumPy array.
             steps: of the same kind.
         """
+        arguments.slots("slots", slots)
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            arguments.slots("steps", steps)
         distance = steps if self.num_envs == 1 else steps * self.num_envs
         return (slots + distance) % self.capacity
 
@@ -242,6 +250,7 @@ class Ring:
         Returns:
             int64 ranks of shape B.
         """
+        arguments.slots("slots", slots)
         if self._in_step:
             return (self.cursors[0] * self.num_envs - 1 - slots) % self.capacity
         lane = slots % self.num_envs
@@ -263,6 +272,7 @@ class Ring:
         Returns:
             int64 slots of shape B.
         """
+        arguments.slots("ranks", ranks)
         if self._in_step:
             return (self.cursors[0] * self.num_envs - 1 - ranks) % self.capacity
         fill, lanes = self._by_fill()
@@ -316,6 +326,8 @@ class Ring:
         Returns:
             `[n]` int64 slots.
         """
+        n = arguments.integer("n", n)
+        arguments.generator("generator", generator)
         noise = random_integers(n, generator=generator, device=self.device)
         ranks = torch.as_tensor(self.own(noise) % self.own(self.num_rows))
         # In step, the live rows are a prefix of the slots, so any rank is a slot as it stands.

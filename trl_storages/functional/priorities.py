@@ -10,6 +10,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from trl_storages import arguments
+
 __all__ = ["draw_weight", "importance_weight", "sequence_priority"]
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
@@ -91,12 +93,15 @@ def sequence_priority(
     >>> sequence_priority(torch.tensor([0.0, 0.0, 0.0, -1.0]))
     tensor(0.9250)
     """
-    if not 0 <= eta <= 1:
-        raise ValueError(f"eta must be in [0, 1], got {eta}.")
+    eta = arguments.number("eta", eta, at_least=0, at_most=1)
+    if not arguments.tensor("td_error", td_error).ndim or not td_error.shape[-1]:
+        raise ValueError(
+            f"td_error must be [..., T] for T of 1 or more, got {list(td_error.shape)}."
+        )
     error = td_error.abs()
     if mask is None:
         return eta * error.amax(-1) + (1 - eta) * error.mean(-1)
-    if mask.shape != td_error.shape:
+    if arguments.tensor("mask", mask, dtype=torch.bool).shape != td_error.shape:
         raise ValueError(
             f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
+from trl_storages import arguments
 from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import Field, InfoKeys, info_key_names, key_path
 from trl_storages.gym.infos import final_observation, info_values
@@ -61,9 +62,7 @@ class GymRecorder:
         autoreset_mode: AutoresetMode | str | None = None,
         info_keys: InfoKeys = (),
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be positive, got {num_envs}")
-        self.num_envs = num_envs
+        self.num_envs = num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = info_key_names(info_keys)
         self._given = fields

@@ -5,22 +5,13 @@ Letters: B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import keys
+from trl_storages.samplers import REDUCTIONS
 
 __all__ = ["drawn_priorities"]
-
-# TorchRL's names for how several priorities of one row become one.
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
-    "median": lambda priority, dim: priority.median(dim).values,
-}
 
 
 def drawn_priorities(
@@ -52,7 +43,7 @@ def drawn_priorities(
         )
     priority = priority.detach().reshape(-1)
     if priority.numel() != data.numel():
-        priority = _REDUCTIONS[reduction](priority.reshape(data.numel(), -1), 1)
+        priority = REDUCTIONS[reduction](priority.reshape(data.numel(), -1), 1)
     if data.get(keys.ANCHOR_INDEX, None) is None:
         return data.get(keys.INDEX), priority, stamp
     learnt = data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.episodes import Lanes, episodes_of
 from trl_storages.gym import GymRecorder
@@ -152,6 +152,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             RuntimeError: it has another writer, or a row does not match its checksum.
             OSError: it may not be written.
         """
+        check = arguments.flag("check", check)
         storage = cls._open(
             path,
             mode=mode,
@@ -177,8 +178,11 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         progress: bool = False,
         **options: Any,
     ) -> Self:
-        if mode not in ("r+", "r"):
-            raise ValueError(f"mode must be 'r+' to write or 'r' to read, got {mode!r}.")
+        path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
+        mode = arguments.choice("mode", mode, ("r+", "r"))
+        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        if device is not None:
+            device = arguments.device("device", device)
         rows: PackedStorage
         if mode == "r":
             rows = FollowingStorage(
@@ -222,10 +226,11 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             ValueError, KeyError: the steps do not fit. Nothing is written then.
         """
-        if not isinstance(tensordicts, TensorDictBase) or not isinstance(
-            self.writer, EpisodeWriter
-        ):
+        if update_priority is not None:
+            update_priority = arguments.flag("update_priority", update_priority)
+        if not isinstance(self.writer, EpisodeWriter):
             return super().extend(tensordicts, update_priority=update_priority)
+        arguments.steps("tensordicts", tensordicts)
         # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
         rows = self._transform.inv(tensordicts) if self._changes_writes else tensordicts
         if rows is None:
@@ -246,6 +251,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
+        arguments.steps("data", data)
         if (
             not isinstance(self.writer, EpisodeWriter)
             or self._changes_writes
@@ -361,6 +367,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             RuntimeError: the rows are on a GPU or in a directory.
             ValueError: batches are drawn ahead (`prefetch`).
         """
+        shared = arguments.flag("shared", shared)
         if shared and self._prefetch:
             raise ValueError(
                 f"a storage that is shared can't draw ahead, got prefetch={self._prefetch}; leave it out."
@@ -399,6 +406,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             KeyError: the batch was drawn by priority, and holds none.
             ValueError: a priority is NaN, negative or infinite. Nothing is changed then.
         """
+        arguments.steps("data", data)
         sampler = self._sampler
         while isinstance(sampler, WrappingSampler):
             sampler = sampler.base
@@ -427,6 +435,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Returns:
             the sampler that drew until now.
         """
+        arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
@@ -448,8 +457,9 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty, or no batch size is known.
         """
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        return_info = arguments.flag("return_info", return_info)
         # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
         return ReplayBuffer.sample(self, batch_size, return_info)
 
@@ -501,8 +511,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             ValueError: `n` is below 1.
             RuntimeError: no finished episode is stored whole.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1 episode, got {n}.")
+        n = arguments.integer("n", n, at_least=1)
         with self._replay_lock, self._write_lock:
             episodes = self.episodes
             first = episodes.random_episodes(n, self._rng).unsqueeze(1)
@@ -529,10 +538,10 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             ValueError: a number is negative.
         """
-        if num_batches < 0 or epochs < 0:
-            raise ValueError(
-                f"num_batches and epochs must be 0 or more, got {num_batches} and {epochs}."
-            )
+        num_batches = arguments.integer("num_batches", num_batches)
+        epochs = arguments.integer("epochs", epochs)
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
@@ -547,8 +556,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             ValueError: `keep_steps` is negative.
             RuntimeError: the rows are in a directory that this process may not write.
         """
-        if keep_steps < 0:
-            raise ValueError(f"keep_steps must be 0 or more, got {keep_steps}.")
+        empty_write_count = arguments.flag("empty_write_count", empty_write_count)
+        keep_steps = arguments.integer("keep_steps", keep_steps)
         with self._futures_lock:
             # Batches that were drawn ahead show rows that are gone.
             self._clear_prefetch_queue_locked()
@@ -579,6 +588,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             KeyError: the batch has no `index`.
             ValueError: it is of rows that are not stored.
         """
+        arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
             return explain(batch, self.episodes)
 
@@ -592,6 +602,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         Raises:
             RuntimeError: one is broken; the message says which and where.
         """
+        progress = arguments.flag("progress", progress)
         with self._replay_lock, self._write_lock:
             self.episodes.validate()
             if isinstance(self._writer, EpisodeWriter):

@@ -75,12 +75,7 @@ def make_loader(
             themselves; without a GPU it changes nothing.
         seed: of the workers, each of which gets another one; None follows torch's default generator.
         **options: as in `DataLoader`.
-
-    Raises:
-        ValueError: `num_workers` is negative.
     """
-    if num_workers < 0:
-        raise ValueError(f"num_workers must be 0 or more, got {num_workers}.")
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return DataLoader(
         ReplayBatches(open_reader),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from trl_storages import arguments
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
 from trl_storages.samplers import PERSampler, WrappingSampler
@@ -170,6 +171,7 @@ class OnDisk:
             RuntimeError: files shall be deleted that this process may not write.
             OSError: the disk is full. The rows are there all the same.
         """
+        keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
             if not keep:
                 self._check_writable()
@@ -216,24 +218,30 @@ class OnDisk:
             RuntimeError: the rows are not in a directory, or none was made yet.
             ValueError: a number is too small, or no batch size is known.
         """
+        num_workers = arguments.integer("num_workers", num_workers)
+        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        pin_memory = arguments.flag("pin_memory", pin_memory)
+        if seed is not None:
+            seed = arguments.integer("seed", seed)
         journal = self._journal
         if journal is None:
             raise RuntimeError(
                 "workers read rows from a directory, and these are in memory (or none was written yet): "
                 "make the storage with path=, or scratch_dir= and fields=."
             )
-        if fetch_every < 1:
-            raise ValueError(f"fetch_every must be at least 1 batch, got {fetch_every}.")
-        batch_size = batch_size or self._batch_size
-        if batch_size is None or batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        if batch_size is None and self._batch_size is None:
+            raise ValueError(
+                "batch_size must be known: pass it here, or where the storage is made."
+            )
         open_reader = partial(
             _open_reader,
             type(self),
             journal.directory,
             sampler=self._sampler_without_rows(),
             transform=self._transform if len(self._transform) else None,
-            batch_size=batch_size,
+            batch_size=batch_size or self._batch_size,
             fetch_every=fetch_every,
         )
         return make_loader(

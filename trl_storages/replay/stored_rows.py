@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Trajectory, filter_trajectories
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.episodes.history import is_key, slots_of
 from trl_storages.replay.on_disk import intact
@@ -95,6 +95,10 @@ class StoredRows:
             TorchRL's `Trajectory`s of rows as they were stored, running and cut episodes included;
             `("collector", "traj_ids")` of the rows is a number of their episode.
         """
+        if predicate is not None:
+            arguments.function("predicate", predicate, "of a Trajectory, or None")
+        if trajectory_key is not None:
+            trajectory_key = arguments.key("trajectory_key", trajectory_key)
         with self._replay_lock, self._write_lock:
             if not len(self.episodes):
                 return []

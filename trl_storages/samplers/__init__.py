@@ -3,11 +3,12 @@
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalStrategy, HERSampler
-from trl_storages.samplers.prioritized import PERSampler
+from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.uniform import UniformSampler
 
 __all__ = [
+    "REDUCTIONS",
     "ERESampler",
     "GoalStrategy",
     "HERSampler",

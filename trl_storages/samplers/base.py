@@ -10,6 +10,7 @@ import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages import arguments
 from trl_storages.samplers.uniform import UniformSampler
 
 __all__ = ["WrappingSampler"]
@@ -24,7 +25,12 @@ class WrappingSampler(Sampler):
 
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
-        self.base = UniformSampler() if base is None else base
+        what = "a sampler, such as PERSampler, or None for uniform draws"
+        self.base = (
+            UniformSampler()
+            if base is None
+            else arguments.instance("base", base, Sampler, what=what)
+        )
 
     # The replay buffer sets the generator of its own sampler only.
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.functional.emphasis import window_size
 from trl_storages.samplers.base import WrappingSampler
@@ -97,12 +98,12 @@ class ERESampler(WrappingSampler):
         base: Sampler | None = None,
         reference: Reference = "stored",
     ) -> None:
-        super().__init__(base)
-        if not isinstance(self.base, WindowSampler):
+        if base is not None and not isinstance(base, WindowSampler):
             raise TypeError(
                 "base must be able to draw within a window, as PERSampler is (sample_window), got "
                 f"{type(base).__name__}; leave base out for uniform draws."
             )
+        super().__init__(base)
         self.eta = eta
         self.c_min = c_min
         self.updates_per_phase = updates_per_phase
@@ -117,11 +118,7 @@ class ERESampler(WrappingSampler):
 
     @eta.setter
     def eta(self, value: SupportsFloat) -> None:
-        # Schedulers set NumPy scalars or tensors.
-        eta = float(value)
-        if not 0 < eta <= 1:
-            raise ValueError(f"eta must be in (0, 1], got {value}.")
-        self._eta = eta
+        self._eta = arguments.number("eta", value, above=0, at_most=1)
 
     @property
     def c_min(self) -> int:
@@ -130,7 +127,7 @@ class ERESampler(WrappingSampler):
 
     @c_min.setter
     def c_min(self, value: int) -> None:
-        self._c_min = _at_least_one("c_min", value)
+        self._c_min = arguments.integer("c_min", value, at_least=1)
 
     @property
     def updates_per_phase(self) -> int | None:
@@ -140,7 +137,7 @@ class ERESampler(WrappingSampler):
     @updates_per_phase.setter
     def updates_per_phase(self, value: int | None) -> None:
         if value is not None:
-            value = _at_least_one("updates_per_phase", value)
+            value = arguments.integer("updates_per_phase", value, at_least=1)
         self._updates_per_phase = value
 
     @property
@@ -150,9 +147,7 @@ class ERESampler(WrappingSampler):
 
     @reference.setter
     def reference(self, value: Reference) -> None:
-        if value not in get_args(Reference):
-            raise ValueError(f"reference must be one of {get_args(Reference)}, got {value!r}.")
-        self._reference = value
+        self._reference = arguments.choice("reference", value, get_args(Reference))
 
     @property
     def update(self) -> int:
@@ -173,7 +168,7 @@ class ERESampler(WrappingSampler):
         Raises:
             ValueError: `num_updates` is below 1.
         """
-        self._num_updates = _at_least_one("num_updates", num_updates)
+        self._num_updates = arguments.integer("num_updates", num_updates, at_least=1)
         self._update = 0
 
     def window(self, episodes: EpisodeIndex) -> Tensor:
@@ -185,6 +180,7 @@ class ERESampler(WrappingSampler):
         Returns:
             `[]` int64 on the device of `episodes`.
         """
+        arguments.instance("episodes", episodes, EpisodeIndex, what="an EpisodeIndex")
         # The host's own arithmetic costs a tenth of an operation on tensors.
         num_rows: Any = len(episodes) if episodes.device.type == "cpu" else episodes.num_rows
         size = window_size(
@@ -208,6 +204,7 @@ class ERESampler(WrappingSampler):
         """
         check_not_empty(storage)
         episodes = episodes_of(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         if not self._num_updates:
             self._begin_next_phase()
         self._update += 1
@@ -272,9 +269,3 @@ class ERESampler(WrappingSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value}.")
-    return int(value)

@@ -12,6 +12,7 @@ import torch
 from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.episodes.tables import Array, module_of
 from trl_storages.functional.draws import random_below, random_integers
@@ -78,9 +79,7 @@ class HERSampler(WrappingSampler):
 
     @strategy.setter
     def strategy(self, value: GoalStrategy) -> None:
-        if value not in get_args(GoalStrategy):
-            raise ValueError(f"strategy must be one of {get_args(GoalStrategy)}, got {value!r}.")
-        self._strategy = value
+        self._strategy = arguments.choice("strategy", value, get_args(GoalStrategy))
 
     @property
     def num_goals(self) -> float:
@@ -89,9 +88,10 @@ class HERSampler(WrappingSampler):
 
     @num_goals.setter
     def num_goals(self, value: float) -> None:
-        if not (value >= 0 and (value == math.inf or value == int(value))):
-            raise ValueError(f"num_goals must be a whole number, 0 or more, or inf; got {value}.")
-        self._num_goals = value if value == math.inf else int(value)
+        k = arguments.number("num_goals", value, at_least=0, infinite=True)
+        if k != math.inf and k != int(k):
+            raise ValueError(f"num_goals must be a whole number or inf, got {value}.")
+        self._num_goals = k if k == math.inf else int(k)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws transitions and their goal rows.
@@ -104,6 +104,7 @@ class HERSampler(WrappingSampler):
             RuntimeError: the storage is empty or has no episode index.
         """
         episodes = episodes_of(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         index, info = self.base.sample(storage, batch_size)
         # Samplers without replacement end an epoch with fewer rows than were asked for.
         count = self._num_relabelled(index.shape[0])

@@ -6,6 +6,7 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -15,6 +16,7 @@ import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priority_tree import PriorityTable
@@ -22,11 +24,18 @@ from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.samplers.uniform import check_not_empty
 
-__all__ = ["PERSampler"]
+__all__ = ["REDUCTIONS", "PERSampler"]
 
 # float32 priorities to this power, and their sum, stay within float64.
 _HIGHEST_ALPHA = 4.0
-_EPS_RANGE = (1e-30, 1.0)
+_LEAST_EPS = 1e-30
+#: TorchRL's names for how several priorities of one row become one.
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+    "median": lambda priority, dim: priority.median(dim).values,
+}
 
 
 class PERSampler(PrioritizedSampler):
@@ -87,15 +96,13 @@ class PERSampler(PrioritizedSampler):
         device: torch.device | str = "cpu",
     ) -> None:
         # TorchRL's constructor would make native trees, and fail where they do not load.
-        if max_capacity < 1:
-            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}.")
-        self._max_capacity = max_capacity
-        self.reduction = reduction
-        self._alpha = _checked("alpha", alpha, 0.0, _HIGHEST_ALPHA)
-        self._beta = _checked("beta", beta, 0.0, 1.0)
-        self._eps = _checked("eps", eps, *_EPS_RANGE)
+        self._max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
+        self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
+        self._alpha = arguments.number("alpha", alpha, at_least=0, at_most=_HIGHEST_ALPHA)
+        self._beta = arguments.number("beta", beta, at_least=0, at_most=1)
+        self._eps = arguments.number("eps", eps, at_least=_LEAST_EPS, at_most=1)
         self._marked: int | torch.Tensor | None = None
-        self._table = self._make_table(torch.device(device))
+        self._table = self._make_table(arguments.device("device", device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
         self._refreshes = 0
 
@@ -111,7 +118,7 @@ class PERSampler(PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: SupportsFloat) -> None:
-        alpha = _checked("alpha", value, 0.0, _HIGHEST_ALPHA)
+        alpha = arguments.number("alpha", value, at_least=0, at_most=_HIGHEST_ALPHA)
         if alpha != self._alpha:
             self._alpha = alpha
             self._table.rescale(alpha=alpha, eps=self._eps)
@@ -123,7 +130,7 @@ class PERSampler(PrioritizedSampler):
 
     @beta.setter
     def beta(self, value: SupportsFloat) -> None:
-        self._beta = _checked("beta", value, 0.0, 1.0)
+        self._beta = arguments.number("beta", value, at_least=0, at_most=1)
 
     @property
     def eps(self) -> float:
@@ -132,7 +139,7 @@ class PERSampler(PrioritizedSampler):
 
     @eps.setter
     def eps(self, value: SupportsFloat) -> None:
-        eps = _checked("eps", value, *_EPS_RANGE)
+        eps = arguments.number("eps", value, at_least=_LEAST_EPS, at_most=1)
         if eps != self._eps:
             self._eps = eps
             self._table.rescale(alpha=self._alpha, eps=eps)
@@ -370,9 +377,9 @@ class PERSampler(PrioritizedSampler):
                 f"the saved priorities must be {self._max_capacity} numbers of at least 0, got "
                 f"{list(priorities.shape)} with {int((~(priorities >= 0)).sum())} others."
             )
-        alpha = _checked("alpha", state_dict["alpha"], 0.0, _HIGHEST_ALPHA)
-        beta = _checked("beta", state_dict["beta"], 0.0, 1.0)
-        self._eps = _checked("eps", state_dict["eps"], *_EPS_RANGE)
+        alpha = arguments.number("alpha", state_dict["alpha"], at_least=0, at_most=_HIGHEST_ALPHA)
+        beta = arguments.number("beta", state_dict["beta"], at_least=0, at_most=1)
+        self._eps = arguments.number("eps", state_dict["eps"], at_least=_LEAST_EPS, at_most=1)
         self._alpha, self._beta = alpha, beta
         self._marked = None
         self._table.rescale(alpha=self._alpha, eps=self._eps)
@@ -402,11 +409,3 @@ class PERSampler(PrioritizedSampler):
             f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
             f"eps={self._eps})"
         )
-
-
-def _checked(name: str, value: SupportsFloat, low: float, high: float) -> float:
-    # Schedulers set NumPy scalars or tensors.
-    number = float(value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}.")
-    return number

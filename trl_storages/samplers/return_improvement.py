@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
+from trl_storages import arguments
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
 from trl_storages.samplers.base import WrappingSampler
 
@@ -53,10 +54,10 @@ class ReturnImprovementEta(ParameterScheduler):
     def __init__(
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
     ) -> None:
-        if num_returns < 2:
-            raise ValueError(f"num_returns must be at least 2 for a slope, got {num_returns}.")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {decay}.")
+        num_returns = arguments.integer("num_returns", num_returns, at_least=2)
+        decay = arguments.number("decay", decay, above=0, at_most=1)
+        kinds = (ReplayBuffer, Sampler)
+        arguments.instance("obj", obj, kinds, what="an ERESampler, or a replay buffer with one")
         # Samplers that stand on an ERESampler, such as HERSampler, hold it as their base.
         sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         while isinstance(sampler, WrappingSampler) and not hasattr(sampler, "eta"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import torch
 from torchrl.data import RandomSampler, Storage
 
+from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.functional.draws import random_below
 
@@ -30,6 +32,7 @@ class UniformSampler(RandomSampler):
             RuntimeError: the storage is empty.
         """
         check_not_empty(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         episodes = getattr(storage, "episodes", None)
         if episodes is None:
             return super().sample(storage, batch_size)
@@ -50,13 +53,15 @@ class UniformSampler(RandomSampler):
             `[B]` int64 slots, and an empty dict.
         """
         episodes = episodes_of(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        arguments.tensor("window", window, dtype=torch.int64)
         ages = random_below(window, batch_size, generator=self._rng, device=episodes.device)
         return episodes.slots_by_age(ages), {}
 
 
 def check_not_empty(storage: Storage) -> None:
     """Raises a RuntimeError that says what to do if there is nothing to draw from."""
-    if not len(storage):
+    if not len(arguments.instance("storage", storage, Sized, what="a TorchRL storage")):
         raise RuntimeError(
             "the storage is empty: write transitions with record(), add() or extend() before sampling."
         )

@@ -16,6 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage
 
+from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
@@ -87,24 +88,28 @@ class PackedStorage(LazyTensorStorage):
         progress: bool = False,
         ndim: int = 1,
     ) -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size must be at least 1 row, got {max_size}.")
+        max_size = arguments.integer("max_size", max_size, at_least=1)
         if ndim != 1:
             raise ValueError(
                 f"PackedStorage holds transitions along one dimension (ndim=1), got ndim={ndim}. For "
                 "several environments pass writer=EpisodeWriter(num_envs): it interleaves them."
             )
-        if device == "auto":
+        if isinstance(device, str) and device == "auto":
             raise ValueError(
                 "device must be named, got 'auto': rows are laid out before data comes."
             )
+        device = arguments.device("device", device)
+        if fields is not None:
+            arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)")
         super().__init__(max_size, device=device)
         if scratch_dir is not None and self.device.type != "cpu":
             raise ValueError(
                 f"memory-mapped rows live on the CPU, got device={self.device}; leave device out."
             )
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self.existsok = existsok
+        self.scratch_dir = None
+        if scratch_dir is not None:
+            self.scratch_dir = arguments.directory("scratch_dir", scratch_dir)
+        self.existsok = arguments.flag("existsok", existsok)
         #: `[N, W]` int64, every transition; None until the layout is fixed.
         self.rows: torch.Tensor | None = None
         #: Where each field lies in a row; None until it is fixed.
@@ -117,10 +122,14 @@ class PackedStorage(LazyTensorStorage):
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
         self._durable: Durable | None = None
-        self.out_device = None if out_device is None else torch.device(out_device)
+        self.out_device = None
+        if out_device is not None:
+            self.out_device = arguments.device("out_device", out_device)
         self._declared = dict(fields or {})
         if self.scratch_dir is not None:
-            self._reopen(self.scratch_dir, tracker("opening rows", progress))
+            self._reopen(
+                self.scratch_dir, tracker("opening rows", arguments.flag("progress", progress))
+            )
         if self.rows is None and fields is not None and None not in fields.values():
             self._allocate(Layout(fields))  # type: ignore[arg-type]
 
@@ -142,7 +151,7 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             FileNotFoundError: it holds no storage. Otherwise as the constructor.
         """
-        directory = Path(directory)
+        directory = arguments.directory("directory", directory)
         check_is_storage(directory)
         size = size_of(directory)
         return cls(size, scratch_dir=directory, out_device=out_device, progress=progress)
@@ -263,8 +272,7 @@ class PackedStorage(LazyTensorStorage):
         """
         if isinstance(data, list):
             data = torch.stack(data)
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(f"rows are written from a TensorDict, got {type(data).__name__}.")
+        arguments.steps("data", data)
         cursor, slots_shape = self._slots(cursor)
         batch_size = data.batch_size[: len(slots_shape)]
         if batch_size != slots_shape:

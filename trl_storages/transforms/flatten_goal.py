@@ -9,11 +9,11 @@ from typing import Any
 
 import gymnasium
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 
 __all__ = ["FlattenGoal"]
 
@@ -60,8 +60,17 @@ class FlattenGoal(CatTensors):
         out_key: NestedKey = "observation_vector",
         del_keys: bool = False,
     ) -> None:
-        parts = [unravel_key(key) for key in (observation_key, achieved_goal_key, desired_goal_key)]
-        super().__init__(parts, unravel_key(out_key), del_keys=del_keys, sort=False)
+        parts = [
+            arguments.key("observation_key", observation_key),
+            arguments.key("achieved_goal_key", achieved_goal_key),
+            arguments.key("desired_goal_key", desired_goal_key),
+        ]
+        super().__init__(
+            parts,
+            arguments.key("out_key", out_key),
+            del_keys=arguments.flag("del_keys", del_keys),
+            sort=False,
+        )
         self._shapes: list[torch.Size] | None = None
         if observation_space is not None:
             self._learn_space(observation_space)
@@ -79,6 +88,9 @@ class FlattenGoal(CatTensors):
         Returns:
             `[*B, F]`.
         """
+        arguments.mapping("parts", parts, "a mapping or TensorDict with the parts")
+        if batch_dims is not None:
+            batch_dims = arguments.integer("batch_dims", batch_dims)
         there = list(
             parts.keys(include_nested=True) if isinstance(parts, TensorDictBase) else parts
         )
@@ -118,6 +130,7 @@ class FlattenGoal(CatTensors):
                 "FlattenGoal does not know how to split a vector before it has joined one: pass "
                 "observation_space."
             )
+        arguments.tensor("flat", flat)
         sizes = [shape.numel() for shape in self._shapes]
         if not flat.ndim or flat.shape[-1] != sum(sizes):
             raise ValueError(
@@ -140,6 +153,7 @@ class FlattenGoal(CatTensors):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Joins the parts at the root and under `next`."""
+        arguments.steps("tensordict", tensordict)
         tensordict = self._call(tensordict)
         following = tensordict.get("next", None)
         if following is not None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
-from numbers import Integral
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.functional.returns import n_step_return, n_step_weights, window_length
 from trl_storages.storages import nest
@@ -65,13 +64,13 @@ class NStep(ReplayTransform):
         super().__init__()
         self.n_steps = n_steps
         self.gamma = gamma
-        self.reward_key = unravel_key(reward_key)
-        self.terminated_key = unravel_key(terminated_key)
-        self.steps_to_next_obs_key = unravel_key(steps_to_next_obs_key)
+        self.reward_key = arguments.key("reward_key", reward_key)
+        self.terminated_key = arguments.key("terminated_key", terminated_key)
+        self.steps_to_next_obs_key = arguments.key("steps_to_next_obs_key", steps_to_next_obs_key)
         self._made_for: tuple | None = None
-        for key in (self.reward_key, self.terminated_key):
-            if key[0] != "next":
-                raise ValueError(f"what a step leads to lies under 'next', got the key {key!r}.")
+        for name in ("reward_key", "terminated_key"):
+            if getattr(self, name)[0] != "next":
+                raise ValueError(f"{name} must lie under 'next', got {getattr(self, name)!r}.")
 
     @property
     def n_steps(self) -> int:
@@ -80,9 +79,7 @@ class NStep(ReplayTransform):
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"n_steps must be a whole number, 1 or more; got {value!r}.")
-        self._n_steps: int = int(value)
+        self._n_steps: int = arguments.integer("n_steps", value, at_least=1)
 
     @property
     def gamma(self) -> float:
@@ -91,9 +88,7 @@ class NStep(ReplayTransform):
 
     @gamma.setter
     def gamma(self, value: float) -> None:
-        if not 0 <= value <= 1:
-            raise ValueError(f"gamma must be from 0 to 1, got {value}.")
-        self._gamma = float(value)
+        self._gamma = arguments.number("gamma", value, at_least=0, at_most=1)
 
     def replaces(self, key: NestedKey) -> bool:
         """Returns whether the key lies under `next`, unless the window is a single step."""

@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs.transforms import Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
 from trl_storages.storages import read_fields
@@ -71,20 +71,20 @@ class GoalRelabel(ReplayTransform):
         truncated_key: NestedKey = keys.TRUNCATED,
     ) -> None:
         super().__init__()
-        if not callable(reward_fn):
-            raise TypeError(f"reward_fn must be callable, got {type(reward_fn).__name__}.")
-        if terminated_fn is not None and not callable(terminated_fn):
-            raise TypeError(f"terminated_fn must be callable, got {type(terminated_fn).__name__}.")
-        self.reward_fn = reward_fn
+        what = "(achieved_goal, desired_goal, transition)"
+        self.reward_fn = arguments.function("reward_fn", reward_fn, what)
         self.terminated_fn = terminated_fn
-        self.info_keys = tuple(unravel_key(key) for key in info_keys)
+        if terminated_fn is not None:
+            arguments.function("terminated_fn", terminated_fn, f"{what}, or None")
+        self.info_keys = tuple(arguments.keys("info_keys", info_keys))
+        achieved_goal_key = arguments.key("achieved_goal_key", achieved_goal_key)
         self.next_achieved_goal_key = unravel_key(keys.next_key(achieved_goal_key))
-        self.desired_goal_key = unravel_key(desired_goal_key)
+        self.desired_goal_key = arguments.key("desired_goal_key", desired_goal_key)
         self.next_desired_goal_key = keys.next_key(self.desired_goal_key)
-        self.reward_key = unravel_key(reward_key)
-        self.done_key = unravel_key(done_key)
-        self.terminated_key = unravel_key(terminated_key)
-        self.truncated_key = unravel_key(truncated_key)
+        self.reward_key = arguments.key("reward_key", reward_key)
+        self.done_key = arguments.key("done_key", done_key)
+        self.terminated_key = arguments.key("terminated_key", terminated_key)
+        self.truncated_key = arguments.key("truncated_key", truncated_key)
 
         self._flag_keys = frozenset({self.terminated_key, self.done_key})
         self._always_changed = frozenset(
