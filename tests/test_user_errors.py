@@ -77,12 +77,9 @@ class TestObservationsOfTheWrongEpisode:
         assert len(storage) == 24
         assert storage[:]["next", "done"].any()
 
-    @pytest.mark.parametrize("num_envs", [1, 2])
-    def test_environments_that_reset_in_the_next_step(self, num_envs):
-        storage = storage_for(num_envs)
-
+    def test_a_vector_of_one_that_resets_in_the_next_step(self):
         with pytest.warns(UserWarning, match=r"ended, and its next step begins .*autoreset_mode="):
-            loop(storage, vector(AutoresetMode.NEXT_STEP, num_envs))
+            loop(storage_for(1), vector(AutoresetMode.NEXT_STEP, 1))
 
     def test_a_single_environment_that_is_not_reset(self):
         storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=10)
@@ -119,6 +116,106 @@ class TestObservationsOfTheWrongEpisode:
         storage.record(np.ones(1, "f"), 0, 0.0, False, False, {}, np.zeros(1, "f"))
 
         assert len(storage) == 2
+
+
+class TestResetsOfAVector:
+    """Without a mode, a step in which gymnasium only resets is refused, whatever way it takes."""
+
+    @pytest.mark.parametrize("convert", [lambda value: value, lambda value: value.tolist()])
+    def test_in_the_next_step(self, convert):
+        env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+        storage = UniformReplayStorage(
+            env.single_observation_space, env.single_action_space, storage_size=400, num_envs=2
+        )
+        env.action_space.seed(0)
+        before, _ = env.reset(seed=0)
+        was_done = np.zeros(2, bool)
+        for _ in range(200):
+            actions = env.action_space.sample()
+            after, rewards, terminateds, truncateds, infos = env.step(actions)
+            step = before, actions, convert(rewards), terminateds, truncateds, infos, after
+            if was_done.any():
+                break
+            storage.record(*step)
+            before, was_done = after, terminateds | truncateds
+        assert was_done.any()
+        rows, state = storage[:].clone(), storage._recorder.state_dict()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"no reward .*autoreset_mode=env.metadata\['auto"):
+                storage.record(*step)
+            assert torch.equal(storage[:]["observation"], rows["observation"])
+            assert storage._recorder.state_dict()["ended"].equal(state["ended"])
+            storage.validate()
+        # With the mode it is right.
+        again = UniformReplayStorage(
+            env.single_observation_space,
+            env.single_action_space,
+            storage_size=400,
+            num_envs=2,
+            autoreset_mode=env.metadata["autoreset_mode"],
+        )
+        loop(again, env, 200)
+        assert not (again[:]["next", "reward"] == 0).any()
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_by_hand(self, named):
+        env = vector(AutoresetMode.DISABLED)
+        mode = {"autoreset_mode": AutoresetMode.DISABLED} if named else {}
+        storage = storage_for(2, **mode)
+        env.action_space.seed(0)
+        before, _ = env.reset(seed=0)
+        for _ in range(30):
+            actions = env.action_space.sample()
+            after, rewards, terminateds, truncateds, infos = env.step(actions)
+            storage.record(before, actions, rewards, terminateds, truncateds, infos, after)
+            done = terminateds | truncateds
+            before = env.reset(options={"reset_mask": done})[0] if done.any() else after
+        assert len(storage) == 60
+        assert storage[:]["next", "done"].any()
+
+    def test_to_where_episodes_end(self):
+        """In CliffWalking a quarter of these episodes begin where the one before was cut short."""
+        envs = [gymnasium.make("CliffWalking-v1", max_episode_steps=12) for _ in range(2)]
+        storage = UniformReplayStorage(
+            envs[0].observation_space, envs[0].action_space, storage_size=4000, num_envs=2
+        )
+        rng = np.random.default_rng(0)
+        before, same = np.array([env.reset(seed=0)[0] for env in envs]), 0
+        for _ in range(1500):
+            actions = rng.integers(4, size=2)
+            outcomes = [env.step(action) for env, action in zip(envs, actions, strict=True)]
+            after, rewards, terminateds, truncateds, _ = map(np.array, zip(*outcomes, strict=True))
+            storage.record(before, actions, rewards, terminateds, truncateds, {}, after)
+            before = after.copy()
+            for lane in np.flatnonzero(terminateds | truncateds):
+                before[lane] = envs[lane].reset()[0]
+                same += before[lane] == after[lane]
+        assert len(storage) == 3000
+        assert same > 20
+
+    def test_what_shows_that_a_loop_resets_by_itself(self):
+        """A reward, a flag or another observation; nobody looks from then on."""
+        here, there, no = np.zeros((2, 1), "f"), np.ones((2, 1), "f"), np.zeros(2, bool)
+        for observations, reward, flags in (
+            (there, 0.5, no),
+            (there, 0.0, ~no),
+            (np.float32([[1], [2]]), 0.0, no),
+        ):
+            storage = UniformReplayStorage(
+                Box(-9, 9, (1,)), Discrete(2), storage_size=20, num_envs=2
+            )
+
+            def record(observations, reward, flags, storage=storage):
+                after = there + here - observations
+                zero = np.zeros(2, int)
+                storage.record(observations, zero, np.full(2, reward), flags, no, {}, after)
+
+            record(here, 0.0, ~no)
+            record(observations, reward, flags)
+            record(here, 0.0, ~no)
+            record(there, 0.0, no)
+            assert len(storage) == 8
+            storage.validate()
 
 
 def transition(num_envs: int = 0) -> dict:

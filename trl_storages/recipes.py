@@ -71,7 +71,8 @@ class UniformReplayStorage(ReplayStorage):
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
-        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`.
+        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
+            that reset their environments by themselves.
 
     Raises:
         ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range.

@@ -138,9 +138,13 @@ class StepWriter:
             return None
         if not is_ordinary:
             return None
+        memory = None
         if self._has_flags or lanes is not None or recorder.is_watching:
-            recorder.settle(self._columns, infos, is_vector=is_vector)
-        return self._put(lanes)
+            memory = recorder.settle(self._columns, infos, is_vector=is_vector)
+        slots = self._put(lanes)
+        if memory is not None:
+            recorder.remember(memory)
+        return slots
 
     def _put(self, lanes: np.ndarray | None) -> torch.Tensor:
         """Writes what was gathered of some lanes, or of all, and returns its slots."""

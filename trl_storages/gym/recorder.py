@@ -4,7 +4,7 @@ Letters: E environments, L of them that made a transition in this step.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,23 @@ from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import Field, InfoKeys, info_key_names, key_path
 from trl_storages.gym.infos import final_observation, info_values
 from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn_fields
-from trl_storages.gym.resets import ResetWatch, check_last_observations
+from trl_storages.gym.resets import Ends, ResetWatch, check_last_observations
 from trl_storages.gym.trees import leaves
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
 from trl_storages.storages import nest
 
-__all__ = ["GymRecorder"]
+__all__ = ["GymRecorder", "Memory"]
+
+
+class Memory(NamedTuple):
+    """What a recorder knows of the loop once a step is written."""
+
+    layout: Layout | None
+    """Where the arguments hold the fields; None until the first step."""
+    ended: NDArray[np.bool_]
+    """`[E]` whether the next step of an environment only resets it."""
+    last: Ends | None
+    """As `ResetWatch.last`."""
 
 
 class GymRecorder:
@@ -31,8 +42,9 @@ class GymRecorder:
 
     With the mode `SameStep` an environment that ended has been reset already: its true last
     observation is taken from the infos. With `NextStep` the step after the last one only resets
-    the environment, and is left out for it. With `Disabled`, or None (a loop that resets by
-    itself), everything is taken as it is given.
+    the environment, and is left out for it. With `Disabled`, everything is taken as it is given.
+    None is for loops that reset by themselves: so is everything then too, but a step of a vector
+    that seems to be gymnasium's own reset raises an error, until the loop has shown what it does.
 
     Args:
         num_envs: E, the number of environments; a single one may also come without the
@@ -70,7 +82,7 @@ class GymRecorder:
         self.layout: Layout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
-        self._watch = ResetWatch()
+        self._watch = ResetWatch(num_envs)
         self._all_lanes = list(range(num_envs))
         one = torch.Size([1])
         self._flag = Column(torch.bool, one, num_envs)
@@ -108,8 +120,26 @@ class GymRecorder:
         Raises:
             KeyError: an observation or an info lacks an entry.
             TypeError: a dtype is another one, or not that of numbers.
-            ValueError: a shape is another one, or a last observation is missing from the infos.
+            ValueError: a shape is another one, a last observation is missing from the infos, or the
+                step only resets an environment and no mode says so. Nothing is remembered then.
         """
+        made, memory = self.read(
+            observations, actions, rewards, terminateds, truncateds, infos, next_observations
+        )
+        self.remember(memory)
+        return made
+
+    def read(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+    ) -> tuple[tuple[TensorDict, Tensor | None] | None, Memory]:
+        """Returns what `rows` does, and what to `remember` once the transitions are written."""
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
         terminated = self._flag.read(terminateds, "terminateds", "", is_vector)
@@ -117,8 +147,7 @@ class GymRecorder:
         done = terminated | truncated
         lanes, finals, ended = self._who(done)
         if not lanes:
-            self._ended = ended
-            return None
+            return None, Memory(self.layout, ended, self._watch.last)
         found = {
             key: info_values(
                 infos, _info_path(key), lanes, finals, num_envs=self.num_envs, is_vector=is_vector
@@ -131,6 +160,7 @@ class GymRecorder:
         columns[REWARD] = self._reward.read(rewards, "rewards", "", is_vector)
         columns[DONE], columns[TERMINATED], columns[TRUNCATED] = done, terminated, truncated
         self._see_to_ends(columns, layout, infos, finals, is_vector)
+        last = self._look(columns, layout)
         index = None
         if len(lanes) < self.num_envs:
             index = torch.tensor(lanes)
@@ -141,20 +171,29 @@ class GymRecorder:
         for key, value in found.items():
             column = Column(*layout.fields[key], len(lanes))
             columns[key] = column.read(value, "infos", f"[{key!r}]", is_vector)
-        if self.autoreset_mode is None:
-            self._watch.look(columns, done, layout.pairs)
-        self.layout, self._ended = layout, ended
-        return _transitions(columns, len(lanes)), index
+        return (_transitions(columns, len(lanes)), index), Memory(layout, ended, last)
+
+    def _look(self, columns: Mapping[NestedKey, Any], layout: Layout) -> Ends | None:
+        if self.autoreset_mode is not None:
+            return self._watch.last
+        return self._watch.look(columns, columns[DONE], layout.pairs)
+
+    def remember(self, memory: Memory) -> None:
+        """Takes over what is known once a step is written."""
+        self.layout, self._ended, self._watch.last = memory
 
     def settle(
         self, columns: Mapping[NestedKey, NDArray[Any]], infos: Any, *, is_vector: bool
-    ) -> None:
+    ) -> Memory:
         """Does what `rows` does about the ends of episodes, for who has read a step otherwise.
 
         Args:
             columns: `[E, ...]` the transitions; true last observations are put there.
             infos: as in `rows`, but not None.
             is_vector: whether the infos are of a vector of environments.
+
+        Returns:
+            what to `remember` once the transitions are written.
 
         Raises:
             KeyError, TypeError, ValueError: as `rows`.
@@ -168,9 +207,7 @@ class GymRecorder:
             if finals:
                 for _, key in layout.pairs:
                     columns[key][...] = found[key].numpy()
-        if self.autoreset_mode is None:
-            self._watch.look(columns, columns[DONE], layout.pairs)
-        self._ended = ended
+        return Memory(layout, ended, self._look(columns, layout))
 
     @property
     def stepping(self) -> NDArray[np.int64] | None:
@@ -214,9 +251,10 @@ class GymRecorder:
             raise ValueError(
                 f"lanes must be numbers from 0 to {size - 1} or {size} flags, got {lanes!r}"
             )
-        self._ended = self._ended.copy()
+        ended = self._ended.copy()
+        ended[which if is_mask else which.astype(np.int64)] = False
         self._watch.forget()
-        self._ended[which if is_mask else which.astype(np.int64)] = False
+        self._ended = ended
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""
@@ -234,6 +272,7 @@ class GymRecorder:
                 f"the state must be that of {self.num_envs} environments, got {list(ended.shape)}"
             )
         self._ended = ended
+        self._watch.forget()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension, as the flags tell most surely."""

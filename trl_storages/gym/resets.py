@@ -15,9 +15,13 @@ from torch import Tensor
 from trl_storages.gym.infos import given_final_observation
 from trl_storages.gym.layout import Layout, entries
 from trl_storages.gym.trees import leaves
+from trl_storages.keys import REWARD
 from trl_storages.storages import as_array
 
-__all__ = ["ResetWatch", "check_last_observations"]
+__all__ = ["Ends", "ResetWatch", "check_last_observations"]
+
+#: The bits of the observations that episodes ended with, by environment.
+Ends = dict[int, list[bytes]]
 
 
 def check_last_observations(
@@ -51,52 +55,89 @@ def check_last_observations(
 
 
 class ResetWatch:
-    """Warns, once, of an episode that seems to begin where the one before ended."""
+    """Notices the steps in which a vector of environments only resets some of them.
 
-    def __init__(self) -> None:
-        #: What the episodes that ended with the last step ended with, by environment.
-        self.last: dict[int, list[bytes]] = {}
-        self._warned = False
+    With gymnasium's next-step autoreset, the step after a done one has no reward and no flag, and
+    starts from exactly the observation that the episode ended with. A loop that resets by itself goes
+    on from another observation; once it did, nobody looks any more.
+
+    Args:
+        num_envs: E.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._num_envs = num_envs
+        #: What the episodes that ended with the last step ended with, by environment; None once
+        #: nobody looks any more.
+        self.last: Ends | None = {}
 
     def look(
         self,
         columns: Mapping[NestedKey, Tensor | np.ndarray],
         done: Tensor | np.ndarray,
         pairs: Sequence[tuple[NestedKey, NestedKey]],
-    ) -> None:
+    ) -> Ends | None:
         """Compares the beginnings of episodes with the ends before them.
 
         Args:
             columns: the transitions of a step, `[E, ...]`.
             done: `[E, 1]` bool.
             pairs: the keys of the observations, now and one step later.
+
+        Returns:
+            what is `last` once the step is written.
+
+        Raises:
+            ValueError: the step only resets an environment.
         """
-        if self._warned:
-            return
+        if self.last is None:
+            return None
         ended = np.flatnonzero(_array(done)).tolist()
         if not (self.last or ended):
-            return
+            return self.last
         # Bit by bit: NumPy does that in a tenth of the time that torch takes to compare.
         before = [_array(columns[key]) for key, _ in pairs]
         after = [_array(columns[key]) for _, key in pairs]
-        for lane, last in self.last.items():
-            if _bits(before, lane) == last:
-                self._warned = True
-                warnings.warn(
-                    f"environment {lane} ended, and its next step begins with the observation that it "
-                    "ended with. If the environments reset themselves in the next step, make the "
-                    "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
-                    "when they end.",
-                    stacklevel=5,
+        if self.last:
+            if not self._seems_reset(before, _array(columns[REWARD]), ended):
+                return None
+            lane = next(iter(self.last))
+            if self._num_envs > 1:
+                raise ValueError(
+                    f"every step must be a transition, but environment {lane} ended, and this step of "
+                    "it has no reward and begins with the observation that it ended with: gymnasium "
+                    "only resets it in this step. Make the storage with "
+                    "autoreset_mode=env.metadata['autoreset_mode'], which is 'NextStep' then; or with "
+                    "'Disabled', if the loop resets by itself to where an episode may end."
                 )
-                break
+            warnings.warn(
+                f"environment {lane} ended, and its next step begins with the observation that it "
+                "ended with. If the environments reset themselves in the next step, make the "
+                "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
+                "when they end.",
+                stacklevel=6,
+            )
+            return None
         ends = {lane: _bits(after, lane) for lane in ended}
         # Where a step changes nothing, nothing can be told.
-        self.last = {lane: end for lane, end in ends.items() if end != _bits(before, lane)}
+        return {lane: end for lane, end in ends.items() if end != _bits(before, lane)}
+
+    def _seems_reset(
+        self, before: Sequence[np.ndarray], rewards: np.ndarray, ended: Sequence[int]
+    ) -> bool:
+        """Returns whether no environment that ended shows that it was reset already."""
+        several = self._num_envs > 1
+        for lane, last in (self.last or {}).items():
+            if _bits(before, lane) != last:
+                return False
+            if several and (lane in ended or rewards[lane].any()):
+                return False
+        return True
 
     def forget(self) -> None:
         """Forgets what episodes ended with."""
-        self.last = {}
+        if self.last:
+            self.last = {}
 
 
 def _array(column: Tensor | np.ndarray) -> np.ndarray:

@@ -312,17 +312,17 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
     def _record_any(self, *step: Any) -> torch.Tensor | None:
         if self._recorder is None:
             self._recorder = GymRecorder(self.episodes.num_envs)
-        made = self._recorder.rows(*step)
-        if made is None:
-            return None
-        rows, lanes = made
-        if self._changes_writes:
+        made, memory = self._recorder.read(*step)
+        rows, lanes = (None, None) if made is None else made
+        if rows is not None and self._changes_writes:
             rows = self._transform.inv(rows)
-            if rows is None:
-                return None
+        if rows is None:
+            self._recorder.remember(memory)
+            return None
         with self._replay_lock, self._write_lock:
             index = self.writer.extend(rows, lanes=lanes)
             self.sampler.extend(index)
+            self._recorder.remember(memory)
             if not (self._changes_writes or self._has_short_way):
                 self._steps = StepWriter.of(self._recorder, self._storage, self._writer)
         return index
