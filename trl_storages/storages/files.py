@@ -5,21 +5,45 @@ A word is an int64.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import mmap
 import os
+import sys
 import weakref
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["WORD", "MappedWords", "WriterLock", "create_file", "sync_directory", "write_text"]
+try:
+    import fcntl
+except ImportError:
+    # Rows in memory need no files.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "WORD",
+    "MappedWords",
+    "WriterLock",
+    "check_platform",
+    "create_file",
+    "sync_directory",
+    "write_text",
+]
 
 WORD = 8  # bytes
 # Readers map files privately, so that nothing they do reaches the disk; without this flag the kernel
 # would set memory aside for a copy of the whole file.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def check_platform(directory: Path) -> None:
+    """Raises a RuntimeError if this platform lacks what a directory of rows is made with."""
+    if fcntl is None:
+        raise RuntimeError(
+            f"rows in a directory need a platform with POSIX file locks (fcntl), got {sys.platform} and "
+            f"{directory}: keep the rows in memory (leave path or scratch_dir out), and save them with "
+            "dumps()."
+        )
 
 
 def create_file(path: Path, num_words: int) -> None:
@@ -208,4 +232,5 @@ def _forget_all() -> None:
 
 
 # A forked child shares the locks; it must not keep them when this process ends.
-os.register_at_fork(after_in_child=_forget_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

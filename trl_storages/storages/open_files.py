@@ -22,7 +22,13 @@ from trl_storages.storages.directory import (
     remove_files,
     write_header,
 )
-from trl_storages.storages.files import MappedWords, WriterLock, sync_directory, write_text
+from trl_storages.storages.files import (
+    MappedWords,
+    WriterLock,
+    check_platform,
+    sync_directory,
+    write_text,
+)
 from trl_storages.storages.header import Header
 from trl_storages.storages.layout import Layout
 
@@ -86,9 +92,10 @@ class OpenFiles:
         Raises:
             FileNotFoundError: the directory holds no storage, or lacks a file.
             ValueError: a file is truncated, damaged or of another version. Nothing was changed.
-            RuntimeError: there is a writer already.
+            RuntimeError: there is a writer already, or the platform has no file locks.
             OSError: the disk may not be written.
         """
+        check_platform(directory)
         check_is_storage(directory)
         return cls._open(directory, WriterLock(directory) if writable else None)
 

@@ -23,6 +23,7 @@ from trl_storages.storages.directory import check_is_storage, holds_storage, siz
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import tensors_of
+from trl_storages.storages.files import check_platform
 from trl_storages.storages.gather import zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout, nest
@@ -60,7 +61,7 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
             other than the CPU, or what it holds is damaged, or of another size or layout.
-        RuntimeError: another writer has `scratch_dir` open.
+        RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
     >>> from tensordict import TensorDict
@@ -158,6 +159,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _reopen(self, directory: Path, track: Track) -> None:
         """Takes up the rows that the directory holds, if it holds any."""
+        check_platform(directory)
         if not holds_storage(directory):
             return
         journal = Journal.open(directory)
