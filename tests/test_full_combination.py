@@ -45,6 +45,7 @@ PARAMETERS = [
     ("ere", "updates_per_phase", [None, 1, 3], -1),
     ("per", "alpha", [0.0, 0.6, 1.0], -1.0),
     ("per", "beta", [0.0, 0.4, 1.0], math.nan),
+    ("per", "normalize", ["batch", "storage", "none"], "sum"),
     ("her", "strategy", ["future", "final", "episode", "random"], "past"),
     ("her", "num_goals", [0, 1, 4, math.inf], -1),
     ("n_step", "n_steps", [1, 2, 3, 5], 0),
@@ -198,11 +199,11 @@ class FullCombination(RuleBasedStateMachine):
     def check_recency_and_weights(self, batch):
         window = self.newest()
         assert set(batch["index"].tolist()) <= set(window)
-        least = min(self.priorities[slot] for slot in window) + EPS
-        exponent = self.per.alpha * self.per.beta
-        weights = [
-            (least / (self.priorities[slot] + EPS)) ** exponent for slot in batch["index"].tolist()
-        ]
+        alpha, beta, normalize = self.per.alpha, self.per.beta, self.per.normalize
+        drawn = [(self.priorities[slot] + EPS) ** alpha for slot in batch["index"].tolist()]
+        there = [(self.priorities[slot] + EPS) ** alpha for slot in window]
+        tops = {"batch": min(drawn), "storage": min(there), "none": sum(there) / len(there)}
+        weights = [(tops[normalize] / share) ** beta for share in drawn]
         assert batch["priority_weight"].tolist() == pytest.approx(weights, rel=1e-4)
 
     def check_goals(self, batch):

@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.priorities import draw_weight, importance_weight, sequence_priority
+from trl_storages.functional.priorities import (
+    draw_weight,
+    importance_weight,
+    raw_importance_weight,
+    sequence_priority,
+)
 
 exponents = st.floats(0, 1)
 priorities = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=20)
@@ -31,6 +36,9 @@ def test_importance_weights_by_hand():
     assert weight.tolist() == pytest.approx([1.0, 0.7071067812, 0.5773502692, 0.5], abs=1e-9)
     # eps counts before the exponent: ((1 + 1) / (7 + 1))^1.
     assert importance_weight(doubles([7.0]), 1.0, alpha=1.0, beta=1.0, eps=1.0).item() == 0.25
+    # The mean of 1, 2, 3, 4 is 2.5: without normalising (2.5/w)^1.
+    raw = raw_importance_weight(doubles([1.0, 16.0]), 2.5, alpha=0.5, beta=1.0, eps=0.0)
+    assert raw.tolist() == [2.5, 0.625]
 
 
 @pytest.mark.requirement("per-draws")
@@ -40,8 +48,11 @@ def test_importance_weights_follow_from_the_probabilities(values, alpha, beta):
     weights = [(value + eps) ** alpha for value in values]
     # (N P(i))^-beta, divided by the largest of them.
     raw = [(len(values) * weight / sum(weights)) ** -beta for weight in weights]
-    got = importance_weight(doubles(values), min(values), alpha=alpha, beta=beta, eps=eps)
+    options = {"alpha": alpha, "beta": beta, "eps": eps}
+    got = importance_weight(doubles(values), min(values), **options)
     assert got.tolist() == pytest.approx([each / max(raw) for each in raw], rel=1e-9)
+    got = raw_importance_weight(doubles(values), sum(weights) / len(weights), **options)
+    assert got.tolist() == pytest.approx(raw, rel=1e-9)
 
 
 @given(priorities, exponents)

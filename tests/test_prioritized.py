@@ -1,5 +1,6 @@
 """PERSampler inside TorchRL's buffers and this package's: draws, new rows, late and bad priorities."""
 
+import itertools
 import json
 import math
 import pickle
@@ -24,7 +25,8 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler, StepScheduler
 
 from trl_storages.priority_tree import ABSENT, LevelTree, NativeTree, has_native_tree
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers.emphasis import WindowSampler
+from trl_storages.sample_units import EpisodeSequence
+from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.prioritized import PERSampler
 from trl_storages.storages import PackedStorage
 from trl_storages.writers import EpisodeWriter
@@ -73,6 +75,7 @@ def reported(buffer, *priorities):
 @each_tree
 def test_rows_are_drawn_by_their_priorities():
     buffer = reported(make_buffer(alpha=0.5, beta=0.7), 1.0, 2.0, 3.0, 4.0)
+    assert buffer.sampler.normalize == "batch"
     index, info = buffer.sampler.sample(buffer.storage, 50_000)
     roots = [math.sqrt(p) for p in (1, 2, 3, 4)]
     expected = [50_000 * root / sum(roots) for root in roots]
@@ -82,6 +85,107 @@ def test_rows_are_drawn_by_their_priorities():
     torch.testing.assert_close(info["priority_weight"], weights[index], atol=1e-6, rtol=0)
     assert index.dtype is torch.int64
     assert info["priority_weight"].dtype is torch.float32
+
+
+def exact_weights(drawn, there, alpha, beta, eps, normalize):
+    """The weights of drawn priorities among those that could have been drawn, as plain numbers."""
+    drawn, there = ([float(p) + eps for p in priorities] for priorities in (drawn, there))
+    mean = sum(p**alpha for p in there) / len(there)
+    top = {"batch": min(drawn), "storage": min(there)}.get(normalize)
+    scale = mean if top is None else top**alpha
+    return torch.tensor([(scale / p**alpha) ** beta for p in drawn])
+
+
+@pytest.mark.requirement("per-draws")
+@each_tree
+@pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_weights_are_normalised_as_they_should_be(normalize, num_envs, windowed):
+    options = {"alpha": 0.6, "beta": 0.8, "eps": 1e-3, "normalize": normalize}
+    per = PERSampler(40, **options)
+    buffer = ReplayStorage(
+        storage=PackedStorage(40),
+        sampler=ERESampler(0.9, c_min=6, base=per) if windowed else per,
+        writer=EpisodeWriter(num_envs),
+        batch_size=3,
+        generator=torch.Generator().manual_seed(1),
+    )
+    # Half filled, and wrapped.
+    for num_steps in (18, 60):
+        data = rows(num_steps)
+        buffer.extend(data.reshape(num_envs, -1) if num_envs > 1 else data)
+        slots = buffer.episodes.slots_by_age(torch.arange(len(buffer.episodes)))
+        # One row without error, which small batches rarely have.
+        buffer.update_priority(slots, torch.arange(len(slots)) / 4)
+        if windowed:
+            buffer.sampler.begin_phase(1)
+            slots = slots[:6]
+        for _ in range(20):
+            batch = buffer.sample()
+            drawn, there = per.priorities[batch["index"]], per.priorities[slots]
+            expected = exact_weights(drawn, there, **options)
+            torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-5, atol=1e-6)
+            assert batch["priority_weight"].dtype is torch.float32
+            if normalize == "batch":
+                assert batch["priority_weight"].max() == 1
+
+
+@pytest.mark.requirement("per-draws")
+def test_one_row_without_error_leaves_the_weights_of_a_batch_alone():
+    weights = {}
+    for normalize in ("batch", "storage", "none"):
+        buffer = make_buffer(1000, beta=1.0, normalize=normalize)
+        reported(buffer, 0.0, *[1.0] * 999)
+        weights[normalize] = buffer.sample(64)["priority_weight"]
+    assert (weights["batch"] == 1).all()
+    # (1e-6 / 1)^0.6
+    assert weights["storage"].tolist() == pytest.approx([2.51e-4] * 64, rel=1e-2)
+    assert weights["none"].tolist() == pytest.approx([1.0] * 64, rel=1e-2)
+
+
+@pytest.mark.requirement("per-draws")
+@each_tree
+def test_weights_without_normalising_are_one_on_average():
+    buffer = reported(make_buffer(100, beta=1.0, normalize="none"), *torch.arange(1, 101).tolist())
+    weight = buffer.sample(50_000)["priority_weight"]
+    assert weight.mean().item() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.requirement("per-draws")
+@pytest.mark.requirement("sequences")
+def test_each_step_of_a_sequence_has_the_weight_of_its_anchor():
+    buffer = ReplayStorage(
+        storage=PackedStorage(40),
+        sampler=PERSampler(40, alpha=1.0, beta=1.0),
+        sample_unit=EpisodeSequence(4, burn_in=1),
+        batch_size=8,
+    )
+    buffer.extend(rows(40))
+    buffer.update_priority(torch.arange(40), torch.arange(40.0) + 1)
+    batch = buffer.sample()
+    priority = batch["anchor_index"] + 1
+    torch.testing.assert_close(batch["priority_weight"], priority.min() / priority)
+
+
+@pytest.mark.requirement("live-parameters")
+def test_normalize_may_change_between_samples_and_is_checked():
+    buffer = reported(make_buffer(alpha=1.0, beta=1.0, eps=1e-6), 1.0, 4.0, 4.0, 4.0)
+    seen = []
+    for normalize in ("batch", "storage", "none", "batch"):
+        buffer.sampler.normalize = normalize
+        buffer.set_rng(torch.Generator().manual_seed(2))
+        batch = buffer.sample(2)
+        assert batch["index"].min() > 0
+        seen.append(batch["priority_weight"][0].item())
+    assert seen == pytest.approx([1.0, 0.25, 13 / 16, 1.0], rel=1e-4)
+    for bad in ("sum", None, 1, ["batch"]):
+        kind = ValueError if bad == "sum" else TypeError
+        with pytest.raises(kind, match=r"one of \('batch', 'storage', 'none'\), got"):
+            buffer.sampler.normalize = bad
+        with pytest.raises(kind, match=r"normalize must be one of"):
+            PERSampler(4, normalize=bad)
+    assert buffer.sampler.normalize == "batch"
 
 
 @pytest.mark.requirement("per-draws")
@@ -484,7 +588,7 @@ def test_saved_and_loaded_it_draws_the_same(through, num_envs, tmp_path):
             batch_size=16,
         )
 
-    first = make(alpha=0.8, beta=0.5, eps=1e-3)
+    first = make(alpha=0.8, beta=0.5, eps=1e-3, normalize="none")
     for step in range(15):
         first.extend(rows(num_envs * 2, step).reshape(num_envs, 2))
         first.sampler.update_priority(torch.arange(20), torch.rand(20) + step)
@@ -499,7 +603,9 @@ def test_saved_and_loaded_it_draws_the_same(through, num_envs, tmp_path):
         assert (tmp_path / "sampler" / "priorities.f32").stat().st_size == 80
     else:
         second = pickle.loads(pickle.dumps(first))
-    assert repr(second.sampler) == "PERSampler(20, alpha=0.8, beta=0.5, eps=0.001)"
+    assert repr(second.sampler) == (
+        "PERSampler(20, alpha=0.8, beta=0.5, eps=0.001, normalize='none')"
+    )
     assert second.sampler.default_priority == first.sampler.default_priority
     for buffer in (first, second):
         buffer.set_rng(torch.Generator().manual_seed(7))
@@ -601,7 +707,8 @@ def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
     sampler.extend(slots)
     sampler.mark_update(slots, storage=storage)
     window = buffer.episodes.num_rows // 2
-    for draw in (sampler.sample, lambda *size: sampler.sample_window(*size, window)):
+    draws = (sampler.sample, lambda *size: sampler.sample_window(*size, window))
+    for draw, sampler.normalize in itertools.product(draws, ("batch", "storage", "none")):
         index, info = draw(storage, 16)
         assert index.shape == (16,)
         for tensor in (index, *info.values()):
@@ -620,7 +727,7 @@ def test_on_a_gpu_it_draws_what_it_draws_on_the_cpu():
         reported(buffer, *torch.arange(1, 1001).sqrt().tolist())
         buffer.sampler.validate()
     marks = torch.rand(500, dtype=torch.float64)
-    draws = [b.sampler._table._tree.draw(marks.to(b.sampler.device), 0.4) for b in buffers]
+    draws = [b.sampler._table._tree.draw(marks.to(b.sampler.device)) for b in buffers]
     for cpu, gpu in zip(*draws, strict=True):
         torch.testing.assert_close(gpu.cpu(), cpu)
     sampler = buffers[1].sampler
@@ -673,12 +780,11 @@ class SamplerMachine(RuleBasedStateMachine):
     def sample(self):
         self.batch = self.buffer.sample(32)
         self.drawn_at = list(self.written)
-        there = [p for p in self.priorities if p != ABSENT]
-        for i, w in zip(
-            self.batch["index"].tolist(), self.batch["priority_weight"].tolist(), strict=True
-        ):
+        slots = self.batch["index"].tolist()
+        least = min(self.priorities[i] for i in slots)
+        for i, w in zip(slots, self.batch["priority_weight"].tolist(), strict=True):
             assert self.priorities[i] != ABSENT
-            ratio = (min(there) + 1e-6) / (self.priorities[i] + 1e-6)
+            ratio = (least + 1e-6) / (self.priorities[i] + 1e-6)
             assert w == pytest.approx(ratio ** (self.sampler.alpha * self.sampler.beta), rel=1e-5)
 
     @precondition(lambda self: self.batch is not None)

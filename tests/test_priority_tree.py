@@ -69,37 +69,31 @@ class TestByHand:
     def test_draws_follow_the_cumulative_sum(self, tree):
         # Of the total, (1 - u) lies in (0, 1.5], (1.5, 5], (5, 5.5], (5.5, 10].
         marks = torch.tensor([0.0, 0.44, 0.46, 0.49, 0.51, 0.84, 0.86, 0.999], dtype=torch.float64)
-        leaf, weight, _ = tree.draw(marks, 1.0)
+        leaf, priority, _ = tree.draw(marks)
         assert leaf.tolist() == [3, 3, 2, 2, 1, 1, 0, 0]
-        assert weight.dtype is torch.float32
-        # The least weighs 0.5: 0.5/4.5, 0.5/0.5, 0.5/3.5, 0.5/1.5.
-        expected = [1 / 9, 1 / 9, 1, 1, 1 / 7, 1 / 7, 1 / 3, 1 / 3]
-        assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+        assert priority.dtype is torch.float32
+        assert priority.tolist() == [4.0, 4.0, 0.0, 0.0, 3.0, 3.0, 1.0, 1.0]
 
     def test_draws_within_ranges(self, tree):
-        # Leaves 1 and 3 weigh 3.5 and 4.5; the least of them is 3.
+        # Leaves 1 and 3 weigh 3.5 and 4.5.
         marks = torch.tensor([0.0, 0.56, 0.57, 0.999], dtype=torch.float64)
-        leaf, weight, _ = tree.draw(marks, 1.0, ints(1, 3, 0), ints(2, 4, 0))
+        leaf, priority, _ = tree.draw(marks, ints(1, 3, 0), ints(2, 4, 0))
         assert leaf.tolist() == [3, 3, 1, 1]
-        assert weight.tolist() == pytest.approx([3.5 / 4.5, 3.5 / 4.5, 1, 1], rel=1e-6)
-
-    def test_beta_is_the_exponent_of_the_weights(self, tree):
-        _, weight, _ = tree.draw(torch.zeros(1, dtype=torch.float64), 0.5)
-        assert weight.item() == pytest.approx(1 / 3, rel=1e-6)  # (0.5 / 4.5)^0.5
+        assert priority.tolist() == [4.0, 4.0, 3.0, 3.0]
 
     def test_rescale_is_exact_and_comes_back(self, tree):
-        before = tree.draw(uniform(100), 0.4)
+        before = tree.draw(uniform(100))
         tree.rescale(alpha=0.0, eps=0.5)
         assert float(tree.total()) == 4.0
         tree.rescale(alpha=2.0, eps=1.0)
         assert float(tree.total()) == 4 + 16 + 1 + 25
         tree.rescale(alpha=1.0, eps=0.5)
-        for was, now in zip(before, tree.draw(uniform(100), 0.4), strict=True):
+        for was, now in zip(before, tree.draw(uniform(100)), strict=True):
             assert torch.equal(was, now)
         tree.validate()
 
     def test_late_priorities_are_left_alone(self, tree):
-        leaf, _, generation = tree.draw(uniform(50), 1.0)
+        leaf, _, generation = tree.draw(uniform(50))
         tree.renew(ints(3), 2.0)
         written = tree.set(leaf, torch.full((50,), 9.0), generation)
         drawn = set(leaf.tolist())
@@ -122,9 +116,9 @@ def test_an_absent_leaf_is_never_drawn_nor_the_least(kind):
     assert float(tree.total()) == 0.0
     assert float(tree.least()) == ABSENT
     tree.renew(ints(0, 7, 4999), 3.0)
-    leaf, weight, generation = tree.draw(uniform(2000), 1.0)
+    leaf, priority, generation = tree.draw(uniform(2000))
     assert set(leaf.tolist()) == {0, 7, 4999}
-    assert weight.tolist() == [1.0] * 2000
+    assert priority.tolist() == [3.0] * 2000
     assert generation.tolist() == [1] * 2000
     assert float(tree.least()) == 3.0
 
@@ -134,7 +128,7 @@ def test_the_edges_of_the_unit_interval(kind):
     tree = kind(3000, alpha=1.0, eps=1e-6)
     tree.renew(ints(10, 20), 1.0)
     edges = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    assert tree.draw(edges, 1.0)[0].tolist() == [20, 10]
+    assert tree.draw(edges)[0].tolist() == [20, 10]
 
 
 @pytest.mark.requirement("per-update")
@@ -168,7 +162,7 @@ def test_updates_of_absent_leaves_and_those_left_out_change_nothing(kind):
 def test_draws_are_as_likely_as_they_should_be(kind):
     priorities = [1.0, 2.0, 3.0, 4.0]
     tree = planted(kind, priorities, alpha=0.5, eps=1e-9)
-    counts = torch.bincount(tree.draw(uniform(50_000), 0.4)[0], minlength=4)
+    counts = torch.bincount(tree.draw(uniform(50_000))[0], minlength=4)
     roots = [math.sqrt(p) for p in priorities]
     expected = [50_000 * root / sum(roots) for root in roots]
     assert chisquare(counts.numpy(), expected).pvalue > 1e-3
@@ -185,7 +179,7 @@ def test_the_share_of_each_leaf_is_exact(kind, size):
     tree.set(torch.arange(size), priorities)
     num_draws = 8 * size
     grid = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    counts = torch.bincount(tree.draw(grid, 0.4)[0], minlength=size)
+    counts = torch.bincount(tree.draw(grid)[0], minlength=size)
     share = (priorities.double() + 1e-6) / (priorities.double() + 1e-6).sum() * num_draws
     assert (counts - share).abs().max() < 1.0
 
@@ -212,8 +206,8 @@ def test_the_root_is_the_sum_after_a_million_updates(kind):
 
 
 @needs_native
-@given(st.integers(1, 3000), st.integers(0, 2**32), st.floats(0, 2), st.floats(0, 1))
-def test_both_trees_give_the_same_answers(size, seed, alpha, beta):
+@given(st.integers(1, 3000), st.integers(0, 2**32), st.floats(0, 2))
+def test_both_trees_give_the_same_answers(size, seed, alpha):
     generator = torch.Generator().manual_seed(seed)
     trees = [kind(size, alpha=alpha, eps=1e-3) for kind in (NativeTree, LevelTree)]
     rows = torch.randint(size, (size // 2 + 1,), generator=generator)
@@ -232,8 +226,8 @@ def test_both_trees_give_the_same_answers(size, seed, alpha, beta):
         sums = [torch.as_tensor(tree.total(*ranges), dtype=torch.float64) for tree in trees]
         torch.testing.assert_close(*sums, rtol=1e-12, atol=0.0)
         if sums[0].sum() > 0:
-            for got, expected in zip(*(t.draw(marks, beta, *ranges) for t in trees), strict=True):
-                torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
+            for got, expected in zip(*(t.draw(marks, *ranges) for t in trees), strict=True):
+                assert torch.equal(got, expected)
 
 
 @each_kind
@@ -252,13 +246,12 @@ def test_ranges_are_those_of_a_list(kind, data):
     least = min(float(part.min(initial=ABSENT)) for part in parts)
     assert float(tree.least(start, stop)) == least
     if sum(sums):
-        leaf, weight, _ = tree.draw(uniform(64), 1.0, start, stop)
+        leaf, priority, _ = tree.draw(uniform(64), start, stop)
         inside = {
             i for a, b in zip(start.tolist(), stop.tolist(), strict=True) for i in range(a, b)
         }
         assert set(leaf.tolist()) <= {i for i in inside if values[i] != ABSENT}
-        expected = [(least + 0.25) / (float(values[i]) + 0.25) for i in leaf]
-        assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+        assert priority.tolist() == [float(values[i]) for i in leaf]
 
 
 @each_kind
@@ -267,9 +260,7 @@ def test_copies_and_pickles_are_independent_and_equal(kind):
     tree.renew(ints(1), 5.0)
     for copied in (copy.deepcopy(tree), pickle.loads(pickle.dumps(tree))):
         assert type(copied) is kind
-        for got, expected in zip(
-            copied.draw(uniform(64), 0.4), tree.draw(uniform(64), 0.4), strict=True
-        ):
+        for got, expected in zip(copied.draw(uniform(64)), tree.draw(uniform(64)), strict=True):
             assert torch.equal(got, expected)
         copied.renew(ints(2), 1.0)
         copied.validate()
@@ -375,18 +366,16 @@ class TreeMachine(RuleBasedStateMachine):
         self.priorities = [ABSENT] * len(self.priorities)
         self.generations = [generation + 1 for generation in self.generations]
 
-    @rule(seed=st.integers(0, 1000), beta=st.floats(0, 1))
-    def draw(self, seed, beta):
+    @rule(seed=st.integers(0, 1000))
+    def draw(self, seed):
         there = [i for i, p in enumerate(self.priorities) if p != ABSENT]
         if not there:
             return
-        leaf, weight, generation = self.tree.draw(uniform(16, seed), beta)
+        leaf, priority, generation = self.tree.draw(uniform(16, seed))
         assert set(leaf.tolist()) <= set(there)
-        least = min(self.priorities[i] for i in there)
-        for i, w, g in zip(leaf.tolist(), weight.tolist(), generation.tolist(), strict=True):
-            ratio = (least + self.eps) / (self.priorities[i] + self.eps)
-            assert w == pytest.approx(ratio ** (self.alpha * beta), rel=1e-5)
-            assert g == self.generations[i]
+        assert float(self.tree.least()) == min(self.priorities[i] for i in there)
+        assert priority.tolist() == [self.priorities[i] for i in leaf.tolist()]
+        assert generation.tolist() == [self.generations[i] for i in leaf.tolist()]
 
     @invariant()
     def holds_what_the_list_holds(self):

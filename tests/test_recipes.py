@@ -162,6 +162,7 @@ class TestEveryRecipe:
             ("discount", 1.5),
             ("alpha", -0.1),
             ("beta", 1.1),
+            ("normalize", "sum"),
             ("eta", 0.0),
             ("c_min", 0),
             ("autoreset_mode", "sometimes"),

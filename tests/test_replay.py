@@ -593,6 +593,7 @@ class TestLiveParameters:
             ("alpha", -0.1),
             ("alpha", math.nan),
             ("beta", 1.1),
+            ("normalize", "sum"),
             ("eta", 0.0),
             ("eta", math.nan),
             ("c_min", 0),

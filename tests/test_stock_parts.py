@@ -138,7 +138,8 @@ class TestInAStockBuffer:
     def test_in_the_prioritized_buffer_s_place(self, storage_type):
         """What a loop over TensorDictPrioritizedReplayBuffer does, it does over ours."""
         history = HISTORIES["just full"]
-        ours = ReplayStorage(storage=storage_type(13), sampler=PERSampler(13, alpha=0.7, beta=0.5))
+        sampler = PERSampler(13, alpha=0.7, beta=0.5, normalize="storage")
+        ours = ReplayStorage(storage=storage_type(13), sampler=sampler)
         stock = TensorDictPrioritizedReplayBuffer(
             alpha=0.7, beta=0.5, storage=LazyTensorStorage(13)
         )

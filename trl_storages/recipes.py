@@ -20,6 +20,7 @@ from trl_storages import keys
 from trl_storages.episodes import Lanes
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.gym.fields import InfoKeys, info_key_names
+from trl_storages.priority_tree import Normalization
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import (
     ERESampler,
@@ -64,6 +65,7 @@ class UniformReplayStorage(ReplayStorage):
         discount: gamma of the n-step returns.
         alpha: how strongly priorities count; 0 draws without priorities.
         beta: how far importance weights correct for priorities.
+        normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
         c_min: the smallest window of recent rows.
         prefetch: batches that are drawn ahead, in threads.
@@ -103,6 +105,7 @@ class UniformReplayStorage(ReplayStorage):
         discount: float = 0.99,
         alpha: float = 0.0,
         beta: float = 0.4,
+        normalize: Normalization = "batch",
         eta: float = 1.0,
         c_min: int = 5000,
         prefetch: int = 0,
@@ -128,7 +131,9 @@ class UniformReplayStorage(ReplayStorage):
         stored = {**dict.fromkeys(info_key_names(info_keys)), **fields}
         capacity = storage_size // num_envs * num_envs
         # All are made, so that an option out of its range is an error, and used where they do something.
-        prioritized = PERSampler(capacity if alpha else 1, alpha=alpha, beta=beta)
+        prioritized = PERSampler(
+            capacity if alpha else 1, alpha=alpha, beta=beta, normalize=normalize
+        )
         sampler: Sampler = prioritized if alpha else UniformSampler()
         recency = ERESampler(eta, c_min, base=sampler)
         sampler = recency if eta != 1 else sampler

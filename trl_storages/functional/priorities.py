@@ -12,7 +12,7 @@ import torch
 
 from trl_storages import arguments
 
-__all__ = ["draw_weight", "importance_weight", "sequence_priority"]
+__all__ = ["draw_weight", "importance_weight", "raw_importance_weight", "sequence_priority"]
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
@@ -45,11 +45,11 @@ def importance_weight(
 
         (N P(i))^-beta / max_j (N P(j))^-beta  =  (w_min / w_i)^beta,   w = (p + eps)^alpha
 
-    so the least likely transition that could have been drawn has weight 1, and no other more.
+    so the least likely transition of those that j runs over has weight 1, and no other of them more.
 
     Args:
         priority: p of the drawn transitions, of any shape.
-        least: p_min, the least priority among all that could have been drawn.
+        least: p_min, the least priority of the batch, or among all that could have been drawn.
         alpha: the exponent of the draws.
         beta: how much is corrected: 0 nothing, 1 all of it.
         eps: as in `draw_weight`.
@@ -63,6 +63,34 @@ def importance_weight(
     tensor([1.0000, 0.5000])
     """
     return ((least + eps) / (priority + eps)) ** (alpha * beta)
+
+
+def raw_importance_weight(
+    priority: Array, mean: Array | float, *, alpha: float, beta: float, eps: float
+) -> Array:
+    """Weighs the loss of a drawn transition as `importance_weight` does, without normalising.
+
+        (N P(i))^-beta  =  (w_mean / w_i)^beta,   w = (p + eps)^alpha
+
+    so with beta = 1 the expectation of a weighted loss is its mean over all rows. Weights of rare
+    transitions may be large.
+
+    Args:
+        priority: p of the drawn transitions, of any shape.
+        mean: w_mean, the mean of w over the N transitions that could have been drawn.
+        alpha: the exponent of the draws.
+        beta: how much is corrected: 0 nothing, 1 all of it.
+        eps: as in `draw_weight`.
+
+    Returns:
+        weights above 0, of the shape of `priority`.
+
+    Reference: Schaul et al. 2016, arXiv:1511.05952, section 3.4.
+
+    >>> raw_importance_weight(torch.tensor([1.0, 4.0]), 1.5, alpha=0.5, beta=1.0, eps=0.0)
+    tensor([1.5000, 0.7500])
+    """
+    return (mean / draw_weight(priority, alpha=alpha, eps=eps)) ** beta
 
 
 def sequence_priority(

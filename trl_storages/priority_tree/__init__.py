@@ -11,13 +11,14 @@ from trl_storages.priority_tree.choice import has_native_tree, priority_tree
 from trl_storages.priority_tree.lane_order import LaneOrder
 from trl_storages.priority_tree.levels import LevelTree
 from trl_storages.priority_tree.native import NativeTree
-from trl_storages.priority_tree.table import PriorityTable
+from trl_storages.priority_tree.table import Normalization, PriorityTable
 
 __all__ = [
     "ABSENT",
     "LaneOrder",
     "LevelTree",
     "NativeTree",
+    "Normalization",
     "PriorityTable",
     "PriorityTree",
     "has_native_tree",

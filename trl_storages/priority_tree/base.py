@@ -128,22 +128,19 @@ class PriorityTree(ABC):
     def draw(
         self,
         uniform: torch.Tensor,
-        beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws leaves, with replacement, and says how their losses weigh.
+        """Draws leaves, with replacement.
 
         Args:
             uniform: `[B]` float64 random numbers in [0, 1).
-            beta: exponent of the importance weights.
             start: `[R]` int64: draw within disjoint ranges only.
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves, never absent ones; `[B]` float32 weights, relative to the least
-            likely leaf that could have been drawn; `[B]` int32 generations. Unchecked: some leaf
-            must be there to draw.
+            `[B]` int64 leaves, never absent ones; `[B]` float32 priorities; `[B]` int32 generations.
+            Unchecked: some leaf must be there to draw.
         """
 
     def get(self, index: torch.Tensor) -> torch.Tensor:

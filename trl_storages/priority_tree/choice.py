@@ -35,7 +35,7 @@ def priority_tree(
     >>> tree = priority_tree(4, alpha=1.0, eps=1e-6)
     >>> tree.renew(torch.tensor([0, 2]), 1.0)
     >>> _ = tree.set(torch.tensor([0]), torch.tensor([3.0]))
-    >>> leaf, weight, generation = tree.draw(torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64), beta=1.0)
+    >>> leaf, priority, generation = tree.draw(torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64))
     >>> leaf.tolist()
     [0, 0, 2]
     """

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from trl_storages.functional.priorities import importance_weight
 from trl_storages.priority_tree.base import ABSENT, PriorityTree
 
 __all__ = ["LevelTree"]
@@ -169,7 +168,6 @@ class LevelTree(PriorityTree):
     def draw(
         self,
         uniform: torch.Tensor,
-        beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,14 +183,8 @@ class LevelTree(PriorityTree):
             leaf = self._find(mass + (self._sum_before(start) - (ends - sums))[which])
             # Rounding may step over the edge of a range.
             leaf = torch.minimum(torch.maximum(leaf, start[which]), stop[which] - 1)
-        weight = importance_weight(
-            self._least[0].index_select(0, leaf),
-            self.least(start, stop),
-            alpha=self.alpha,
-            beta=beta,
-            eps=self.eps,
-        )
-        return leaf, weight, self._generations.index_select(0, leaf)
+        priority = self._least[0].index_select(0, leaf)
+        return leaf, priority, self._generations.index_select(0, leaf)
 
     def _find(self, mass: torch.Tensor) -> torch.Tensor:
         """Returns the first leaf up to which the sum is not less than each `[B]` mass above 0."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trl_storages._torchrl import native_sum_tree
-from trl_storages.functional.priorities import draw_weight, importance_weight
+from trl_storages.functional.priorities import draw_weight
 from trl_storages.priority_tree.base import ABSENT, PriorityTree
 
 __all__ = ["NativeTree"]
@@ -143,7 +143,6 @@ class NativeTree(PriorityTree):
     def draw(
         self,
         uniform: torch.Tensor,
-        beta: float,
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,16 +166,9 @@ class NativeTree(PriorityTree):
             leaf = self._step_back(leaf)
             drawn = self._leaves.take(leaf)
             priority = drawn.view(np.float32)[_PRIORITY]
-        weight = importance_weight(
-            priority,
-            self.least(start, stop),
-            alpha=self.alpha,
-            beta=beta,
-            eps=self.eps,
-        )
         return (
             torch.from_numpy(leaf),
-            torch.from_numpy(weight),
+            torch.from_numpy(priority),
             torch.from_numpy(drawn.view(np.int32)[_GENERATION]),
         )
 

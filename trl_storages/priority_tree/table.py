@@ -5,18 +5,22 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from trl_storages.episodes import EpisodeIndex
+from trl_storages.functional.priorities import importance_weight, raw_importance_weight
 from trl_storages.priority_tree.base import ABSENT, PriorityTree
 from trl_storages.priority_tree.choice import priority_tree
 from trl_storages.priority_tree.lane_order import LaneOrder
 from trl_storages.priority_tree.late_error import LateError
 
-__all__ = ["PriorityTable"]
+__all__ = ["Normalization", "PriorityTable"]
+
+#: Whose largest weight is 1: that of the batch, that of all rows that could have been drawn, or none.
+Normalization = Literal["batch", "storage", "none"]
 
 _INFINITY_BITS = int(np.float32(np.inf).view(np.uint32))
 
@@ -80,29 +84,69 @@ class PriorityTable:
     # Drawing
 
     def draw(
-        self, uniform: torch.Tensor, beta: float
+        self,
+        uniform: torch.Tensor,
+        beta: float,
+        normalize: Normalization,
+        num_rows: int | torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws among all rows.
 
         Args:
             uniform: `[B]` float64 random numbers in [0, 1).
             beta: exponent of the importance weights.
+            normalize: whose largest weight is 1.
+            num_rows: how many rows there are, on the host or the device.
 
         Returns:
             `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
         """
-        leaf, weight, generation = self._tree.draw(uniform, beta)
+        leaf, priority, generation = self._tree.draw(uniform)
+        weight = self._weights(priority, beta, normalize, num_rows)
         return self._order.slots(leaf), weight, generation
 
     def draw_newest(
-        self, uniform: torch.Tensor, beta: float, episodes: EpisodeIndex, window: torch.Tensor
+        self,
+        uniform: torch.Tensor,
+        beta: float,
+        normalize: Normalization,
+        episodes: EpisodeIndex,
+        window: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
             self._arrange(episodes.num_envs, self.priorities, self.generations)
-        ranges = self._order.newest(episodes, window)
-        leaf, weight, generation = self._tree.draw(uniform, beta, *ranges)
+        start, stop = self._order.newest(episodes, window)
+        leaf, priority, generation = self._tree.draw(uniform, start, stop)
+        num_rows = (stop - start).sum()
+        weight = self._weights(priority, beta, normalize, num_rows, start, stop)
         return self._order.slots(leaf), weight, generation
+
+    def _weights(
+        self,
+        priority: torch.Tensor,
+        beta: float,
+        normalize: Normalization,
+        num_rows: int | torch.Tensor,
+        *ranges: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the importance weights of drawn `[B]` priorities, float32.
+
+        Args:
+            priority: `[B]` float32.
+            beta: as in `draw`.
+            normalize: as in `draw`.
+            num_rows: how many rows could have been drawn.
+            *ranges: `[R]` first leaves and ends of where they lie; none for all.
+        """
+        exponents = {"alpha": self._alpha, "beta": beta, "eps": self._eps}
+        if normalize == "none":
+            mean = self._tree.total(*ranges)
+            mean = (mean.sum() if ranges else mean) / num_rows
+            # In float64: the weights of rows without error are large.
+            return raw_importance_weight(priority.double(), mean, **exponents).float()
+        least = priority.amin() if normalize == "batch" else self._tree.least(*ranges)
+        return importance_weight(priority, least, **exponents)
 
     def rescale(self, *, alpha: float, eps: float) -> None:
         """Changes the exponent, exactly, in a pass over all rows."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
-from trl_storages.priority_tree import PriorityTable
+from trl_storages.priority_tree import Normalization, PriorityTable
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.samplers.uniform import check_not_empty
@@ -43,9 +43,17 @@ class PERSampler(PrioritizedSampler):
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
 
+    where j of the weights runs over the batch, or over whatever `normalize` says.
+
     It takes the place of TorchRL's `PrioritizedSampler`, in any of its replay buffers. It works on
     any device, with TorchRL's native part or without; it keeps raw priorities, so that `alpha` may
     change at any time, also from 0; and it refuses priorities that would spoil the draws.
+
+    **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
+    tianshou do; "storage" by the largest there is among all rows (of the window within an
+    `ERESampler`), as TorchRL does; "none" by nothing: (N P(i))^-beta, which is 1 on average. They
+    differ by a factor of the whole batch, and so in the size of the optimiser's steps. With "storage" a
+    single row of little error makes the weights of all others small.
 
     **New rows.** A row that is written, or overwritten, gets the largest priority reported so far
     at once, and 1 before there is any.
@@ -62,12 +70,13 @@ class PERSampler(PrioritizedSampler):
         alpha: how much priorities count, in [0, 4]: 0 draws uniformly.
         beta: how much of the bias the weights correct, in [0, 1]. Anneal it to 1.
         eps: above 0, at most 1; keeps rows without error drawable.
+        normalize: whose largest weight is 1: "batch", "storage" or "none".
         reduction: how TorchRL's buffers reduce the several priorities of one row: "max", "min",
             "mean" or "median".
         device: where priorities live until a storage is seen; then they live where it does.
 
-    `alpha`, `beta` and `eps` are plain attributes that TorchRL's schedulers may set. A new `alpha`
-    or `eps` costs a pass over all rows, a new `beta` nothing.
+    `alpha`, `beta`, `eps` and `normalize` are plain attributes, and TorchRL's schedulers may set the
+    first three. A new `alpha` or `eps` costs a pass over all rows, the others nothing.
 
     Raises:
         ValueError: an argument is out of range.
@@ -92,6 +101,7 @@ class PERSampler(PrioritizedSampler):
         beta: float = 0.4,
         eps: float = 1e-6,
         *,
+        normalize: Normalization = "batch",
         reduction: str = "max",
         device: torch.device | str = "cpu",
     ) -> None:
@@ -101,6 +111,7 @@ class PERSampler(PrioritizedSampler):
         self._alpha = arguments.number("alpha", alpha, at_least=0, at_most=_HIGHEST_ALPHA)
         self._beta = arguments.number("beta", beta, at_least=0, at_most=1)
         self._eps = arguments.number("eps", eps, at_least=_LEAST_EPS, at_most=1)
+        self.normalize = normalize
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
@@ -145,6 +156,15 @@ class PERSampler(PrioritizedSampler):
             self._table.rescale(alpha=self._alpha, eps=eps)
 
     @property
+    def normalize(self) -> Normalization:
+        """Whose largest importance weight is 1: "batch", "storage" or "none"."""
+        return self._normalize
+
+    @normalize.setter
+    def normalize(self, value: Normalization) -> None:
+        self._normalize = arguments.choice("normalize", value, get_args(Normalization))
+
+    @property
     def device(self) -> torch.device:
         """Where priorities live: on the device of the storage."""
         return self._table.device
@@ -165,8 +185,8 @@ class PERSampler(PrioritizedSampler):
         """Draws rows with replacement, in proportion to their priorities.
 
         Returns:
-            `[B]` int64 slots, and the info: `priority_weight` `[B]` float32, normalised over all
-            rows, and `priority_stamp` `[B]` int32.
+            `[B]` int64 slots, and the info: `priority_weight` `[B]` float32, normalised as
+            `normalize` says, and `priority_stamp` `[B]` int32.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -174,7 +194,9 @@ class PERSampler(PrioritizedSampler):
         """
         check_not_empty(storage)
         self._settle(storage)
-        slots, weight, stamp = self._table.draw(self._uniform(batch_size), self._beta)
+        slots, weight, stamp = self._table.draw(
+            self._uniform(batch_size), self._beta, self._normalize, _num_rows(storage)
+        )
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def sample_window(
@@ -189,7 +211,7 @@ class PERSampler(PrioritizedSampler):
                 `EpisodeIndex.ages`, to draw from, at least 1.
 
         Returns:
-            As `sample`; the weights are normalised over the window.
+            As `sample`; what is said of all rows holds for those of the window.
 
         Raises:
             RuntimeError: the storage is empty or has no episode index.
@@ -200,6 +222,7 @@ class PERSampler(PrioritizedSampler):
         slots, weight, stamp = self._table.draw_newest(
             self._uniform(batch_size),
             self._beta,
+            self._normalize,
             episodes,
             torch.as_tensor(window, device=self.device),
         )
@@ -356,6 +379,7 @@ class PERSampler(PrioritizedSampler):
             "alpha": self._alpha,
             "beta": self._beta,
             "eps": self._eps,
+            "normalize": self._normalize,
             **self._table.state_dict(),
         }
 
@@ -379,8 +403,9 @@ class PERSampler(PrioritizedSampler):
             )
         alpha = arguments.number("alpha", state_dict["alpha"], at_least=0, at_most=_HIGHEST_ALPHA)
         beta = arguments.number("beta", state_dict["beta"], at_least=0, at_most=1)
+        normalize = arguments.choice("normalize", state_dict["normalize"], get_args(Normalization))
         self._eps = arguments.number("eps", state_dict["eps"], at_least=_LEAST_EPS, at_most=1)
-        self._alpha, self._beta = alpha, beta
+        self._alpha, self._beta, self._normalize = alpha, beta, normalize
         self._marked = None
         self._table.rescale(alpha=self._alpha, eps=self._eps)
         self._table.load_state_dict(state_dict)
@@ -407,5 +432,13 @@ class PERSampler(PrioritizedSampler):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
-            f"eps={self._eps})"
+            f"eps={self._eps}, normalize={self._normalize!r})"
         )
+
+
+def _num_rows(storage: Storage) -> int | torch.Tensor:
+    """Returns how many rows can be drawn, on the device where the host would have to wait for it."""
+    episodes = getattr(storage, "episodes", None)
+    if episodes is None:
+        return len(storage)
+    return len(episodes) if episodes.device.type == "cpu" else episodes.num_rows
