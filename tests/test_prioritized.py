@@ -394,6 +394,65 @@ def test_indices_of_any_shape():
         buffer.sampler.update_priority(torch.zeros(1), 1.0)
 
 
+# What arithmetic between [B] and [B, 1] makes of errors, and of those of sequences [n, S].
+SLIPS = {
+    "flat": ([4], [4, 4]),
+    "flat, with a last dimension": ([4], [4, 4, 1]),
+    "mini-batches": ([2, 2], [2, 2, 2]),
+    "one line": ([1, 4], [1, 4, 4]),
+}
+
+
+@pytest.mark.requirement("per-update")
+@each_tree
+@pytest.mark.parametrize(("batch_size", "shape"), SLIPS.values(), ids=SLIPS)
+def test_errors_that_were_broadcast_raise_and_change_nothing(batch_size, shape):
+    buffer = ReplayStorage(storage=PackedStorage(8), sampler=PERSampler(8), batch_size=4)
+    buffer.extend(rows(8))
+    batch = buffer.sample().reshape(*batch_size)
+    batch["td_error"] = torch.rand(shape)
+    before = buffer.sampler.priorities
+    with pytest.raises(ValueError, match=r"'td_error' must have one value a row, shape .*, got"):
+        buffer.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match=r"one priority for each of the 4 indices, got"):
+        buffer.update_priority(batch["index"], torch.rand(4, 4))
+    assert torch.equal(buffer.sampler.priorities, before)
+    assert buffer.sampler.default_priority == 1.0
+
+
+@pytest.mark.requirement("per-update")
+def test_the_notebook_s_slip_is_told_of():
+    """gamma^m of [B, 1, 1] by rewards [B, 1]."""
+    buffer = ReplayStorage(storage=PackedStorage(8), sampler=PERSampler(8), batch_size=6)
+    buffer.extend(rows(8))
+    batch = buffer.sample()
+    steps = torch.ones(6, 1)
+    batch["td_error"] = 0.9 ** steps.unsqueeze(-1) * batch["next", "reward"]
+    with pytest.raises(
+        ValueError, match=r"shape \[6\] or \[6, 1\], got \[6, 6, 1\], which comes of"
+    ):
+        buffer.update_tensordict_priority(batch)
+    message = r"got 36, of shape \[6, 6, 1\].*Arithmetic between \[6\] and \[6, 1\]"
+    with pytest.raises(ValueError, match=message):
+        buffer.update_priority(batch["index"], batch["td_error"])
+    assert (buffer.sampler.priorities == 1).all()
+
+
+@pytest.mark.requirement("per-update")
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+def test_several_errors_of_a_row_are_reduced(reduction):
+    sampler = PERSampler(8, reduction=reduction)
+    buffer = ReplayStorage(storage=PackedStorage(8), sampler=sampler, batch_size=6)
+    buffer.extend(rows(8))
+    for size, shape in (([6], [6, 3]), ([6], [6, 3, 1]), ([2, 3], [2, 3, 4]), ([1], [1, 5])):
+        batch = buffer.sample(math.prod(size)).reshape(*size)
+        error = batch["index"].reshape(*size, *[1] * (len(shape) - len(size))).expand(shape)
+        batch["td_error"] = error.float().clone()
+        buffer.update_tensordict_priority(batch)
+        index = batch["index"].flatten()
+        assert torch.equal(buffer.sampler.priorities[index], index.float())
+
+
 @pytest.mark.requirement("per-update")
 @each_tree
 def test_unknown_indices_are_left_alone():

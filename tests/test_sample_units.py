@@ -195,8 +195,12 @@ def test_a_sequence_has_one_goal(history):
     torch.testing.assert_close(relabelled["next", "reward"], reward)
 
 
-@pytest.mark.parametrize("emphasis", [False, True])
-def test_priorities_of_rows_reach_their_anchors_only(emphasis):
+@pytest.mark.requirement("per-update")
+@pytest.mark.parametrize(
+    ("emphasis", "batch_size", "last"),
+    [(False, [30], []), (True, [6, 5], []), (False, [-1, 5], [1]), (False, [2, 15], [1, 1])],
+)
+def test_priorities_of_rows_reach_their_anchors_only(emphasis, batch_size, last):
     unit = EpisodeSequence(3, burn_in=1, bootstrap=1)
     priorities = PERSampler(20, alpha=1.0)
     buffer = ReplayStorage(
@@ -209,15 +213,39 @@ def test_priorities_of_rows_reach_their_anchors_only(emphasis):
     done = (torch.arange(33) % 6 == 5).unsqueeze(-1)
     buffer.extend(TensorDict({"next": {"done": done}}, [33]))
     batch = buffer.sample()
-    batch["td_error"] = torch.arange(1.0, 31.0)
+    batch = batch.reshape(*batch_size)
+    batch["td_error"] = torch.arange(1.0, 31.0).reshape(*batch.batch_size, *last)
     buffer.update_tensordict_priority(batch)
 
     # The largest error of the valid rows to learn from; of an anchor drawn twice, the last counts.
     expected = [1.0] * 20
-    for line in batch.reshape(6, unit.num_steps):
+    for line in batch.reshape(-1, unit.num_steps):
         learnt = line["validity_mask"] & line["learning_mask"]
         expected[line["anchor_index"][0]] = line["td_error"][learnt].max().item()
     assert priorities.priorities.tolist() == expected
+
+
+@pytest.mark.requirement("per-update")
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda batch: batch[:8],
+        lambda batch: batch.reshape(6, 5)[:, 1:],
+        lambda batch: batch.reshape(6, 5).transpose(0, 1),
+    ],
+)
+def test_sequences_that_are_not_whole_or_in_order_raise(spoil):
+    sampler = PERSampler(20)
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=1)
+    buffer = ReplayStorage(
+        storage=PackedStorage(20), sampler=sampler, sample_unit=unit, batch_size=6
+    )
+    buffer.extend(TensorDict({"next": {"done": torch.zeros(20, 1, dtype=torch.bool)}}, [20]))
+    batch = spoil(buffer.sample())
+    batch["td_error"] = torch.rand(batch.batch_size)
+    with pytest.raises(ValueError, match=r"as \[n \* 5\] or \[n, 5\], got \["):
+        buffer.update_tensordict_priority(batch)
+    assert (sampler.priorities == 1).all()
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])

@@ -1,6 +1,6 @@
 """Reads the new priorities of a sampled batch, one for each row or sequence that was drawn.
 
-Letters: B batch.
+Letters: B batch, n sequences, S rows of a sequence.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ def drawn_priorities(
     """Returns the slots that were drawn, their priorities, and the stamps they were drawn with.
 
     Args:
-        data: a sampled batch.
-        priority_key: entry of the priorities, `[B]` or `[B, ...]`.
+        data: a sampled batch, `[B]` or of several dimensions; sequences as `[n * S]` or `[n, S]`.
+        priority_key: entry of the priorities, of the batch size of `data`, or with further dimensions.
         reduction: how several values of one row become one: "max", "min", "mean" or "median".
-        sequence_length: rows of each sequence; its anchor gets the largest valid one of the steps that
-            are learnt from.
+        sequence_length: S, rows of each sequence; its anchor gets the largest valid one of the steps
+            that are learnt from.
 
     Returns:
         `[B]` slots, priorities, and stamps or None. None at all for rows that were never drawn.
 
     Raises:
         KeyError: the batch was drawn by priority, and holds none.
+        ValueError: the priorities are of the shape that broadcasting `[B]` with `[B, 1]` makes, or
+            the batch is not of whole sequences, one after another.
     """
     priority = data.get(priority_key, None)
     stamp = data.get(keys.PRIORITY_STAMP, None)
@@ -41,12 +43,38 @@ def drawn_priorities(
             f"the batch lacks {priority_key!r}: the loss writes it, or set it to the absolute "
             "temporal-difference errors."
         )
+    _check_not_broadcast(priority, data.batch_size, priority_key)
     priority = priority.detach().reshape(-1)
     if priority.numel() != data.numel():
         priority = REDUCTIONS[reduction](priority.reshape(data.numel(), -1), 1)
     if data.get(keys.ANCHOR_INDEX, None) is None:
         return data.get(keys.INDEX), priority, stamp
-    learnt = data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)
+    if data.batch_size[-1] % sequence_length:
+        raise ValueError(
+            "a batch of sequences must hold them whole and one after another, as "
+            f"[n * {sequence_length}] or [n, {sequence_length}], got {list(data.batch_size)}: give the "
+            "batch back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
+        )
+    learnt = (data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)).reshape(-1)
     priority = torch.where(learnt, priority, 0).reshape(-1, sequence_length).amax(1)
     anchor = data.get(keys.ANCHOR_INDEX).reshape(-1, sequence_length)[:, 0]
     return anchor, priority, None if stamp is None else stamp.reshape(-1, sequence_length)[:, 0]
+
+
+def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, key: NestedKey) -> None:
+    """Raises if priorities `[B, B]` are no several values a row, but a slip."""
+    shape = priority.shape[:-1] if priority.shape[-1:] == (1,) else priority.shape
+    if len(shape) <= len(batch):
+        return
+    try:
+        slip = torch.broadcast_shapes(batch, (*batch, 1))
+    except RuntimeError:
+        return
+    if shape == slip and slip.numel() > batch.numel():
+        size = list(batch)
+        raise ValueError(
+            f"{key!r} must have one value a row, shape {size} or {[*size, 1]}, got "
+            f"{list(priority.shape)}, which comes of arithmetic between {size} and {[*size, 1]}, such "
+            'as a value without its last dimension and a reward with it; compare with batch["next", '
+            '"reward"].shape. Nothing was updated.'
+        )

@@ -399,12 +399,13 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         draws by priority, so that a training loop need not know.
 
         Args:
-            data: a sampled batch; its priorities are `[B]`, or `[B, ...]` to be reduced by the
-                sampler's `reduction`.
+            data: a sampled batch, also reshaped, as sequences by `batch.reshape(-1, num_steps)`; its
+                priorities are `[B]`, `[B, 1]`, or `[B, ...]` to be reduced by the sampler's `reduction`.
 
         Raises:
             KeyError: the batch was drawn by priority, and holds none.
-            ValueError: a priority is NaN, negative or infinite. Nothing is changed then.
+            ValueError: a priority is NaN, negative or infinite, or they are `[B, B]`, which comes of
+                arithmetic between `[B]` and `[B, 1]`. Nothing is changed then.
         """
         arguments.steps("data", data)
         sampler = self._sampler

@@ -285,18 +285,15 @@ class PERSampler(PrioritizedSampler):
         self._settle(storage)
         self._marked = None
         slots = self._as_slots(index)
-        priority = torch.as_tensor(priority).detach().to(self.device, torch.float32).reshape(-1)
+        priority = torch.as_tensor(priority).detach().to(self.device, torch.float32)
         if priority.numel() == 1:
-            priority = priority.expand(slots.numel())
-        if stamp is not None:
-            stamp = stamp.to(self.device).reshape(-1)
+            priority = priority.reshape(1).expand(slots.numel())
         for name, given in (("priority", priority), ("stamp", stamp)):
             if given is not None and given.numel() != slots.numel():
-                raise ValueError(
-                    f"there must be one {name} for each of the {slots.numel()} indices, got "
-                    f"{given.numel()}."
-                )
-        self._table.update(slots, priority.contiguous(), stamp)
+                raise ValueError(_not_one_each(name, given, slots.numel()))
+        if stamp is not None:
+            stamp = stamp.to(self.device).reshape(-1)
+        self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
@@ -434,6 +431,17 @@ class PERSampler(PrioritizedSampler):
             f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
             f"eps={self._eps}, normalize={self._normalize!r})"
         )
+
+
+def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
+    """Says that there are more or fewer values than indices."""
+    message = (
+        f"there must be one {name} for each of the {num_indices} indices, got {given.numel()}, of "
+        f"shape {list(given.shape)}; nothing was updated."
+    )
+    if given.numel() == num_indices**2:
+        message += f" Arithmetic between {[num_indices]} and {[num_indices, 1]} makes such a shape."
+    return message
 
 
 def _num_rows(storage: Storage) -> int | torch.Tensor:
