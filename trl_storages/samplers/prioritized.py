@@ -51,7 +51,7 @@ class PERSampler(PrioritizedSampler):
 
     **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
     tianshou do; "storage" by the largest there is among all rows (of the window within an
-    `ERESampler`), as TorchRL does; "none" by nothing: (N P(i))^-beta, which is 1 on average. They
+    `ERESampler`), as TorchRL does; "none" by nothing: (N P(i))^-beta, on average 1 with beta = 1. They
     differ by a factor of the whole batch, and so in the size of the optimiser's steps. With "storage" a
     single row of little error makes the weights of all others small.
 
