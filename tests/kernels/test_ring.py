@@ -1,0 +1,280 @@
+"""The ring of both backends, against the plain-Python model and against each other, bit for bit."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from oracles import RingOracle
+from scipy import stats
+
+from trl_storages.kernels import device, host
+from trl_storages.kernels.host import ring as host_ring
+from trl_storages.kernels.ring_tables import GOAL_STRATEGIES
+
+BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
+CPU = torch.device("cpu")
+HIGHEST = 2**63 - 1
+
+
+def flags(rows):
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def noise_of(seed, size):
+    return torch.empty(size, dtype=torch.int64).random_(
+        generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def below(noise, bound):
+    return noise * bound >> 63
+
+
+def both(rings, ask):
+    """The one answer of both rings, whatever its form."""
+    answers = [ask(ring) for ring in rings]
+    parts = [answer if isinstance(answer, tuple) else (answer,) for answer in answers]
+    for one, other in zip(*parts, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    return answers[0]
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Writes of every shape; every answer is compared after each of them."""
+
+    @initialize(num_envs=st.integers(1, 4), places=st.integers(1, 7), spare=st.integers(0, 3))
+    def start(self, num_envs, places, spare):
+        size = num_envs * places + min(spare, num_envs - 1)
+        self.rings = [kernels.Ring(size, num_envs, CPU) for kernels in (host, device)]
+        self.oracle, self.seed = RingOracle(size, num_envs), 0
+
+    @rule(data=st.data())
+    def append(self, data):
+        num_envs, places = self.oracle.num_envs, self.oracle.places
+        lanes = data.draw(
+            st.none()
+            | st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True)
+        )
+        num_lanes = num_envs if lanes is None else len(lanes)
+        steps = data.draw(st.just(1) | st.integers(1, 2 * places + 3))
+        row = st.lists(st.sampled_from([False, False, False, True]), min_size=steps, max_size=steps)
+        block = st.lists(row, min_size=num_lanes, max_size=num_lanes)
+        done, cut = data.draw(block), data.draw(st.none() | block)
+        written = torch.arange(num_envs) if lanes is None else torch.tensor(lanes)
+        named = both(self.rings, lambda ring: ring.next_slots(written, steps))
+        slots = both(
+            self.rings,
+            lambda ring: ring.append(
+                flags(done),
+                None if cut is None else flags(cut),
+                None if lanes is None else written,
+            ),
+        )
+        assert torch.equal(slots, named)
+        lost = max(steps - places, 0)
+        expected = self.oracle.append(done, cut, lanes)
+        assert slots.tolist() == [[-1] * lost + lane[lost:] for lane in expected]
+
+    @invariant()
+    def knows_the_same(self):
+        both(self.rings, lambda ring: ring.lanes)
+        live = [*self.oracle.live()]
+        both(self.rings, lambda ring: ring.episode[live])
+        both(self.rings, lambda ring: ring.span(torch.tensor(live, dtype=torch.int64)))
+        assert self.rings[0].fill.sum() == len(live)
+
+    @invariant()
+    def ages_and_extents(self):
+        rows = self.oracle.by_age()
+        ranks = torch.arange(len(rows))
+        slots = both(self.rings, lambda ring: ring.slots_by_age(ranks))
+        assert slots.tolist() == [self.oracle.slot(row) for row in rows]
+        assert both(self.rings, lambda ring: ring.ages(slots)).tolist() == ranks.tolist()
+        behind, ahead = both(self.rings, lambda ring: ring.extent(slots))
+        assert behind.tolist() == [self.oracle.behind(row) for row in rows]
+        assert ahead.tolist() == [self.oracle.ahead(row) for row in rows]
+
+    @invariant()
+    def windows_and_sequences(self):
+        rows = self.oracle.by_age()
+        slots = torch.tensor([self.oracle.slot(row) for row in rows], dtype=torch.int64)
+        for num_rows in (1, 3):
+            windows, lengths = both(
+                self.rings, lambda ring, num_rows=num_rows: ring.windows(slots, num_rows)
+            )
+            assert windows.shape == (num_rows, len(rows))
+            for column, row, length in zip(windows.T.tolist(), rows, lengths.tolist(), strict=True):
+                onward = [other for other in self.oracle.episode(row) if other.step >= row.step]
+                expected = [self.oracle.slot(other) for other in onward[:num_rows]]
+                assert length == len(expected)
+                assert column == expected + expected[-1:] * (num_rows - length)
+        found, valid = both(self.rings, lambda ring: ring.sequences(slots, 2, 5))
+        for sequence, is_valid, row in zip(found.tolist(), valid.tolist(), rows, strict=True):
+            episode = self.oracle.episode(row)
+            wanted = [row.step + offset for offset in range(-2, 3)]
+            steps = [min(max(step, episode[0].step), episode[-1].step) for step in wanted]
+            assert is_valid == [step == asked for step, asked in zip(steps, wanted, strict=True)]
+            there = {other.step: self.oracle.slot(other) for other in episode}
+            assert sequence == [there[step] for step in steps]
+
+    @invariant()
+    def draws(self):
+        rows = self.oracle.by_age()
+        if not rows:
+            return
+        self.seed += 1
+        noise = noise_of(self.seed, (2, 8))
+        noise[0, :2] = torch.tensor([0, HIGHEST])
+        numbers = noise.tolist()
+        for window in (None, 1, len(rows) - len(rows) // 2, len(rows), len(rows) + 3):
+            count = len(rows) if window is None else min(window, len(rows))
+            as_tensor = None if window is None else torch.tensor(window)
+            slots = both(self.rings, lambda ring, window=as_tensor: ring.draw(noise[0], window))
+            assert slots.tolist() == [
+                self.oracle.slot(rows[below(number, count)]) for number in numbers[0]
+            ]
+            if window is not None:
+                lengths = both(
+                    self.rings, lambda ring, window=as_tensor: ring.newest_per_lane(window)
+                )
+                lanes = torch.tensor([row.lane for row in rows[:count]])
+                assert torch.equal(lengths, torch.bincount(lanes, minlength=self.oracle.num_envs))
+        mask = flags([True, True, True, False] * 2)
+        live = self.oracle.live()
+        slots = both(self.rings, lambda ring: ring.draw(noise[0]))
+        for strategy in GOAL_STRATEGIES:
+            goals = both(
+                self.rings,
+                lambda ring, strategy=strategy: ring.goals(slots, noise[1], mask, strategy),
+            )
+            for slot, goal, number, is_drawn in zip(
+                slots.tolist(), goals.tolist(), numbers[1], mask.tolist(), strict=True
+            ):
+                lenders = self.oracle.goals(live[slot], strategy)
+                candidates = rows if strategy == "random" else lenders
+                chosen = candidates[below(number, len(candidates))]
+                assert goal == (self.oracle.slot(chosen) if is_drawn else slot)
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(max_examples=50, stateful_step_count=8)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The compiled loops as the Python they are written in."""
+    for name, loop in vars(host_ring).copy().items():
+        if hasattr(loop, "py_func"):
+            monkeypatch.setattr(host_ring, name, loop.py_func)
+    monkeypatch.setattr(host_ring, "prefetch", lambda array, byte: None)
+
+
+@pytest.mark.usefixtures("interpreted")
+@given(st.data())
+@settings(max_examples=5, suppress_health_check=list(settings().suppress_health_check))
+def test_the_loops_are_python(data):
+    machine = RingMachine()
+    machine.start(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 0)
+    for _ in range(4):
+        machine.append(data)
+        machine.knows_the_same()
+        machine.ages_and_extents()
+        machine.windows_and_sequences()
+        machine.draws()
+
+
+@BACKENDS
+@pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40 + 7])
+def test_draws_below_any_bound(kernels, num_rows):
+    """Scaled below 2^31, by remainder beyond; never through floats, which would miss most rows."""
+    ring = kernels.Ring(8, 1, CPU)
+    # As large as no machine's memory: draws look at cursors only.
+    ring.capacity = ring.steps_per_lane = num_rows
+    ring.lanes[0, 0] = num_rows
+    noise = noise_of(3, 50)
+    noise[:2] = torch.tensor([0, HIGHEST])
+    draw = (lambda x: below(x, num_rows)) if num_rows < 2**31 else (lambda x: x % num_rows)
+    expected = [num_rows - 1 - draw(number) for number in noise.tolist()]
+    assert ring.draw(noise).tolist() == expected
+
+
+@BACKENDS
+@pytest.mark.parametrize("slot", [6, -1, 2**40])
+def test_a_slot_beyond_the_ring(kernels, slot):
+    ring = kernels.Ring(6, 2, CPU)
+    ring.append(flags([[0, 0, 1]] * 2), None)
+    slots = torch.tensor([0, slot])
+    for ask in (
+        lambda: ring.windows(slots, 2),
+        lambda: ring.sequences(slots, 1, 3),
+        lambda: ring.goals(slots, noise_of(0, 2), flags([1, 1]), "future"),
+    ):
+        with pytest.raises(IndexError):
+            ask()
+
+
+@BACKENDS
+@pytest.mark.parametrize("strategy", [*GOAL_STRATEGIES, None])
+def test_draws_are_uniform(kernels, strategy):
+    """Over lanes of unequal fill, one of which has wrapped, with 20,000 draws."""
+    ring, oracle = kernels.Ring(36, 3, CPU), RingOracle(36, 3)
+    for done, lane in (([0, 0, 1] * 7, 2), ([0] * 7, 0), ([1], 1)):
+        ring.append(flags([done]), None, torch.tensor([lane]))
+        oracle.append([done], None, [lane])
+    anchor = oracle.by_age()[9]
+    drawn = ring.draw(noise_of(1, 20_000))
+    candidates = [*oracle.live()]
+    if strategy is not None:
+        anchors = torch.full_like(drawn, oracle.slot(anchor))
+        mask = torch.ones_like(anchors, dtype=torch.bool)
+        drawn = ring.goals(anchors, noise_of(2, 20_000), mask, strategy)
+        candidates = [oracle.slot(row) for row in oracle.goals(anchor, strategy)]
+    counts = torch.bincount(drawn, minlength=36)
+    assert counts.nonzero().squeeze(1).tolist() == sorted(candidates)
+    if len(candidates) > 1:
+        assert stats.chisquare(counts[candidates]).pvalue > 1e-4
+
+
+def test_copies_and_shared_tables_are_written_where_they_are():
+    ring = host.Ring(6, 1, CPU)
+    ring.append(flags([[0, 0]]), None)
+    copy = pickle.loads(pickle.dumps(ring))
+    copy.append(flags([[1]]), None)
+    assert (ring.fill.item(), copy.fill.item()) == (2, 3)
+    ring.share_memory_()
+    ring.append(flags([[0, 0, 0]]), None)
+    assert ring.fill.item() == 5
+    assert ring.lanes.is_shared()
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
+    ring = device.Ring(24, num_envs, simulated_gpu)
+    for num_steps in (1, 5, 40):
+        done = torch.zeros(num_envs, num_steps, dtype=torch.bool, device=simulated_gpu)
+        ring.append(done, None)
+        ring.append(done, done)
+    ring.append(done[:1], None, torch.zeros(1, dtype=torch.int64, device=simulated_gpu))
+    noise = torch.empty(2, 8, dtype=torch.int64, device=simulated_gpu).random_()
+    window = ring.fill.sum().clamp(max=5)
+    for newest in (None, window):
+        slots = ring.draw(noise[0], newest)
+        answers = [ring.goals(slots, noise[1], noise[1] > 0, name) for name in GOAL_STRATEGIES]
+        answers += [*ring.windows(slots, 3), *ring.sequences(slots, 1, 4), *ring.extent(slots)]
+        answers += [ring.slots_by_age(slots), ring.ages(slots), ring.newest_per_lane(window)]
+        assert all(answer.device == simulated_gpu for answer in answers)
+
+
+def test_the_loops_take_rows_of_noise_that_lie_apart():
+    """A column of noise, or every second mask, is drawn with as well as one in one piece."""
+    rings = [kernels.Ring(12, 2, CPU) for kernels in (host, device)]
+    both(rings, lambda ring: ring.append(flags([[0, 1], [0, 0], [0, 0], [1, 0]]).T, None))
+    noise = noise_of(0, (6, 2))
+    slots = both(rings, lambda ring: ring.draw(noise[:, 0]))
+    mask = torch.from_numpy(np.array([True, False] * 6))[::2]
+    both(rings, lambda ring: ring.goals(slots, noise[:, 1], mask, "episode"))

@@ -1,0 +1,137 @@
+"""Writes an episode index and draws from it in tensor operations.
+
+Letters: T steps per lane, E lanes (environments), M = T * E slots, L lanes and S steps written now,
+B batch, n rows of a window.
+
+No number that changes with writes is read on the host, so that a captured graph stays right while the
+ring grows and wraps, and where a lane skips a step later.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trl_storages.kernels.ring_tables import RingTables, take
+
+__all__ = ["Ring"]
+
+
+class Ring(RingTables):
+    """See `kernels.host.Ring`: the same methods, the same answers bit for bit."""
+
+    def append(
+        self, done: torch.Tensor, cut: torch.Tensor | None, lanes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Takes S further steps of L lanes."""
+        if lanes is None:
+            lanes = torch.arange(self.num_envs, device=self.device)
+        room, num_steps = self.steps_per_lane, done.shape[1]
+        slots, lane = self.next_slots(lanes, num_steps), lanes.unsqueeze(1)
+        cursor, begun, is_open = self.lanes[lane].unbind(-1)
+        # A row begins an episode if the row before it ended one, or if it is cut off from it.
+        begins = torch.cat([is_open == 0, done[:, :-1]], 1)
+        if cut is not None:
+            begins = begins | cut
+        number = begun + begins.cumsum(1) - 1
+        step = cursor + torch.arange(num_steps, device=self.device)
+        first_step = torch.where(begins, step, -1).cummax(1).values
+        # Whether a row is the last of its episode among those written now.
+        last = torch.ones_like(begins)
+        last[:, :-1] = begins[:, 1:]
+        self.lanes[lanes] = torch.stack(
+            [cursor[:, 0] + num_steps, number[:, -1] + 1, (~done[:, -1]).long()], 1
+        )
+
+        # Of more than T steps, the last T find room.
+        entry = (lane * room + number % room)[:, -room:]
+        first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
+        self.episode[slots[:, -room:]] = entry.to(self.episode.dtype)
+        # Episodes that began before this write have their first step already.
+        self.spans[:, 0][torch.where(first_step >= 0, entry, self.capacity)] = first_step
+        newest = torch.where(last[:, -room:], entry, self.capacity)
+        self.spans[:, 1][newest] = step
+        self.spans[:, 2][newest] = done.long()
+        return slots
+
+    def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of live rows by their rank: 0 is the newest."""
+        if self.num_envs == 1:
+            return (self.cursors - 1 - ranks) % self.steps_per_lane
+        fill, lanes = self.by_fill()
+        # Level j holds the ages at which exactly the j emptiest lanes have no row left. Its first
+        # rank is the number of rows younger than its first age.
+        lane_ids = torch.arange(self.num_envs, device=self.device)
+        first_age = torch.cat([fill.new_zeros(1), fill[:-1]])
+        rows_in_level = (fill - first_age) * (self.num_envs - lane_ids)
+        end_rank = rows_in_level.cumsum(0)
+        level = torch.searchsorted(end_rank, ranks, right=True)
+        offset = ranks - take(end_rank - rows_in_level, level)
+        width = self.num_envs - level
+        age = take(first_age, level) + offset // width
+        lane = take(lanes, self.num_envs - 1 - offset % width)
+        step = take(self.cursors, lane) - 1 - age
+        return step % self.steps_per_lane * self.num_envs + lane
+
+    def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
+        """Draws live rows uniformly, or the newest ones only."""
+        num_rows = self.fill.sum()
+        if window is not None:
+            num_rows = torch.minimum(num_rows, window)
+        return self.slots_by_age(self._below(noise, num_rows))
+
+    def goals(
+        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
+    ) -> torch.Tensor:
+        """Draws the rows that lend their goals."""
+        if strategy == "random":
+            goals = self.draw(noise)
+        else:
+            behind, ahead = self.extent(slots)
+            if strategy == "future":
+                offset = self._below(noise, ahead + 1)
+            elif strategy == "final":
+                offset = ahead
+            else:
+                offset = self._below(noise, behind + ahead + 1) - behind
+            goals = self.shift(slots, offset)
+        return torch.where(mask, goals, slots)
+
+    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds each row and those that follow it in its episode."""
+        ahead = self.extent(slots)[1]
+        wanted = torch.arange(num_rows, device=self.device).unsqueeze(1)
+        step = torch.minimum(ahead, wanted)
+        return self.shift(slots, step), step[-1] + 1
+
+    def sequences(
+        self, slots: torch.Tensor, burn_in: int, num_steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds the rows around each one, without leaving its episode."""
+        behind, ahead = (extent.unsqueeze(1) for extent in self.extent(slots))
+        wanted = torch.arange(-burn_in, num_steps - burn_in, device=self.device)
+        offset = torch.minimum(torch.maximum(wanted, -behind), ahead)
+        return self.shift(slots.unsqueeze(1), offset), offset == wanted
+
+    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
+        """Counts how many of the newest rows each lane holds."""
+        lane_ids = torch.arange(self.num_envs, device=self.device)
+        fill, lanes = self.by_fill()
+        # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
+        end = fill.cumsum(0) + fill * (self.num_envs - 1 - lane_ids)
+        emptied = torch.searchsorted(end, window, right=True)
+        # Not indexed: an index without dimensions would be read on the host.
+        whole = take(torch.cat([fill.new_zeros(1), fill.cumsum(0)]), emptied)
+        sharing = (self.num_envs - emptied).clamp(min=1)
+        left = window - whole
+        # Of equally old rows, those of the fullest lanes come first.
+        place = self.num_envs - 1 - lane_ids
+        share = left // sharing + (place < left % sharing)
+        length = torch.where(lane_ids < emptied, fill, share)
+        return torch.empty_like(length).scatter_(0, lanes, length)
+
+    def _below(self, noise: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+        """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""
+        scaled = ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+        if self.capacity < 2**31:
+            return scaled
+        return torch.where(bound < 2**31, scaled, noise % bound)

@@ -1,0 +1,144 @@
+"""The tables of an episode index, and what is rarely asked of them.
+
+Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
+
+Step s of lane l lives in slot `(s % T) * E + l`. Every slot names an entry of a table of episodes, and an
+entry holds the steps with which its episode began and ended. A row that was overwritten changes no entry:
+answers are clamped to the oldest step that survives, `cursor - T`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+__all__ = ["GOAL_STRATEGIES", "RingTables", "take"]
+
+#: How a goal row is drawn; compiled loops know each by its place.
+GOAL_STRATEGIES = ("future", "final", "episode", "random")
+
+_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+class RingTables:
+    """Which rows of a ring belong to one episode.
+
+    Both backends keep the same tables. They differ in how they write them and draw from them.
+
+    Args:
+        capacity: slots of the ring; rounded down to a multiple of `num_envs`.
+        num_envs: number of lanes E, at least 1 and at most `capacity`.
+        device: where the tables live.
+    """
+
+    def __init__(self, capacity: int, num_envs: int, device: torch.device) -> None:
+        self.num_envs = num_envs
+        self.steps_per_lane = capacity // num_envs
+        self.capacity = self.steps_per_lane * num_envs
+        self.device = device
+        # 4 bytes a slot while entries fit.
+        entries = torch.int32 if self.capacity < 2**31 else torch.int64
+        #: `[M]` the entry of each slot's episode.
+        self.episode = self._zeros(self.capacity, dtype=entries)
+        #: `[M + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
+        #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
+        #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
+        self.spans = self._zeros(self.capacity + 1, 3)
+        #: `[E, 3]` int64, of each lane: steps written, episodes begun, and whether its next row
+        #: continues the last one.
+        self.lanes = self._zeros(num_envs, 3)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # Unlike torch's, NumPy's zeros take no memory before they are written to, and there are far
+        # fewer episodes than there could be.
+        return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that the index knows, by name."""
+        return {"episode": self.episode, "spans": self.spans, "lanes": self.lanes}
+
+    def share_memory_(self) -> None:
+        """Moves the tables to memory that other processes see."""
+        for tensor in self.tensors.values():
+            tensor.share_memory_()
+
+    @property
+    def cursors(self) -> torch.Tensor:
+        """`[E]` int64, steps written to each lane since the beginning."""
+        return self.lanes[:, 0]
+
+    @property
+    def is_open(self) -> torch.Tensor:
+        """`[E]` int64, whether the next row of a lane continues its last episode."""
+        return self.lanes[:, 2]
+
+    @property
+    def fill(self) -> torch.Tensor:
+        """`[E]` int64, the live rows of each lane."""
+        return self.cursors.clamp(max=self.steps_per_lane)
+
+    # Slots
+
+    def next_slots(self, lanes: torch.Tensor, num_steps: int) -> torch.Tensor:
+        """Returns the slots `[L, S]` of the next S steps of L lanes; -1 for steps that find no room."""
+        lane = lanes.unsqueeze(1)
+        step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
+        slots = step % self.steps_per_lane * self.num_envs + lane
+        if num_steps > self.steps_per_lane:
+            slots[:, : -self.steps_per_lane] = -1
+        return slots
+
+    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
+        """Returns the slots so many steps later in the same lane."""
+        return (slots + steps * self.num_envs) % self.capacity
+
+    def steps(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the step of each slot in its lane; below 0 where nothing was written yet."""
+        newest = take(self.cursors, slots % self.num_envs) - 1
+        return newest - (newest - slots // self.num_envs) % self.steps_per_lane
+
+    # Episodes
+
+    def span(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the entry of each slot's episode, `[*B, 3]`."""
+        return take(self.spans, take(self.episode, slots))
+
+    def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns how many surviving rows of the same episode lie before and after each slot."""
+        first, last, _ = self.span(slots).unbind(-1)
+        step = self.steps(slots)
+        return step - torch.maximum(first, self.oldest(slots)), last - step
+
+    def oldest(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the oldest step that survives in the lane of each slot."""
+        oldest = (self.cursors - self.steps_per_lane).clamp(min=0)
+        return take(oldest, slots % self.num_envs)
+
+    # Ages
+
+    def by_fill(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the lanes' numbers of live rows, ascending, and the lanes in that order."""
+        return torch.sort(self.fill, stable=True)
+
+    def ages(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the rank by age of each slot among all live rows: 0 is the newest."""
+        lane = slots % self.num_envs
+        age = take(self.cursors, lane) - 1 - self.steps(slots)
+        fill, lanes = self.by_fill()
+        # Rows that are younger: those of lanes emptied before this age, and `age` of each other lane.
+        place = torch.empty_like(lanes)
+        place.scatter_(0, lanes, torch.arange(self.num_envs, device=self.device))
+        num_emptied = torch.searchsorted(fill, age, right=True)
+        shorter = torch.cat([fill.new_zeros(1), fill.cumsum(0)])
+        younger = take(shorter, num_emptied) + (self.num_envs - num_emptied) * age
+        return younger + self.num_envs - 1 - take(place, lane)
+
+
+def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Gathers rows of `table` for an index of any shape, never reading it on the host."""
+    if index.ndim == 1:
+        return table.index_select(0, index)
+    return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
