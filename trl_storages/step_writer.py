@@ -276,7 +276,7 @@ def _is_in_memory(storage: Any, writer: Any) -> bool:
         and type(writer) is EpisodeWriter
         and storage.layout is not None
         and storage.device.type == "cpu"
-        and storage.scratch_dir is None
+        and not storage.is_durable
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.data import RoundRobinWriter, Storage
+from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
@@ -72,10 +72,10 @@ class EpisodeWriter(RoundRobinWriter):
 
         Raises:
             TypeError: the storage keeps no tensors on a device.
-            ValueError: the storage has more dimensions than one, fewer rows than lanes, or an index
-                of another number of lanes.
+            ValueError: the storage has more dimensions than one, fewer rows than lanes, an index of
+                another number of lanes, or rows without an index.
         """
-        if not isinstance(getattr(storage, "device", None), torch.device):
+        if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
             raise TypeError(
                 "EpisodeWriter needs a storage of tensors on a device that is known, such as "
                 f"PackedStorage or LazyTensorStorage, got {type(storage).__name__} with device="
@@ -87,6 +87,11 @@ class EpisodeWriter(RoundRobinWriter):
                 "interleaved in one dimension; pass num_envs to the writer instead."
             )
         index = getattr(storage, "episodes", None)
+        if index is None and len(storage):
+            raise ValueError(
+                f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
+                "without episodes: make an empty storage, and extend the buffer with the rows."
+            )
         journal = getattr(storage, "journal", None)
         if journal is not None:
             journal.set_lanes(self.num_envs)
@@ -105,7 +110,7 @@ class EpisodeWriter(RoundRobinWriter):
             self.num_envs, dtype=torch.int64, device=storage.episodes.device
         )
         self._on_disk = None
-        if getattr(storage, "scratch_dir", None) is not None:
+        if isinstance(storage, PackedStorage) and storage.is_durable:
             self._on_disk = DurableLanes(storage)
             self._last_trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
             self._write_count = self._on_disk.write_count

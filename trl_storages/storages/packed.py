@@ -184,6 +184,11 @@ class PackedStorage(LazyTensorStorage):
         """Bytes a row takes, padding included; 0 until the layout is fixed."""
         return 0 if self.layout is None else self.layout.row_nbytes
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether rows and episodes outlive the process in files, now or from the first write on."""
+        return self.scratch_dir is not None
+
     # Layout
 
     def _init(self, data: TensorDictBase) -> None:

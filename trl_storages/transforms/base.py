@@ -91,8 +91,10 @@ class ReplayTransform(Transform):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{type(self).__name__} reads rows beside the sampled ones, so it works as the transform of "
-            "a ReplayStorage only; this one was called without a storage."
+            f"{type(self).__name__} reads rows beside the sampled ones and what the sampler drew, which "
+            "only a ReplayStorage hands to its transforms; it was called without them. Pass it as "
+            "transform= to a ReplayStorage. A ReplayBufferEnsemble calls the transforms of its members "
+            "alone: sample each ReplayStorage by itself, and join the batches with torch.cat."
         )
 
 
