@@ -15,11 +15,13 @@ from oracles import RingOracle, Row
 from tensordict import TensorDict
 from torch import Tensor
 
-from trl_storages import ReplayStorage
+from trl_storages import ReplayStorage, ReplayTransform
+from trl_storages.transforms import SeenRows
 
 __all__ = [
     "GOAL_SIZE",
     "HISTORIES",
+    "AsDrawn",
     "History",
     "achieved_goals",
     "distance_reward",
@@ -47,6 +49,15 @@ def distance_reward(achieved_goal: Tensor, desired_goal: Tensor, transition: Any
     """[...]: a reward that no two pairs of goals share by accident."""
     lane, step, kind = (achieved_goal - 0.5 * desired_goal).unbind(-1)
     return -(lane + 0.125 * step + 100 * kind)
+
+
+class AsDrawn(ReplayTransform):
+    """Leaves a batch as it is stored, with the goal rows that were drawn for it."""
+
+    uses_goals = True
+
+    def replay(self, batch: Any, rows: SeenRows) -> Any:
+        return batch
 
 
 def goal_transitions(lanes: Tensor, steps: Tensor, done: Tensor) -> TensorDict:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from durable.rows import check, is_torn, make, priority_of, transitions, write
+from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, RoundRobinWriter, TensorDictReplayBuffer
@@ -55,6 +56,7 @@ class TestReopening:
                 storage=PackedStorage(24, scratch_dir=tmp_path),
                 writer=EpisodeWriter(num_envs),
                 sampler=sampler,
+                transform=AsDrawn(),
                 generator=torch.Generator().manual_seed(3),
                 batch_size=7,
             )

@@ -4,17 +4,18 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from goal_data import HISTORIES, achieved_goals, distance_reward, write
+from goal_data import HISTORIES, AsDrawn, achieved_goals, distance_reward, write
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
 from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import HERSampler
 from trl_storages.storages import PackedStorage
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writers import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random"]
@@ -348,3 +349,75 @@ class TestErrors:
         buffer = make_buffer(8, base=RandomSampler())
         write(buffer, RingOracle(8), [[False] * 8])
         assert buffer.sample(10)["her_mask"].sum() == 8
+
+
+class TestSomebodyWritesTheGoals:
+    """A mask that claims goals nobody wrote would be believed."""
+
+    WITHOUT = r"HERSampler draws must be written by a transform, got \[.*GoalRelabel\(reward_fn\)"
+
+    def storage(self, sampler, **options):
+        storage = ReplayStorage(storage=PackedStorage(30), sampler=sampler, batch_size=8, **options)
+        HISTORIES["before wrap-around"].write(storage)
+        return storage
+
+    @pytest.mark.parametrize("prefetch", [None, 2])
+    @pytest.mark.parametrize("transform", [None, NStep(3, 0.5), lambda batch: batch])
+    @pytest.mark.parametrize("wrap", [lambda it: it, lambda it: HERSampler(num_goals=0, base=it)])
+    def test_otherwise_nothing_is_drawn(self, transform, wrap, prefetch):
+        generator = torch.Generator().manual_seed(3)
+        options = {"transform": transform, "prefetch": prefetch, "generator": generator}
+        storage, state = self.storage(wrap(HERSampler()), **options), generator.get_state()
+        with pytest.raises(RuntimeError, match=self.WITHOUT):
+            storage.sample()
+        assert torch.equal(generator.get_state(), state)
+        storage.shutdown()
+
+    @pytest.mark.parametrize(
+        "add",
+        [
+            lambda storage, relabel: storage.append_transform(relabel),
+            lambda storage, relabel: storage.insert_transform(0, relabel),
+            lambda storage, relabel: storage.append_transform(
+                Compose(Compose(relabel), NStep(2, 0.9))
+            ),
+        ],
+        ids=["appended", "inserted", "within others"],
+    )
+    def test_a_transform_that_comes_later(self, add):
+        storage, relabel = self.storage(HERSampler()), GoalRelabel(distance_reward)
+        with pytest.raises(RuntimeError, match=self.WITHOUT):
+            storage.sample()
+        add(storage, relabel)
+        assert storage.sample()["her_mask"].sum() == 6
+
+    def test_a_sampler_that_comes_later(self):
+        storage = self.storage(None)
+        storage.sample()
+        storage.set_sampler(HERSampler())
+        with pytest.raises(RuntimeError, match=self.WITHOUT):
+            storage.sample()
+
+    def test_no_goals_need_nobody(self):
+        sampler = HERSampler(num_goals=0)
+        storage = self.storage(sampler)
+        assert not storage.sample()["her_mask"].any()
+        sampler.num_goals = 1
+        with pytest.raises(RuntimeError, match=self.WITHOUT):
+            storage.sample()
+
+    def test_a_transform_of_one_s_own(self):
+        """It says that it makes use of them."""
+        assert self.storage(HERSampler(), transform=AsDrawn()).sample()["her_mask"].sum() == 6
+
+    def test_episodes_have_no_drawn_goals(self):
+        assert not self.storage(HERSampler()).sample_episodes(2).get("her_mask", None)
+
+    def test_a_stock_buffer_hands_out_what_was_drawn(self):
+        buffer = TensorDictReplayBuffer(
+            storage=PackedStorage(30), writer=EpisodeWriter(), sampler=HERSampler(), batch_size=8
+        )
+        HISTORIES["before wrap-around"].write(buffer)
+        batch = buffer.sample()
+        assert batch["her_mask"].sum() == 6
+        assert {"goal_index", "her_mask"} <= set(batch.keys())

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from durable.rows import is_torn, make, priority_of, write
+from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 
 from trl_storages import (
@@ -124,6 +125,7 @@ def test_workers_that_are_spawned(tmp_path):
     storage = ReplayStorage(
         storage=PackedStorage(100, scratch_dir=tmp_path),
         sampler=HERSampler(base=PERSampler(100)),
+        transform=AsDrawn(),
         batch_size=10,
     )
     write(storage, 50)

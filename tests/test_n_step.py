@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from goal_data import HISTORIES, achieved_goals, distance_reward, goal_transitions, write
+from goal_data import HISTORIES, AsDrawn, achieved_goals, distance_reward, goal_transitions, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from n_step_oracle import assert_folded, fold
@@ -453,8 +453,8 @@ class TestWhatIsFetched:
     @pytest.mark.parametrize(
         "transform",
         [
-            NStep(1),
-            RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]),
+            Compose(NStep(1), AsDrawn()),
+            Compose(RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]), AsDrawn()),
             Compose(
                 GoalRelabel(distance_reward), RewardScaling(0.0, 2.0, in_keys=[("next", "reward")])
             ),

@@ -883,6 +883,7 @@ def test_a_sampler_set_later_follows_the_generator_too():
         storage = make_uniform(20, seed=5)
         write(storage, RingOracle(20), [episode_flags([3, 8], 4)])
         previous = storage.sampler
+        storage.append_transform(GoalRelabel(distance_reward))
         assert storage.set_sampler(HERSampler()) is previous
         batches.append(storage.sample(50))
     assert torch.equal(batches[0]["index"], batches[1]["index"])

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from goal_data import HISTORIES, distance_reward, episode_flags, write
+from goal_data import HISTORIES, AsDrawn, distance_reward, episode_flags, write
 from oracles import RingOracle
 from scipy import stats
 from torchrl.data import (
@@ -221,7 +221,13 @@ class TestStockPartsInAReplayStorage:
     def test_an_iteration_ends_with_the_epoch(self):
         for sampler in (SamplerWithoutReplacement(), HERSampler(base=SamplerWithoutReplacement())):
             history = HISTORIES["just full"]
-            buffer = make(ReplayStorage, history, sampler, batch_size=5)
+            buffer = make(
+                ReplayStorage,
+                history,
+                sampler,
+                batch_size=5,
+                transform=AsDrawn(),
+            )
             history.write(buffer)
             for _ in range(2):
                 assert sorted(torch.cat([batch["index"] for batch in buffer]).tolist()) == list(
@@ -255,7 +261,7 @@ class TestStockPartsInAReplayStorage:
     def test_samplers_take_turns(self, storage_type):
         """A sampler that comes later takes in the rows that are there."""
         history = HISTORIES["lanes"]
-        buffer = make(ReplayStorage, history, RandomSampler(), storage_type)
+        buffer = make(ReplayStorage, history, RandomSampler(), storage_type, transform=AsDrawn())
         live = history.write(buffer).live()
         for sampler in (PERSampler(26), UniformSampler(), ERESampler(0.999), HERSampler()):
             buffer.set_sampler(sampler)
@@ -266,7 +272,12 @@ def test_a_storage_shared_by_two_buffers():
     """Both see the rows and the episodes; the one that writes has the writer."""
     storage = PackedStorage(20)
     first = ReplayStorage(storage=storage, batch_size=8)
-    second = ReplayStorage(storage=storage, sampler=HERSampler(), batch_size=8)
+    second = ReplayStorage(
+        storage=storage,
+        sampler=HERSampler(),
+        transform=GoalRelabel(distance_reward),
+        batch_size=8,
+    )
     write(first, RingOracle(20), [episode_flags([4, 3])])
     assert second.episodes is first.episodes
     assert len(second) == 7

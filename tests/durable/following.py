@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from durable.rows import is_torn, make, write
+from goal_data import AsDrawn
 
 from trl_storages import HERSampler, ReplayStorage, UniformSampler
 
@@ -40,7 +41,12 @@ def reader(path, number, shared, rows):
     sampler = HERSampler() if number % 2 else UniformSampler()
     generator = torch.Generator().manual_seed(number)
     storage = ReplayStorage.open(
-        path, mode="r", sampler=sampler, batch_size=BATCH, generator=generator
+        path,
+        mode="r",
+        sampler=sampler,
+        transform=AsDrawn(),
+        batch_size=BATCH,
+        generator=generator,
     )
     newest = seen = 0
     end = time.monotonic() + SECONDS

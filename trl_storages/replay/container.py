@@ -456,7 +456,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
 
         Raises:
             ValueError: `batch_size` is below 1.
-            RuntimeError: the storage is empty, or no batch size is known.
+            RuntimeError: the storage is empty, no batch size is known, or a `HERSampler` draws goals that
+                no transform writes.
         """
         if batch_size is not None:
             batch_size = arguments.integer("batch_size", batch_size, at_least=1)
@@ -470,6 +471,8 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         with self._replay_lock, self._write_lock:
             if self.shared:
                 self._hear_of_writes()
+            parts = parts_of(self._transform)
+            self._check_goals(parts)
             storage = self._storage
             index, info = self._sampler.sample(storage, batch_size)
             if isinstance(index, tuple):
@@ -480,7 +483,6 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            parts = parts_of(self._transform)
             batch = self._fetch(index, parts)
             if batch.device != index.device:
                 info = {key: value.to(batch.device) for key, value in info.items()}
@@ -488,6 +490,19 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
                 set_entry(batch, key, value)
             batch = apply_transforms(parts, batch, SeenRows(storage))
         return batch, info
+
+    def _check_goals(self, parts: list[Transform]) -> None:
+        """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
+        sampler = self._sampler
+        if not isinstance(sampler, WrappingSampler) or not sampler.draws_goals:
+            return
+        if not any(getattr(part, "uses_goals", False) for part in parts):
+            raise RuntimeError(
+                "the goals that HERSampler draws must be written by a transform, got "
+                f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn), or "
+                "append_transform() it; set num_goals=0 to draw none. A transform of your own that reads "
+                "goal_index declares it by uses_goals = True."
+            )
 
     def _fetch(self, slots: torch.Tensor, parts: list[Transform]) -> TensorDictBase:
         """Returns the rows in memory of their own, without `next` where no transform wants it."""

@@ -55,6 +55,11 @@ class WrappingSampler(Sampler):
     def _remaining_batches(self) -> int:
         return self.base._remaining_batches
 
+    @property
+    def draws_goals(self) -> bool:
+        """Whether batches name goal rows, which a transform must write into them."""
+        return isinstance(self.base, WrappingSampler) and self.base.draws_goals
+
     def add(self, index: Any) -> None:
         """Tells the base of one new row."""
         self.base.add(index)

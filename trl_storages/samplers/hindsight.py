@@ -37,6 +37,11 @@ class HERSampler(WrappingSampler):
     An unfinished episode lends what has been seen so far. The floor is 0 for a batch of one, which
     is relabelled with probability k / (k + 1) instead.
 
+    The sampler draws goal rows and changes nothing: a `ReplayStorage` samples with it if one of its
+    transforms writes the goals, as `GoalRelabel` does, and says so otherwise. A transform of one's own
+    that does declares it by `uses_goals = True`. TorchRL's replay buffers can't hand the storage to a
+    transform; there the batch is as stored, and `goal_index` and `her_mask` are what was drawn for it.
+
     Args:
         strategy: where goals come from.
         num_goals: k, relabelled transitions for each one that stays as stored; 0 relabels none,
@@ -92,6 +97,11 @@ class HERSampler(WrappingSampler):
         if k != math.inf and k != int(k):
             raise ValueError(f"num_goals must be a whole number or inf, got {value}.")
         self._num_goals = k if k == math.inf else int(k)
+
+    @property
+    def draws_goals(self) -> bool:
+        """Whether batches name goal rows: not with `num_goals` 0."""
+        return self.num_goals > 0 or super().draws_goals
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws transitions and their goal rows.

@@ -36,6 +36,9 @@ class ReplayTransform(Transform):
 
     #: Entries of a row that this transform shows differently from what is stored.
     changed_keys: frozenset[NestedKey] = frozenset()
+    #: Whether this transform makes use of the goal rows that a `HERSampler` draws. Where none does, a
+    #: `ReplayStorage` refuses to draw them.
+    uses_goals = False
 
     @abstractmethod
     def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:

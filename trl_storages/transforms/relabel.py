@@ -57,6 +57,8 @@ class GoalRelabel(ReplayTransform):
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
     """
 
+    uses_goals = True
+
     def __init__(
         self,
         reward_fn: GoalFunction,
