@@ -11,8 +11,15 @@ import os
 import warnings
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import device, host
+
+    # Both have the same methods.
+    RowTable = device.RowTable | host.RowTable
 
 __all__ = ["backend"]
 

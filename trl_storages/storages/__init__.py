@@ -7,7 +7,7 @@ from trl_storages.storages.entries import tensors_of
 from trl_storages.storages.fields import field_keys, read_fields
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
-from trl_storages.storages.layout import Field, Layout, Span, nest
+from trl_storages.storages.layout import Field, Layout, nest
 from trl_storages.storages.packed import PackedStorage
 from trl_storages.storages.priority_column import PriorityColumn
 from trl_storages.storages.row_writer import as_array
@@ -22,7 +22,6 @@ __all__ = [
     "PackedStorage",
     "PriorityColumn",
     "RowsCheckpointer",
-    "Span",
     "Steps",
     "as_array",
     "field_keys",

@@ -5,22 +5,20 @@ Letters: N rows, W words a row, B any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
-from trl_storages.storages.gather import quick_words
 
-__all__ = ["Field", "Layout", "Span", "nest"]
+__all__ = ["Field", "Layout", "nest"]
 
 _WORD = 8  # bytes
-# Fields with no more between them are fetched together: a gather costs more than these bytes.
-_GAP = 128  # bytes
 
 
 @dataclass(frozen=True)
@@ -45,63 +43,8 @@ class Field:
         """Where the field begins in the row."""
         return self.start * self.dtype.itemsize
 
-    @property
-    def stop_byte(self) -> int:
-        """Where the field ends in the row."""
-        return (self.start + self.size) * self.dtype.itemsize
-
     def __str__(self) -> str:
         return f"{_name(self.dtype)} {list(self.shape)}"
-
-
-class Span:
-    """The words of a row that hold some neighbouring fields, to be fetched in one gather.
-
-    Args:
-        fields: at least one, in the order of the row.
-        num_words: W, the width of the row; None fetches no more than the fields ask for.
-    """
-
-    def __init__(self, fields: Sequence[Field], num_words: int | None = None) -> None:
-        # Whole elements of the widest type, or the fields could not be seen in what is fetched.
-        unit = max(_WORD, *(field.dtype.itemsize for field in fields))
-        start = fields[0].start_byte // unit * unit
-        stop = -(-max(field.stop_byte for field in fields) // unit) * unit
-        #: Which words of a row.
-        self.words = range(start // _WORD, stop // _WORD)
-        if num_words is not None and unit == _WORD:
-            self.words = quick_words(self.words, num_words)
-            start, stop = self.words.start * _WORD, self.words.stop * _WORD
-        #: The fields, those of one dtype after one another.
-        self.fields: list[Field] = []
-        # One split per dtype, `(dtype, sizes, which parts are fields)`, of the words seen as that dtype.
-        self._splits: list[tuple[torch.dtype, list[int], list[int]]] = []
-        # The fields that are no vectors, by their place among all.
-        self._shapes: list[tuple[int, torch.Size]] = []
-        for dtype in dict.fromkeys(field.dtype for field in fields):
-            sizes, placed, position = [], [], start // dtype.itemsize
-            for field in (field for field in fields if field.dtype is dtype):
-                # What lies between fields is a part as well, but an empty part costs as much.
-                sizes += [field.start - position] if field.start > position else []
-                placed.append(len(sizes))
-                sizes.append(field.size)
-                position = field.start + field.size
-                if len(field.shape) != 1:
-                    self._shapes.append((len(self.fields), field.shape))
-                self.fields.append(field)
-            end = stop // dtype.itemsize
-            sizes += [end - position] if end > position else []
-            self._splits.append((dtype, sizes, placed))
-
-    def views(self, words: torch.Tensor) -> list[torch.Tensor]:
-        """Sees each of `fields` in `[*B, words]` int64 as a tensor `[*B, *shape]` of the same memory."""
-        views: list[torch.Tensor] = []
-        for dtype, sizes, placed in self._splits:
-            parts = words.view(dtype).split_with_sizes(sizes, -1)
-            views += [parts[place] for place in placed]
-        for place, shape in self._shapes:
-            views[place] = views[place].view(words.shape[:-1] + shape)
-        return views
 
 
 class Layout:
@@ -141,9 +84,14 @@ class Layout:
         self.keys = tuple(field.key for field in self.fields)
         #: Those of fields that do not lie under `next`.
         self.root_keys = tuple(key for key in self.keys if key[0] != "next")
-        self._whole = Span(self.fields)
-        self._tree = _tree_of(tuple(field.key for field in self._whole.fields))
+        self._by_key = {field.key: field for field in self.fields}
+        self._tree = _tree_of(self.keys)
         self._dtypes = [field.dtype for field in self.fields]
+        self._splits = [self._split_of(list(run)) for _, run in groupby(self.fields, _dtype_of)]
+        # The fields that are no vectors, by their place among all.
+        self._shapes = [
+            (place, field.shape) for place, field in enumerate(self.fields) if len(field.shape) != 1
+        ]
         # Shapes of a batch like the last one that was written.
         self._wanted: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
@@ -162,36 +110,48 @@ class Layout:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
 
-    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
-        views = self._whole.views(rows)
-        return {field.key: view for field, view in zip(self._whole.fields, views, strict=True)}
-
-    def spans(self, keys: Collection[NestedKey]) -> list[Span]:
-        """Returns which words to gather for some fields, in as few stretches as pay.
+    def field(self, key: NestedKey) -> Field:
+        """Returns where a field lies.
 
         Raises:
             KeyError: there is no such field; the message lists those that are there.
         """
-        unknown = set(keys).difference(self.keys)
-        if unknown:
+        found = self._by_key.get(key)
+        if found is None:
             raise KeyError(
-                f"the rows have no field {min(unknown, key=str)!r}; they have "
-                f"{sorted(map(str, self.keys))}."
+                f"the rows have no field {key!r}; they have {sorted(map(str, self.keys))}."
             )
-        runs: list[list[Field]] = []
-        for field in self.fields:
-            if field.key not in keys:
-                continue
-            if runs and field.start_byte - runs[-1][-1].stop_byte <= _GAP:
-                runs[-1].append(field)
-            else:
-                runs.append([field])
-        return [Span(run, self.num_words) for run in runs]
+        return found
+
+    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], slice]:
+        """Returns how a row of elements of one dtype is split into fields that are neighbours.
+
+        Returns:
+            the dtype, the sizes of the parts of a row, and which of them are the fields.
+        """
+        dtype, start, stop = run[0].dtype, run[0].start, run[-1].start + run[-1].size
+        rest = self.row_nbytes // dtype.itemsize - stop
+        # What lies around them is a part as well, but an empty part takes as long as a field.
+        before, after = [start] if start else [], [rest] if rest else []
+        sizes = [*before, *(field.size for field in run), *after]
+        return dtype, sizes, slice(len(before), len(before) + len(run))
+
+    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
+        return dict(zip(self.keys, self._views(rows), strict=True))
+
+    def _views(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        views: list[torch.Tensor] = []
+        for dtype, sizes, fields in self._splits:
+            # One split makes nine views in the time of four.
+            views += rows.view(dtype).split_with_sizes(sizes, -1)[fields]
+        for place, shape in self._shapes:
+            views[place] = views[place].view(rows.shape[:-1] + shape)
+        return views
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
-        return _fill(self._tree, self._whole.views(rows), rows.shape[:-1], rows.device)
+        return _fill(self._tree, self._views(rows), rows.shape[:-1], rows.device)
 
     def fit(
         self,
@@ -231,7 +191,7 @@ class Layout:
         entries: Mapping[NestedKey, torch.Tensor],
     ) -> NoReturn:
         """Raises the error that says why an entry does not fit."""
-        field = next(field for field in self.fields if field.key == key)
+        field = self._by_key[key]
         if entry is None:
             raise KeyError(
                 f"the data lacks {key!r}, which every row holds as {field}; its keys are "
@@ -310,6 +270,10 @@ _DTYPES = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
+
+
+def _dtype_of(field: Field) -> torch.dtype:
+    return field.dtype
 
 
 def _name(dtype: torch.dtype) -> str:

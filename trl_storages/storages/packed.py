@@ -10,25 +10,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex
+from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import tensors_of
 from trl_storages.storages.files import check_platform
-from trl_storages.storages.gather import zero_rows
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout, nest
-from trl_storages.storages.row_reader import RowReader
 from trl_storages.storages.row_writer import RowWriter
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import RowTable
 
 __all__ = ["PackedStorage"]
 
@@ -119,7 +122,8 @@ class PackedStorage(LazyTensorStorage):
         self._sharing_process: int | None = None
         #: Copies batches into the rows; another one where the rows are others.
         self.row_writer: RowWriter | None = None
-        self._row_reader: RowReader | None = None
+        # Copies rows out of that memory and into it.
+        self._table: RowTable | None = None
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
         self._durable: Durable | None = None
@@ -215,7 +219,7 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            self._adopt(layout, zero_rows(self.max_size, layout.num_words, self.device))
+            self._adopt(layout, _zero_rows(self.max_size, layout.num_words, self.device))
             return
         lanes = None if self.episodes is None else self.episodes.num_envs
         self.journal = Journal.create(
@@ -246,7 +250,7 @@ class PackedStorage(LazyTensorStorage):
             rows.share_memory_()
         self.layout, self.rows = layout, rows
         self.row_writer = RowWriter(layout, rows)
-        self._row_reader = RowReader(layout, rows)
+        self._table = backend(rows.device).RowTable(rows)
         self._storage = layout.tensordict(rows)
         self.initialized = True
 
@@ -400,7 +404,7 @@ class PackedStorage(LazyTensorStorage):
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""
         if not self._is_sent_away:
-            return self._row_reader.whole(slots)  # type: ignore[union-attr]
+            return self._table.pick(slots)  # type: ignore[union-attr]
         rows: torch.Tensor = self.rows  # type: ignore[assignment]
         block = torch.empty(slots.numel(), rows.shape[1], dtype=rows.dtype, pin_memory=True)
         torch.index_select(rows, 0, slots.reshape(-1), out=block)
@@ -419,7 +423,12 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        return self._row_reader.read(index, tuple(keys))  # type: ignore[union-attr]
+        layout, table = self.layout, self._table
+        fields = {key: layout.field(key) for key in keys}  # type: ignore[union-attr]
+        return {
+            key: table.pick_field(index, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
+            for key, field in fields.items()
+        }
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
@@ -535,7 +544,7 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
-        state["_storage"] = state["row_writer"] = state["_row_reader"] = None
+        state["_storage"] = state["row_writer"] = state["_table"] = None
         if self.journal is not None:
             # A directory has one writer, so a copy lives in memory.
             state["journal"] = state["_durable"] = state["scratch_dir"] = None
@@ -554,3 +563,12 @@ class PackedStorage(LazyTensorStorage):
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
             f"row_nbytes={self.row_nbytes}, in {where})"
         )
+
+
+def _zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
+    """Returns `[N, W]` int64 zeros, in memory whose random access is cheap."""
+    if device.type != "cpu":
+        return torch.zeros(num_rows, num_words, dtype=torch.int64, device=device)
+    # NumPy asks the kernel for huge pages, torch does not: a seventh of a gather's time is the
+    # look-up of small ones.
+    return torch.from_numpy(np.zeros((num_rows, num_words), np.int64))

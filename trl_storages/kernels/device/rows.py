@@ -27,7 +27,7 @@ class RowTable:
     def pick(self, slots: torch.Tensor) -> torch.Tensor:
         """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
         picked = self._rows.index_select(0, self._counted(slots))
-        return picked.view(*slots.shape, self._num_words)
+        return picked.view((*slots.shape, self._num_words))
 
     def pick_field(
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
@@ -36,7 +36,7 @@ class RowTable:
         size = torch.Size(shape).numel() * dtype.itemsize
         field = self._bytes[:, start_byte : start_byte + size]
         picked = field.index_select(0, self._counted(slots))
-        return picked.view(dtype).view(*slots.shape, *shape)
+        return picked.view(dtype).view((*slots.shape, *shape))
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""

@@ -45,7 +45,7 @@ class RowTable:
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        out = torch.empty(*slots.shape, self._num_words, dtype=torch.int64)
+        out = torch.empty((*slots.shape, self._num_words), dtype=torch.int64)
         self._copy(slots, 0, self._num_words * _WORD, out)
         return out
 
@@ -66,7 +66,7 @@ class RowTable:
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        out = torch.empty(*slots.shape, *shape, dtype=dtype)
+        out = torch.empty((*slots.shape, *shape), dtype=dtype)
         num_slots = slots.numel()
         if num_slots:
             self._copy(slots, start_byte, out.numel() // num_slots * dtype.itemsize, out)
@@ -93,7 +93,7 @@ class RowTable:
         Returns:
             `[B, W]` int64 in new memory.
         """
-        out = torch.empty(len(slots), self._num_words, dtype=torch.int64)
+        out = torch.empty((len(slots), self._num_words), dtype=torch.int64)
         _pick_two(self._table, slots.numpy(), others.numpy(), masks.numpy(), out.numpy())
         return out
 
