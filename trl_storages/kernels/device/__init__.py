@@ -1,6 +1,8 @@
 """The operations of `kernels.host` in tensor operations, for any device, without waiting for the host."""
 
+from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.device.rows import RowTable, fold
+from trl_storages.kernels.device.tree import SumTree
 
-__all__ = ["Ring", "RowTable", "fold"]
+__all__ = ["RawPriorities", "Ring", "RowTable", "SumTree", "fold"]

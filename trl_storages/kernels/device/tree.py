@@ -1,0 +1,240 @@
+"""Weights of leaves and the sums over them, in tensor operations.
+
+Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trl_storages.kernels.device.scattering import only_last
+from trl_storages.kernels.tree_levels import FAN_OUT, level_starts
+
+__all__ = ["SumTree"]
+
+_INFINITY = float("inf")
+
+
+class SumTree:
+    """Draws leaves in proportion to their weights, as `kernels.host.SumTree` does, on any device.
+
+    On the CPU sums are added in the same order and draws are the same, bit for bit. Another device may
+    add the eight children of a node in pairs; no promise rests on the last bit.
+
+    Args:
+        num_leaves: N. All weigh nothing at first.
+        device: where the tree lives.
+
+    Attributes:
+        weights: `[N]` float64 weights of the leaves. To be read only.
+        total: `[]` float64 sum of all weights. To be read only.
+    """
+
+    def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
+        starts = level_starts(num_leaves)
+        self._starts = starts
+        self._table = torch.zeros(starts[-1], dtype=torch.float64, device=device)
+        self._sums = self._levels(self._table)
+        self.weights = self._sums[-1].view(-1)[:num_leaves]
+        self.total = self._table[0]
+        # What names no leaf is written to this one, as nothing.
+        self._spare = num_leaves
+        self._child = torch.arange(FAN_OUT, device=device)
+        self._least: list[torch.Tensor] | None = None
+
+    def _levels(self, table: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the levels below the root, `[nodes above, 8]` each."""
+        bounds = zip(self._starts[1:-1], self._starts[2:], strict=True)
+        return [table[first:last].view(-1, FAN_OUT) for first, last in bounds]
+
+    def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sets the weights of some leaves. Of a leaf that occurs twice, the last weight stays.
+
+        Args:
+            leaves: `[B]` int64 below N; those below 0 name none.
+            weights: `[B]` float64, at least 0.
+        """
+        leaves, order = only_last(torch.where(leaves < 0, self._spare, leaves), self._spare)
+        weights = torch.where(leaves == self._spare, 0.0, weights[order])
+        self._sums[-1].view(-1)[leaves] = weights
+        if self._least is not None:
+            self._least[-1].view(-1)[leaves] = torch.where(weights > 0, weights, _INFINITY)
+        for level in range(len(self._sums) - 1, -1, -1):
+            leaves = leaves // FAN_OUT
+            self._above(self._sums, level)[leaves] = _sums_of(self._sums[level][leaves])
+            if self._least is not None:
+                self._above(self._least, level)[leaves] = self._least[level][leaves].amin(1)
+
+    def _above(self, levels: list[torch.Tensor], level: int) -> torch.Tensor:
+        """Returns the nodes whose children are `levels[level]`, and maybe some more."""
+        if level:
+            return levels[level - 1].view(-1)
+        return self._table[:1] if levels is self._sums else self._lowest
+
+    def renew(self, weights: torch.Tensor) -> None:
+        """Sets the weights of all leaves.
+
+        Args:
+            weights: `[N]` float64, at least 0.
+        """
+        self.weights.copy_(weights)
+        for level in range(len(self._sums) - 1, -1, -1):
+            children = self._sums[level]
+            self._above(self._sums, level)[: len(children)] = _sums_of(children)
+        if self._least is not None:
+            self._renew_least(self._least)
+
+    def _renew_least(self, least: list[torch.Tensor]) -> None:
+        least[-1].copy_(torch.where(self._sums[-1] > 0, self._sums[-1], _INFINITY))
+        for level in range(len(least) - 1, -1, -1):
+            self._above(least, level)[: len(least[level])] = least[level].amin(1)
+
+    def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over each of some ranges of leaves.
+
+        Args:
+            start: `[R]` int64 in `[0, N]`.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Returns:
+            `[R]` float64.
+        """
+        return self._edges(start, stop)[0]
+
+    def _edges(
+        self, start: torch.Tensor, stop: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Sums over ranges, and finds what the nodes on their edges weigh within them.
+
+        A range has two edges: the nodes above its first leaf, and those above its last. All other
+        nodes lie in it as a whole or not at all.
+
+        Returns:
+            `[R]` sums, and by the level of their children, from below: `[2, R]` the nodes on the
+            edges, `[2, R, 8]` what their children weigh within the range.
+        """
+        # An empty range is a leaf that weighs nothing.
+        edge = torch.stack([start, torch.maximum(stop - 1, start)])
+        weight = torch.where(start < stop, self._sums[-1].view(-1)[edge], 0.0)
+        found = []
+        for sums in reversed(self._sums):
+            node = edge // FAN_OUT
+            child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
+            left, right = edge.unsqueeze(2)
+            part = torch.where((child > left) & (child < right), sums[node], 0.0)
+            part = torch.where(child == right, weight[1].unsqueeze(1), part)
+            part = torch.where(child == left, weight[0].unsqueeze(1), part)
+            found.append((node, part))
+            edge, weight = node, _sums_of(part)
+        return weight[0], found
+
+    def draw(
+        self,
+        noise: torch.Tensor,
+        start: torch.Tensor | None = None,
+        stop: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws leaves in proportion to their weights, with replacement.
+
+        Args:
+            noise: `[B]` int64 random numbers of 63 bits.
+            start: `[R]` int64 in `[0, N]`: draw within these disjoint ranges; None draws from all.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Returns:
+            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must weigh something.
+        """
+        uniform = (noise >> 10).double() * 2.0**-53
+        if start is None or stop is None:
+            leaf = self._descend(uniform * self.total)
+        else:
+            totals, edges = self._edges(start, stop)
+            ends = totals.cumsum(0)
+            mass = uniform * ends[-1]
+            which, mass = _part_at(ends.repeat(len(mass), 1), mass.unsqueeze(1))
+            edges = [(node[:, which], part[:, which]) for node, part in edges]
+            leaf = self._descend(mass, edges)
+        return leaf, self.weights.index_select(0, leaf)
+
+    def _descend(
+        self, rest: torch.Tensor, edges: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """Goes down from the root with a `[B]` mass, and returns the leaves it comes to.
+
+        Args:
+            rest: the masses.
+            edges: for each draw, as `_edges` returns them, the parts of nodes that are in its range.
+        """
+        node = torch.zeros_like(rest, dtype=torch.int64)
+        for level, sums in enumerate(self._sums):
+            weights = sums.index_select(0, node)
+            if edges is not None:
+                (left, right), (left_part, right_part) = edges[-1 - level]
+                weights = torch.where((node == right).unsqueeze(1), right_part, weights)
+                weights = torch.where((node == left).unsqueeze(1), left_part, weights)
+            chosen, rest = _part_at(weights.cumsum(1), rest.unsqueeze(1))
+            node = torch.add(chosen, node, alpha=FAN_OUT)
+        return node
+
+    def keep_least(self, keep: bool) -> None:
+        """Keeps the least weights of nodes from now on, or no more; `least` needs them.
+
+        The first costs a pass over all leaves, and then each `set` takes twice the time.
+        """
+        if not keep:
+            self._least = None
+        elif self._least is None:
+            table = torch.full_like(self._table, _INFINITY)
+            self._lowest, self._least = table[:1], self._levels(table)
+            self._renew_least(self._least)
+
+    def least(
+        self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the least weight above 0 in the union of some ranges, `[]`; infinite without any.
+
+        Args:
+            start: `[R]` int64 in `[0, N]`; None looks at all leaves.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Raises:
+            RuntimeError: the least weights are not kept.
+        """
+        if self._least is None:
+            raise RuntimeError("keep_least(True) must be called before least().")
+        if start is None or stop is None:
+            return self._lowest[0].clone()
+        edge = torch.stack([start, torch.maximum(stop - 1, start)])
+        low = torch.where(start < stop, self._least[-1].view(-1)[edge], _INFINITY).amin()
+        # Up to where both edges meet: what lies between them, below the nodes of the edges.
+        for least in reversed(self._least):
+            node = edge // FAN_OUT
+            child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
+            left, right = edge.unsqueeze(2)
+            between = (child > left) & (child < right)
+            low = torch.minimum(low, torch.where(between, least[node], _INFINITY).amin())
+            edge = node
+        return low
+
+
+def _sums_of(weights: torch.Tensor) -> torch.Tensor:
+    """Adds `[..., 8]` children, from left to right."""
+    # A sum may add in any order, a cumulative one on the CPU goes from left to right.
+    return weights.cumsum(-1)[..., -1]
+
+
+def _part_at(ends: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the last part that adds to the sum and begins at or below `rest`.
+
+    Args:
+        ends: `[B, n]`, where the parts end.
+        rest: `[B, 1]` masses.
+
+    Returns:
+        `[B]` which part it is, and how far into it the mass reaches.
+    """
+    # The first that ends above the mass; where rounding took the mass to the end, the last that adds.
+    part = torch.searchsorted(ends, rest, right=True)
+    part = torch.minimum(part, torch.searchsorted(ends, ends[:, -1:].contiguous()))
+    begins = ends.gather(1, (part - 1).clamp(min=0))
+    return part.squeeze(1), (rest - torch.where(part > 0, begins, 0.0)).squeeze(1)

@@ -1,0 +1,121 @@
+"""What was reported of rows, in compiled loops.
+
+Letters: B batch, N slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.absent import ABSENT
+from trl_storages.kernels.host.compiling import compiled
+
+__all__ = ["RawPriorities"]
+
+
+class RawPriorities:
+    """The priorities of rows as they were reported, and how often each slot was written.
+
+    Args:
+        num_slots: N. None holds a row at first.
+        device: where the tables live.
+
+    Attributes:
+        priorities: `[N]` float32, `ABSENT` where there is no row.
+        generations: `[N]` int32, how often each slot was written.
+        largest: `[]` float32, the largest priority reported; 0 before there is any.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
+        self.priorities = torch.full((num_slots,), ABSENT, device=device)
+        self.generations = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.largest = torch.zeros((), device=device)
+        self._tables = (self.priorities.numpy(), self.generations.numpy())
+        self._largest = self.largest.reshape(1).numpy()
+
+    def renew(self, slots: torch.Tensor) -> torch.Tensor:
+        """Takes in rows that were written, with the largest priority, or 1 before there is any.
+
+        Args:
+            slots: `[B]` int64 below N; those below 0 name none.
+
+        Returns:
+            `[]` float32, the priority that they got.
+        """
+        return torch.tensor(_renew_rows(*self._tables, self._largest, slots.numpy()))
+
+    def report(
+        self,
+        slots: torch.Tensor,
+        priorities: torch.Tensor,
+        generations: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, bool]:
+        """Takes in the priorities of rows. Of a slot that occurs twice, the last one stays.
+
+        Slots without a row and those below 0 are left alone. If one priority is NaN, negative or
+        infinite, or one slot is not below N, all are.
+
+        Args:
+            slots: `[B]` int64.
+            priorities: `[B]` float32.
+            generations: `[B]` int32 as drawn: slots that were written since are left alone.
+
+        Returns:
+            `[B]` int64 slots, -1 for those that were left alone, and whether the report was wrong.
+        """
+        written = np.empty(slots.shape[0], dtype=np.int64)
+        wrong = _report_rows(
+            *self._tables,
+            self._largest,
+            slots.numpy(),
+            priorities.numpy(),
+            None if generations is None else generations.numpy(),
+            written,
+        )
+        return torch.from_numpy(written), wrong
+
+
+@compiled
+def _renew_rows(
+    priorities: np.ndarray, generations: np.ndarray, largest: np.ndarray, slots: np.ndarray
+) -> float:
+    """Takes in rows that were written, and returns their priority."""
+    priority = largest[0] if largest[0] > 0 else np.float32(1)
+    # A slot that occurs twice was written once.
+    new = np.empty(slots.shape[0], dtype=np.int32)
+    for i in range(slots.shape[0]):
+        if slots[i] >= 0:
+            new[i] = generations[slots[i]] + 1
+    for i in range(slots.shape[0]):
+        if slots[i] >= 0:
+            priorities[slots[i]] = priority
+            generations[slots[i]] = new[i]
+    return priority
+
+
+@compiled
+def _report_rows(
+    old: np.ndarray,
+    old_generations: np.ndarray,
+    largest: np.ndarray,
+    slots: np.ndarray,
+    new: np.ndarray,
+    generations: np.ndarray | None,
+    written: np.ndarray,
+) -> bool:
+    """Takes in the priorities of rows, and returns whether the report was wrong."""
+    wrong = False
+    for i in range(slots.shape[0]):
+        # NaN is neither.
+        wrong |= not (new[i] >= 0 and new[i] < ABSENT) or slots[i] >= old.shape[0]
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        there = not wrong and slot >= 0 and old[slot] < ABSENT
+        if there and generations is not None:
+            there = old_generations[slot] == generations[i]
+        written[i] = slot if there else -1
+        if there:
+            old[slot] = new[i]
+            largest[0] = max(largest[0], new[i])
+    return wrong

@@ -1,0 +1,421 @@
+"""Weights of leaves and the sums over them, in compiled loops.
+
+Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.tree_levels import FAN_OUT, level_starts
+
+__all__ = ["SumTree"]
+
+_INFINITY = np.inf
+
+
+class SumTree:
+    """Draws leaves in proportion to their weights.
+
+    A node is the sum of its eight children, added from left to right in float64 and always anew, so that
+    nothing drifts and equal weights make equal trees, whatever their history.
+
+    A draw starts with a mass below the root's sum and goes down. At each node it takes the last child
+    that adds to the sum and begins at or below what is left of the mass. Every node that weighs
+    something has such a child, so whatever is rounded on the way, the leaf that a draw comes to has a
+    weight; and within ranges it is one of theirs, as what lies outside of them counts nothing.
+
+    Args:
+        num_leaves: N. All weigh nothing at first.
+        device: where the tree lives.
+
+    Attributes:
+        weights: `[N]` float64 weights of the leaves. To be read only.
+        total: `[]` float64 sum of all weights. To be read only.
+    """
+
+    def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
+        self._starts = np.array(level_starts(num_leaves))
+        first, size = self._starts[-2:]
+        table = torch.zeros(size, dtype=torch.float64, device=device)
+        self.weights = table[first : first + num_leaves]
+        self.total = table[0]
+        self._sums = table.numpy()
+        self._least: np.ndarray | None = None
+
+    def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sets the weights of some leaves. Of a leaf that occurs twice, the last weight stays.
+
+        Args:
+            leaves: `[B]` int64 below N; those below 0 name none.
+            weights: `[B]` float64, at least 0.
+        """
+        at, new = leaves.numpy(), weights.numpy()
+        _set_sums(self._sums, self._starts, at, new)
+        if self._least is not None:
+            _set_least(self._least, self._starts, at, new)
+
+    def renew(self, weights: torch.Tensor) -> None:
+        """Sets the weights of all leaves.
+
+        Args:
+            weights: `[N]` float64, at least 0.
+        """
+        self.weights.copy_(weights)
+        _renew_sums(self._sums, self._starts)
+        if self._least is not None:
+            _renew_least(self._least, self._starts, self._sums)
+
+    def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over each of some ranges of leaves.
+
+        Args:
+            start: `[R]` int64 in `[0, N]`.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Returns:
+            `[R]` float64.
+        """
+        first, last = start.numpy(), stop.numpy()
+        nodes, parts, sums = _edges(self._starts, first)
+        _find_edges(self._sums, self._starts, first, last, nodes, parts, sums)
+        return torch.from_numpy(sums)
+
+    def draw(
+        self,
+        noise: torch.Tensor,
+        start: torch.Tensor | None = None,
+        stop: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws leaves in proportion to their weights, with replacement.
+
+        Args:
+            noise: `[B]` int64 random numbers of 63 bits.
+            start: `[R]` int64 in `[0, N]`: draw within these disjoint ranges; None draws from all.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Returns:
+            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must weigh something.
+        """
+        leaves = np.empty(noise.shape[0], dtype=np.int64)
+        weights = np.empty(noise.shape[0])
+        if start is None or stop is None:
+            _draw_leaves(self._sums, self._starts, noise.numpy(), leaves, weights)
+        else:
+            first, last = start.numpy(), stop.numpy()
+            nodes, parts, sums = _edges(self._starts, first)
+            _find_edges(self._sums, self._starts, first, last, nodes, parts, sums)
+            _draw_within(
+                self._sums, self._starts, nodes, parts, sums, noise.numpy(), leaves, weights
+            )
+        return torch.from_numpy(leaves), torch.from_numpy(weights)
+
+    def keep_least(self, keep: bool) -> None:
+        """Keeps the least weights of nodes from now on, or no more; `least` needs them.
+
+        The first costs a pass over all leaves, and then each `set` takes twice the time.
+        """
+        if not keep:
+            self._least = None
+        elif self._least is None:
+            self._least = np.full_like(self._sums, _INFINITY)
+            _renew_least(self._least, self._starts, self._sums)
+
+    def least(
+        self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the least weight above 0 in the union of some ranges, `[]`; infinite without any.
+
+        Args:
+            start: `[R]` int64 in `[0, N]`; None looks at all leaves.
+            stop: `[R]` int64 in `[start, N]`.
+
+        Raises:
+            RuntimeError: the least weights are not kept.
+        """
+        if self._least is None:
+            raise RuntimeError("keep_least(True) must be called before least().")
+        if start is None or stop is None:
+            return torch.tensor(self._least[0])
+        return torch.tensor(
+            _least_within(self._least, self._starts, start.numpy(), stop.numpy()),
+            dtype=torch.float64,
+        )
+
+
+def _edges(starts: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns room for what `_find_edges` finds."""
+    depth, num_ranges = starts.shape[0] - 2, first.shape[0]
+    nodes = np.empty((2, depth, num_ranges), dtype=np.int64)
+    return nodes, np.empty(nodes.size * FAN_OUT), np.empty(num_ranges)
+
+
+@inlined
+def _mass_of(x: int, total: float) -> float:
+    """Turns 63 random bits into a uniform number in [0, 1), and that into a mass below `total`."""
+    return (x >> 10) * 2.0**-53 * total
+
+
+@inlined
+def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]:
+    """Finds the last of eight children that adds to the sum and begins at or below `rest`.
+
+    Returns:
+        which of them, and where it begins.
+    """
+    chosen, begins, summed = 0, 0.0, 0.0
+    for j in range(FAN_OUT):
+        ends = summed + weights[first + j]
+        if ends > summed and rest >= summed:
+            chosen, begins = j, summed
+        summed = ends
+    return chosen, begins
+
+
+@compiled
+def _draw_leaves(
+    sums: np.ndarray, starts: np.ndarray, noise: np.ndarray, leaves: np.ndarray, weights: np.ndarray
+) -> None:
+    """Draws `[B]` leaves and their weights.
+
+    It goes level by level over the batch: the reads of a level don't wait for one another.
+    """
+    batch, depth = noise.shape[0], starts.shape[0] - 2
+    rest = weights  # until the leaves are known
+    for i in range(batch):
+        rest[i] = _mass_of(noise[i], sums[0])
+        leaves[i] = 0
+    for level in range(1, depth + 1):
+        for i in range(batch):
+            node = leaves[i]
+            chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
+            rest[i] -= begins
+            leaves[i] = node * FAN_OUT + chosen
+            if level < depth:
+                prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+    for i in range(batch):
+        weights[i] = sums[starts[depth] + leaves[i]]
+
+
+@compiled
+def _find_edges(
+    sums: np.ndarray,
+    starts: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    nodes: np.ndarray,
+    parts: np.ndarray,
+    totals: np.ndarray,
+) -> None:
+    """Sums over ranges, and keeps what the nodes on their edges weigh within them.
+
+    A range has two edges: the nodes above its first leaf, and those above its last. All other nodes
+    lie in it as a whole or not at all.
+
+    Args:
+        sums: the table of the tree.
+        starts: where its levels begin.
+        first: `[R]` first leaves.
+        last: `[R]` ends.
+        nodes: `[2, L, R]`, where the nodes on the edges are written, by the level of their children.
+        parts: `[2 L R 8]`, where the weights of their children within the range are written.
+        totals: `[R]`, where the sums over the ranges are written.
+    """
+    depth, num_ranges = nodes.shape[1], nodes.shape[2]
+    both = np.empty(2)
+    for r in range(num_ranges):
+        left, right = first[r], last[r] - 1
+        if right < left:
+            totals[r] = 0.0
+            continue
+        both[0], both[1] = sums[starts[depth] + left], sums[starts[depth] + right]
+        for level in range(depth, 0, -1):
+            left_weight, right_weight = both[0], both[1]
+            for side in range(2):
+                node = (right if side else left) >> 3
+                nodes[side, level - 1, r] = node
+                at = ((side * depth + level - 1) * num_ranges + r) * FAN_OUT
+                summed = 0.0
+                for j in range(FAN_OUT):
+                    child = node * FAN_OUT + j
+                    if child < left or child > right:
+                        part = 0.0
+                    elif child == left:
+                        part = left_weight
+                    elif child == right:
+                        part = right_weight
+                    else:
+                        part = sums[starts[level] + child]
+                    parts[at + j] = part
+                    summed += part
+                both[side] = summed
+            left, right = left >> 3, right >> 3
+        totals[r] = both[0]
+
+
+@compiled
+def _draw_within(
+    sums: np.ndarray,
+    starts: np.ndarray,
+    nodes: np.ndarray,
+    parts: np.ndarray,
+    totals: np.ndarray,
+    noise: np.ndarray,
+    leaves: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    """Draws `[B]` leaves of ranges, and their weights; what `_find_edges` found goes in."""
+    batch, depth, num_ranges = noise.shape[0], nodes.shape[1], nodes.shape[2]
+    ends = np.empty(num_ranges)
+    total, highest = 0.0, 0
+    for r in range(num_ranges):
+        ends[r] = total + totals[r]
+        if ends[r] > total:
+            highest = r
+        total = ends[r]
+    which = np.empty(batch, dtype=np.int64)
+    rest = weights  # until the leaves are known
+    for i in range(batch):
+        rest[i] = _mass_of(noise[i], total)
+        # The last range that adds to the sum and begins at or below the mass.
+        r, above = 0, highest
+        while r < above:
+            middle = (r + above) >> 1
+            if ends[middle] > rest[i]:
+                above = middle
+            else:
+                r = middle + 1
+        if r > 0:
+            rest[i] -= ends[r - 1]
+        which[i] = r
+        leaves[i] = 0
+    for level in range(1, depth + 1):
+        for i in range(batch):
+            node, r = leaves[i], which[i]
+            if node == nodes[0, level - 1, r]:
+                at = ((level - 1) * num_ranges + r) * FAN_OUT
+                chosen, begins = _child_at(parts, at, rest[i])
+            elif node == nodes[1, level - 1, r]:
+                at = ((depth + level - 1) * num_ranges + r) * FAN_OUT
+                chosen, begins = _child_at(parts, at, rest[i])
+            else:
+                chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
+            rest[i] -= begins
+            leaves[i] = node * FAN_OUT + chosen
+            if level < depth:
+                prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+    for i in range(batch):
+        weights[i] = sums[starts[depth] + leaves[i]]
+
+
+@inlined
+def _sum_of(sums: np.ndarray, first: int) -> float:
+    """Adds eight children, from left to right."""
+    summed = 0.0
+    for j in range(FAN_OUT):
+        summed += sums[first + j]
+    return summed
+
+
+@inlined
+def _sum_level(sums: np.ndarray, starts: np.ndarray, level: int) -> None:
+    """Sums the children of a whole level anew."""
+    for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
+        sums[starts[level - 1] + node] = _sum_of(sums, starts[level] + node * FAN_OUT)
+
+
+@compiled
+def _set_sums(
+    sums: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
+) -> None:
+    """Sets weights of leaves, and sums anew what lies above them."""
+    depth = starts.shape[0] - 2
+    nodes = np.empty(leaves.shape[0], dtype=np.int64)
+    count = 0
+    for i in range(leaves.shape[0]):
+        if leaves[i] >= 0:
+            sums[starts[depth] + leaves[i]] = weights[i]
+            nodes[count] = leaves[i]
+            count += 1
+    for level in range(depth, 0, -1):
+        # All of a small level cost less than a node for each leaf.
+        if starts[level + 1] - starts[level] <= count * FAN_OUT:
+            _sum_level(sums, starts, level)
+        else:
+            for i in range(count):
+                nodes[i] >>= 3
+                sums[starts[level - 1] + nodes[i]] = _sum_of(
+                    sums, starts[level] + nodes[i] * FAN_OUT
+                )
+
+
+@compiled
+def _renew_sums(sums: np.ndarray, starts: np.ndarray) -> None:
+    """Sums all nodes anew."""
+    for level in range(starts.shape[0] - 2, 0, -1):
+        _sum_level(sums, starts, level)
+
+
+@inlined
+def _least_of(least: np.ndarray, first: int) -> float:
+    """Returns the least of eight children."""
+    low = least[first]
+    for j in range(1, FAN_OUT):
+        low = min(low, least[first + j])
+    return low
+
+
+@compiled
+def _set_least(
+    least: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
+) -> None:
+    """Sets weights of leaves, and finds the least anew above them."""
+    depth = starts.shape[0] - 2
+    nodes = np.empty(leaves.shape[0], dtype=np.int64)
+    count = 0
+    for i in range(leaves.shape[0]):
+        if leaves[i] >= 0:
+            least[starts[depth] + leaves[i]] = weights[i] if weights[i] > 0.0 else _INFINITY
+            nodes[count] = leaves[i]
+            count += 1
+    for level in range(depth, 0, -1):
+        for i in range(count):
+            nodes[i] >>= 3
+            least[starts[level - 1] + nodes[i]] = _least_of(
+                least, starts[level] + nodes[i] * FAN_OUT
+            )
+
+
+@compiled
+def _renew_least(least: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
+    """Finds the least of all nodes anew."""
+    depth = starts.shape[0] - 2
+    for i in range(starts[depth], starts[depth + 1]):
+        least[i] = sums[i] if sums[i] > 0.0 else _INFINITY
+    for level in range(depth, 0, -1):
+        for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
+            least[starts[level - 1] + node] = _least_of(least, starts[level] + node * FAN_OUT)
+
+
+@compiled
+def _least_within(
+    least: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> float:
+    """Returns the least weight in the union of ranges."""
+    low = _INFINITY
+    for r in range(first.shape[0]):
+        left, right = first[r], last[r] - 1
+        if right < left:
+            continue
+        level = starts.shape[0] - 2
+        low = min(low, least[starts[level] + left], least[starts[level] + right])
+        # Up to where both edges meet: what lies between them, below the nodes of the edges.
+        while left < right:
+            for node in range(left + 1, min(right, (left | 7) + 1)):
+                low = min(low, least[starts[level] + node])
+            for node in range(max(left + 1, right & ~7), right):
+                low = min(low, least[starts[level] + node])
+            left, right, level = left >> 3, right >> 3, level - 1
+    return low

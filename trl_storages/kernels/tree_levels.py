@@ -1,0 +1,31 @@
+"""Where the nodes of a sum tree lie, in one table for all levels."""
+
+from __future__ import annotations
+
+__all__ = ["FAN_OUT", "level_starts"]
+
+#: Children of a node: eight float64 numbers are a line of the cache.
+FAN_OUT = 8
+
+
+def level_starts(num_leaves: int) -> list[int]:
+    """Returns where each level begins in the table of a tree, and at last where the table ends.
+
+    The root is level 0. The children of node i of a level are nodes 8 i to 8 i + 7 of the next one,
+    and leaf i is node i of the last. Levels are rounded up to whole nodes, so that nodes lie in lines of
+    the cache; behind the last leaf there is at least one that always weighs nothing.
+
+    >>> level_starts(10)
+    [0, 8, 16, 32]
+    """
+    sizes = [_rounded_up(num_leaves + 1)]
+    while sizes[0] > FAN_OUT:
+        sizes.insert(0, _rounded_up(sizes[0] // FAN_OUT))
+    starts = [0, FAN_OUT]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _rounded_up(n: int) -> int:
+    return -(-n // FAN_OUT) * FAN_OUT
