@@ -1,7 +1,10 @@
 """The ready-made storages: what they store, what they refuse, and that all take the same options."""
 
 import copy
+import inspect
 import pickle
+import pydoc
+import re
 
 import gymnasium
 import numpy as np
@@ -41,10 +44,6 @@ RECIPES = [
     "EREReplayStorage",
     "HERReplayStorage",
 ]
-
-
-# What the parts call an option of the storages.
-OTHER_NAMES = {"n_step": "n_steps", "discount": "gamma"}
 
 
 def make(name="HERReplayStorage", observations=OBSERVATIONS, actions=ACTIONS, **options):
@@ -170,12 +169,100 @@ class TestEveryRecipe:
     )
     def test_options_out_of_their_range(self, name, option, value):
         """Also where the option has no effect for want of another one."""
-        with pytest.raises(ValueError, match=rf"{OTHER_NAMES.get(option, option)}.*{value}"):
+        with pytest.raises(ValueError, match=rf"{option} must .*{value}"):
             make(name, **{option: value})
 
     def test_an_unknown_option(self, name):
-        with pytest.raises(TypeError, match="buffer_size"):
+        with pytest.raises(TypeError, match="'buffer_size': it is called storage_size here"):
             make(name, buffer_size=3)
+
+    @pytest.mark.parametrize(
+        ("other", "ours"),
+        [(other, ours) for other, ours in trl_storages.other_names.OTHER_NAMES.items()],
+    )
+    def test_names_of_other_libraries(self, name, other, ours):
+        of_goals = ours in ("num_goals", "reward_fn", "goal_selection_strategy")
+        if of_goals and name != "HERReplayStorage":
+            ours = ""
+        with pytest.raises(TypeError, match=re.escape(f"{name} has no option {other!r}: ")) as told:
+            make(name, **{other: 3})
+        assert ours in str(told.value)
+
+    def test_slips(self, name):
+        with pytest.raises(TypeError, match=r"'batchsize': do you mean batch_size\?"):
+            make(name, batchsize=3)
+        with pytest.raises(TypeError, match="'colour': there are action_space, alpha, autoreset"):
+            make(name, colour="red")
+
+    def test_help_names_every_option_with_its_default(self, name):
+        kind = getattr(trl_storages, name)
+        shown = inspect.signature(kind).parameters
+        assert not {"args", "kwargs", "options", "self"} & {*shown}
+        changed = {"NStepReplayStorage": ("n_step", 3), "EREReplayStorage": ("eta", 0.996)}
+        changed["PrioritizedReplayStorage"] = ("alpha", 0.6)
+        option, default = changed.get(name, ("storage_size", 1_000_000))
+        assert shown[option].default == default
+        assert shown["seed"].annotation == int | None
+        help_text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+        assert f"{option}: {shown[option].annotation.__name__} = {default}" in help_text
+        assert "*args" not in help_text.splitlines()[2]
+
+    def test_every_option_is_explained(self, name):
+        del name
+        explained = trl_storages.UniformReplayStorage.__doc__
+        for option in inspect.signature(trl_storages.UniformReplayStorage).parameters:
+            assert f"        {option}: " in explained, option
+
+    def test_a_subclass_with_options_of_its_own(self, name):
+        kind = getattr(trl_storages, name)
+
+        class Named(kind):
+            """Has a name."""
+
+            def __init__(self, *spaces, label, **options):
+                super().__init__(*spaces, **options)
+                self.label = label
+
+        options = {"reward_fn": distance_reward} if name == "HERReplayStorage" else {}
+        storage = Named(OBSERVATIONS, ACTIONS, label="first", storage_size=4, **options)
+        assert storage.label == "first"
+        storage.label = "second"
+        assert {"label", "storage_size"} <= {*inspect.signature(Named).parameters}
+
+    def test_extra_fields(self, name):
+        storage = make(
+            name,
+            extra_fields={
+                "state": (torch.float16, (3, 2)),
+                ("agent", "log_prob"): (torch.float32, ()),
+            },
+        )
+        data = rows(4)
+        with pytest.raises(KeyError, match=r"lacks .*log_prob"):
+            storage.extend(data)
+        data["state"] = torch.randn(4, 3, 2).half()
+        data["agent", "log_prob"] = torch.randn(4)
+        storage.extend(data)
+        batch = storage.sample(50)
+        for key in ("state", ("agent", "log_prob")):
+            assert torch.equal(batch[key], data[key][batch["index"]])
+        for wrong, error in (
+            ({"observation": (torch.float32, (4,))}, ValueError),
+            ({"state": torch.float32}, TypeError),
+            ({"state": (3, torch.float32)}, TypeError),
+            ({"state": (torch.float32, (1.5,))}, ValueError),
+            (("state",), TypeError),
+        ):
+            with pytest.raises(error, match="extra_fields"):
+                make(name, extra_fields=wrong)
+
+    def test_a_sample_unit(self, name):
+        storage = make(name, sample_unit=trl_storages.EpisodeSequence(3, burn_in=1), batch_size=5)
+        storage.extend(rows(10))
+        assert storage.sample()["validity_mask"].shape == (20,)
+
+    def test_eps(self, name):
+        assert make(name, alpha=0.5, eps=0.25).eps == 0.25
 
     def test_shown(self, name):
         storage = make(name, num_envs=2)

@@ -247,7 +247,7 @@ class TestActors:
         ray.get([worker.collect.remote(replay.client(), 100, 2) for worker in workers[Writing]])
 
         assert replay.write_count > 150
-        with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        with pytest.raises(ValueError, match="batch_size must be an integer of at least 1"):
             replay.sample(0)
         check_batch(replay.sample())
         parts["transform"] = parts.pop("transform_factory")()

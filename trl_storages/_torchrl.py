@@ -8,6 +8,7 @@ Imported below:
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
+- `ReplayBufferMeta`: the metaclass of replay buffers.
 - `native_sum_tree`: the compiled sum tree behind TorchRL's `PrioritizedSampler`; None where
   TorchRL's native part does not load, as it does with one release of torch only.
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
+from torchrl._utils import _RayServiceMetaClass as ReplayBufferMeta
 
 try:
     from torchrl._torchrl import SumSegmentTreeFp64 as native_sum_tree  # noqa: N813
@@ -27,6 +29,7 @@ except ImportError:
 
 __all__ = [
     "PRIVATE_ATTRIBUTES",
+    "ReplayBufferMeta",
     "dispatch_td_nn_modules",
     "native_sum_tree",
     "new_tensordict",

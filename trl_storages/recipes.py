@@ -6,21 +6,26 @@ each of them, alone and together.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from inspect import Signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
+from gymnasium.vector import AutoresetMode
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages.episodes import Lanes
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.gym.fields import InfoKeys, info_key_names
+from trl_storages.gym.fields import Field, InfoKeys, info_key_names
 from trl_storages.priority_tree import Normalization
+from trl_storages.recipe_options import DEFAULTS, Options, check_names, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import (
     ERESampler,
@@ -33,6 +38,9 @@ from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
 from trl_storages.writers import EpisodeWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "EREReplayStorage",
@@ -66,6 +74,7 @@ class UniformReplayStorage(ReplayStorage):
         alpha: how strongly priorities count; 0 draws without priorities.
         beta: how far importance weights correct for priorities.
         normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
+        eps: what is added to priorities, so that rows without error stay drawable.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
         c_min: the smallest window of recent rows.
         prefetch: batches that are drawn ahead, in threads.
@@ -73,12 +82,19 @@ class UniformReplayStorage(ReplayStorage):
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
+        extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
+            has, such as hidden states or log-probabilities. `record` can't know them.
+        sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments by themselves.
 
+    `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
+    `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn.
+
     Raises:
         ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range.
-        TypeError: a space is of a kind that rows cannot hold.
+        TypeError: a space is of a kind that rows cannot hold, an option of another one than it must
+            be, or there is no such option.
 
     >>> import gymnasium, trl_storages
     >>> env = gymnasium.make("CartPole-v1")
@@ -91,36 +107,57 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
+    _defaults: ClassVar[Options] = {}
+
+    @classmethod
+    def _signature(cls) -> Signature:
+        return with_options(super()._signature(), cls._defaults)
+
     def __init__(
+        self, observation_space: Any, action_space: Any, **options: Unpack[Options]
+    ) -> None:
+        names = [*inspect.signature(type(self)).parameters]
+        check_names(type(self).__name__, options, names)
+        chosen: dict[str, Any] = {**DEFAULTS, **self._defaults, **options}
+        self._build(observation_space, action_space, **chosen)
+
+    def _build(
         self,
         observation_space: Any,
         action_space: Any,
         *,
-        storage_size: int = 1_000_000,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        n_step: int = 1,
-        discount: float = 0.99,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        normalize: Normalization = "batch",
-        eta: float = 1.0,
-        c_min: int = 5000,
-        prefetch: int = 0,
-        seed: int | None = None,
-        info_keys: InfoKeys = (),
-        autoreset_mode: Any = None,
+        storage_size: int,
+        num_envs: int,
+        batch_size: int,
+        device: torch.device | str,
+        path: str | Path | None,
+        n_step: int,
+        discount: float,
+        alpha: float,
+        beta: float,
+        normalize: Normalization,
+        eps: float,
+        eta: float,
+        c_min: int,
+        prefetch: int,
+        seed: int | None,
+        info_keys: InfoKeys,
+        extra_fields: Mapping[NestedKey, Field],
+        sample_unit: SampleUnit | None,
+        autoreset_mode: AutoresetMode | str | None,
     ) -> None:
-        for name, size, least in (
-            ("num_envs", num_envs, 1),
-            ("storage_size", storage_size, 0),
-            ("batch_size", batch_size, 1),
-            ("prefetch", prefetch, 0),
-        ):
-            if not isinstance(size, int | np.integer) or size < least:
-                raise ValueError(f"{name} must be a whole number, {least} or more; got {size!r}.")
+        """Puts the parts together."""
+        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
+        storage_size = arguments.integer("storage_size", storage_size)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        prefetch = arguments.integer("prefetch", prefetch)
+        device = arguments.device("device", device)
+        n_step = arguments.integer("n_step", n_step, at_least=1)
+        discount = arguments.number("discount", discount, at_least=0, at_most=1)
+        if path is not None:
+            path = arguments.directory("path", path)
+        if seed is not None:
+            seed = arguments.integer("seed", seed)
         if storage_size < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
@@ -129,14 +166,16 @@ class UniformReplayStorage(ReplayStorage):
         fields = transition_fields(observation_space, action_space, info_keys)
         # Of infos without a space the first write says more.
         stored = {**dict.fromkeys(info_key_names(info_keys)), **fields}
+        stored |= _extra_fields(extra_fields, stored)
         capacity = storage_size // num_envs * num_envs
         # All are made, so that an option out of its range is an error, and used where they do something.
-        prioritized = PERSampler(
-            capacity if alpha else 1, alpha=alpha, beta=beta, normalize=normalize
-        )
-        sampler: Sampler = prioritized if alpha else UniformSampler()
+        draws = {"alpha": alpha, "beta": beta, "eps": eps, "normalize": normalize}
+        prioritized = PERSampler(1, **draws)  # type: ignore[arg-type]
+        sampler: Sampler = UniformSampler()
+        if prioritized.alpha:
+            sampler = PERSampler(capacity, **draws)  # type: ignore[arg-type]
         recency = ERESampler(eta, c_min, base=sampler)
-        sampler = recency if eta != 1 else sampler
+        sampler = recency if recency.eta != 1 else sampler
         n_steps = NStep(n_step, discount)
         transforms: list[Transform] = [n_steps] if n_step != 1 else []
         sampler, transforms = self._with_goals(sampler, transforms)
@@ -151,12 +190,14 @@ class UniformReplayStorage(ReplayStorage):
         if seed is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
         with storage.released_on_error():
-            super().__init__(
+            ReplayStorage.__init__(
+                self,
                 storage=storage,
                 writer=EpisodeWriter(num_envs, keys=list(stored)),
                 sampler=sampler,
                 transform=Compose(*transforms) if transforms else None,
                 batch_size=batch_size,
+                sample_unit=sample_unit,
                 prefetch=prefetch or None,
                 generator=generator,
                 recorder=GymRecorder(
@@ -190,10 +231,7 @@ class NStepReplayStorage(UniformReplayStorage):
         **options: as in `UniformReplayStorage`.
     """
 
-    def __init__(
-        self, observation_space: Any, action_space: Any, *, n_step: int = 3, **options: Any
-    ) -> None:
-        super().__init__(observation_space, action_space, n_step=n_step, **options)
+    _defaults: ClassVar[Options] = {"n_step": 3}
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
@@ -208,10 +246,7 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
     """
 
-    def __init__(
-        self, observation_space: Any, action_space: Any, *, alpha: float = 0.6, **options: Any
-    ) -> None:
-        super().__init__(observation_space, action_space, alpha=alpha, **options)
+    _defaults: ClassVar[Options] = {"alpha": 0.6}
 
 
 class EREReplayStorage(UniformReplayStorage):
@@ -226,10 +261,7 @@ class EREReplayStorage(UniformReplayStorage):
     Reference: Wang & Ross 2019, arXiv:1906.04009.
     """
 
-    def __init__(
-        self, observation_space: Any, action_space: Any, *, eta: float = 0.996, **options: Any
-    ) -> None:
-        super().__init__(observation_space, action_space, eta=eta, **options)
+    _defaults: ClassVar[Options] = {"eta": 0.996}
 
 
 class EpisodeReplayStorage(UniformReplayStorage):
@@ -245,10 +277,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
         **options: as in `UniformReplayStorage`.
     """
 
-    def __init__(
-        self, observation_space: Any, action_space: Any, *, batch_size: int = 16, **options: Any
-    ) -> None:
-        super().__init__(observation_space, action_space, batch_size=batch_size, **options)
+    _defaults: ClassVar[Options] = {"batch_size": 16}
 
     def extend(
         self,
@@ -295,8 +324,7 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: the same, returning bool; None leaves the flags as stored.
         goal_selection_strategy: "future", "final", "episode" or "random", as in `HERSampler`.
         num_goals: k, relabelled transitions for each one as stored.
-        info_keys: as in `UniformReplayStorage`; `transition` holds them under the same keys.
-        **options: as in `UniformReplayStorage`.
+        **options: as in `UniformReplayStorage`; `transition` holds `info_keys` under the same keys.
 
     Raises:
         KeyError: the observation space has no `achieved_goal` or `desired_goal`.
@@ -313,9 +341,9 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: GoalFunction | None = None,
         goal_selection_strategy: GoalStrategy = "future",
         num_goals: float = 4,
-        info_keys: InfoKeys = (),
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
+        check_names(type(self).__name__, options, [*inspect.signature(type(self)).parameters])
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
@@ -324,12 +352,41 @@ class HERReplayStorage(UniformReplayStorage):
             )
         self._hindsight = HERSampler(goal_selection_strategy, num_goals)
         self._relabel = GoalRelabel(
-            reward_fn, terminated_fn=terminated_fn, info_keys=tuple(info_keys)
+            reward_fn,
+            terminated_fn=terminated_fn,
+            info_keys=arguments.keys("info_keys", options.get("info_keys", ())),
         )
-        super().__init__(observation_space, action_space, info_keys=info_keys, **options)
+        super().__init__(observation_space, action_space, **options)
 
     def _with_goals(
         self, sampler: Sampler, transforms: list[Transform]
     ) -> tuple[Sampler, list[Transform]]:
         self._hindsight.base = sampler
         return self._hindsight, [self._relabel, *transforms]
+
+
+def _extra_fields(
+    extra_fields: Mapping[NestedKey, Any], taken: Mapping[NestedKey, Any]
+) -> dict[NestedKey, Field]:
+    """Returns the fields that were asked for beside those of the spaces and infos.
+
+    Raises:
+        TypeError: they are no mapping from keys to pairs of dtype and shape.
+        ValueError: there is one of that key already.
+    """
+    what = "a mapping from key to (dtype, shape)"
+    fields: dict[NestedKey, Field] = {}
+    for name, field in arguments.mapping("extra_fields", extra_fields, what).items():
+        key = arguments.key("extra_fields", name)
+        if key in taken:
+            raise ValueError(f"extra_fields must be others than those of the spaces, got {key!r}.")
+        if (
+            not isinstance(field, tuple)
+            or len(field) != 2
+            or not isinstance(field[0], torch.dtype)
+            or not isinstance(field[1], tuple | list)
+        ):
+            raise TypeError(f"extra_fields must be {what}, got {field!r} for {key!r}.")
+        shape = [arguments.integer(f"extra_fields[{key!r}]", size) for size in field[1]]
+        fields[key] = (field[0], torch.Size(shape))
+    return fields

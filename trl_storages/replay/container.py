@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -25,9 +25,11 @@ from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.checkpoint import CheckpointedBuffer
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.on_disk import OnDisk, intact
+from trl_storages.replay.parameters import Parameters
 from trl_storages.replay.remote import Remote
 from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
+from trl_storages.signatures import ShownSignature
 from trl_storages.step_writer import StepWriter
 from trl_storages.storages import FollowingStorage, PackedStorage
 from trl_storages.transforms import (
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
+class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -196,6 +198,7 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
             writer = EpisodeWriter(num_envs, keys=fields)
             # Ready-made storages are constructed otherwise.
             ReplayStorage.__init__(storage, storage=rows, writer=writer, **options)
+        storage._is_settled = True
         return storage
 
     @property
@@ -441,6 +444,22 @@ class ReplayStorage(Remote, OnDisk, StoredRows, CheckpointedBuffer):
         sampler._rng = self._rng
         return previous
 
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False
+    ) -> TensorDictBase: ...
+    @overload
+    def sample(
+        self, batch_size: int | None, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]: ...
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:

@@ -12,11 +12,12 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.signatures import ShownSignature
 
 __all__ = ["WrappingSampler"]
 
 
-class WrappingSampler(Sampler):
+class WrappingSampler(ShownSignature, Sampler):
     """Adds to what another sampler draws, and passes everything else on to it.
 
     Args:

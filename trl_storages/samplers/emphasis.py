@@ -5,7 +5,8 @@ Letters: B batch, N rows, K updates of a phase.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -88,6 +89,8 @@ class ERESampler(WrappingSampler):
     >>> sampler.update, sampler.num_updates
     (0, 500)
     """
+
+    live_parameters: ClassVar[Mapping[str, str]] = {"eta": "eta", "c_min": "c_min"}
 
     def __init__(
         self,

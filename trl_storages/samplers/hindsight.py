@@ -6,7 +6,8 @@ Letters: B batch, k goals per transition.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torchrl.data import SliceSampler, Storage
@@ -57,6 +58,11 @@ class HERSampler(WrappingSampler):
     >>> HERSampler("final", num_goals=2)
     HERSampler(strategy='final', num_goals=2, base=UniformSampler())
     """
+
+    live_parameters: ClassVar[Mapping[str, str]] = {
+        "strategy": "strategy",
+        "num_goals": "num_goals",
+    }
 
     def __init__(
         self,

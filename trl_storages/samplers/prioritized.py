@@ -6,10 +6,10 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, SupportsFloat, get_args
+from typing import Any, ClassVar, SupportsFloat, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from trl_storages.priority_tree import Normalization, PriorityTable
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.samplers.uniform import check_not_empty
+from trl_storages.signatures import ShownSignature
 
 __all__ = ["REDUCTIONS", "PERSampler"]
 
@@ -38,7 +39,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class PERSampler(PrioritizedSampler):
+class PERSampler(ShownSignature, PrioritizedSampler):
     """Prioritized experience replay: what surprised most is seen most.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -93,6 +94,10 @@ class PERSampler(PrioritizedSampler):
     >>> batch["td_error"] = torch.rand(32)
     >>> buffer.update_tensordict_priority(batch)
     """
+
+    live_parameters: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("alpha", "beta", "eps", "normalize")
+    }
 
     def __init__(
         self,

@@ -11,11 +11,12 @@ from torchrl.data import RandomSampler, Storage
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.functional.draws import random_below
+from trl_storages.signatures import ShownSignature
 
 __all__ = ["UniformSampler", "check_not_empty"]
 
 
-class UniformSampler(RandomSampler):
+class UniformSampler(ShownSignature, RandomSampler):
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a

@@ -5,8 +5,9 @@ Letters: B batch, n steps looked ahead at most, m steps taken.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
+from typing import ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -51,6 +52,8 @@ class NStep(ReplayTransform):
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
     """
+
+    live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_steps", "discount": "gamma"}
 
     def __init__(
         self,

@@ -1,0 +1,145 @@
+"""Parameters of the parts, read and set on the storage; and nothing else is set by a slip."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from test_recipes import make, rows
+from torchrl.data import LazyTensorStorage
+from torchrl.envs.transforms import Compose
+
+import trl_storages
+from trl_storages import EpisodeWriter, ERESampler, HERSampler, NStep, PERSampler, ReplayStorage
+from trl_storages.replay.parameters import Parameter, Parameters
+
+ALL = {
+    "n_step": 3,
+    "discount": 0.9,
+    "alpha": 0.6,
+    "beta": 0.5,
+    "normalize": "storage",
+    "eps": 0.01,
+    "eta": 0.9,
+    "c_min": 4,
+}
+HINDSIGHT = {"strategy": "final", "num_goals": 3}
+# Name -> another value, and one that is refused.
+OTHERS = {
+    "n_step": (5, 0),
+    "discount": (0.5, None),
+    "alpha": (1.0, -1),
+    "beta": (1.0, 2),
+    "normalize": ("none", "all"),
+    "eps": (0.5, 0),
+    "eta": (0.5, math.nan),
+    "c_min": (7, 1.5),
+    "strategy": ("random", "last"),
+    "num_goals": (math.inf, -1),
+}
+NAMES = [name for name, value in vars(Parameters).items() if isinstance(value, Parameter)]
+
+
+def everything() -> ReplayStorage:
+    return make(**ALL, goal_selection_strategy="final", num_goals=3, batch_size=8)
+
+
+def test_every_parameter_is_walked_here():
+    assert {*NAMES} == {*OTHERS} == {*ALL, *HINDSIGHT}
+
+
+@pytest.mark.requirement("live-parameters")
+@pytest.mark.parametrize("name", OTHERS)
+class TestEach:
+    def test_is_read_and_set_on_the_storage(self, name):
+        storage = everything()
+        assert getattr(storage, name) == {**ALL, **HINDSIGHT}[name]
+        value, wrong = OTHERS[name]
+        setattr(storage, name, value)
+        assert getattr(storage, name) == value
+        with pytest.raises((TypeError, ValueError), match=f"{name}s? must|gamma must"):
+            setattr(storage, name, wrong)
+        assert getattr(storage, name) == value
+
+    def test_is_refused_where_no_part_has_it(self, name):
+        storage = make("UniformReplayStorage")
+        with pytest.raises(AttributeError, match=f"no part with {name}.*name {name} where"):
+            getattr(storage, name)
+        with pytest.raises(AttributeError, match=f"no part with {name}"):
+            setattr(storage, name, OTHERS[name][0])
+        assert not hasattr(storage, name)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+    def test_of_a_copy(self, name, copied):
+        storage = everything()
+        setattr(storage, name, OTHERS[name][0])
+        assert getattr(copied(storage), name) == OTHERS[name][0]
+
+
+@pytest.mark.requirement("live-parameters")
+def test_a_new_value_holds_for_the_next_batch():
+    storage = everything()
+    storage.extend(rows(12))
+    storage.n_step = 1
+    assert (storage.sample()["steps_to_next_obs"] == 1).all()
+    storage.num_goals = 0
+    assert not storage.sample()["her_mask"].any()
+    storage.n_step, storage.num_goals, storage.eta, storage.c_min = 4, math.inf, 1e-9, 2
+    batch = storage.sample(100)
+    assert batch["her_mask"].all()
+    assert {*batch["index"].tolist()} == {10, 11}
+
+
+def test_parts_put_together_by_hand():
+    parts = {"writer": EpisodeWriter(), "batch_size": 4}
+    sampler = HERSampler(base=ERESampler(base=PERSampler(10)))
+    storage = ReplayStorage(
+        storage=LazyTensorStorage(10), sampler=sampler, transform=Compose(NStep(2)), **parts
+    )
+    storage.alpha, storage.n_step = 0.25, 7
+    assert sampler.base.base.alpha == 0.25
+    assert storage.transform[0].n_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("slip", "hint"),
+    [
+        ("n_steps", "it is called n_step here"),
+        ("gamma", "it is called discount here"),
+        ("num_goal", "do you mean num_goals"),
+        ("batchsize", "do you mean batch_size"),
+        ("colour", "there are add"),
+    ],
+)
+@pytest.mark.parametrize("made", [everything, lambda: ReplayStorage(storage=LazyTensorStorage(3))])
+def test_an_attribute_that_is_not_there_can_not_be_set(made, slip, hint, tmp_path):
+    storage = made()
+    with pytest.raises(AttributeError, match=f"no attribute {slip!r}; {hint}"):
+        setattr(storage, slip, 3)
+    assert slip not in vars(storage)
+
+
+def test_nor_on_a_storage_that_was_opened(tmp_path):
+    storage = make(path=tmp_path)
+    storage.extend(rows(4))
+    storage.close()
+    opened = ReplayStorage.open(tmp_path, batch_size=2)
+    with pytest.raises(AttributeError, match="do you mean"):
+        opened.batchsize = 3
+    opened.close()
+
+
+def test_what_is_there_can_be_set():
+    storage = everything()
+    storage.priority_key = "error"
+    storage.extend(rows(12))
+    batch = storage.sample()
+    batch["error"] = torch.rand(8)
+    storage.update_tensordict_priority(batch)
+
+
+def test_names_elsewhere_are_no_names_here():
+    """Or one library's name would be taken for another's."""
+    here = trl_storages.recipe_options.DEFAULTS
+    assert not {*here} & {*trl_storages.other_names.OTHER_NAMES}

@@ -1,0 +1,92 @@
+"""What type checkers see of the public names: a file that uses them, and one that uses them wrongly."""
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+HEADER = """
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium.spaces import Box, Discrete
+from tensordict import TensorDictBase
+from typing_extensions import assert_type
+from trl_storages import (
+    EpisodeWriter, EREReplayStorage, ERESampler, HERReplayStorage, HERSampler, NStep,
+    NStepReplayStorage, PackedStorage, PERSampler, ReplayStorage, UniformReplayStorage,
+)
+
+observations, actions = Box(0, 1, (3,)), Discrete(2)
+
+
+def reward_fn(achieved: torch.Tensor, desired: torch.Tensor, transition: Any) -> torch.Tensor:
+    return achieved
+
+
+storage = UniformReplayStorage(observations, actions, storage_size=100, seed=0, path=Path("rows"))
+"""
+RIGHT = """
+reward = storage.sample()["next"]
+assert_type(storage.sample(), TensorDictBase)
+assert_type(storage.sample(3, return_info=False), TensorDictBase)
+assert_type(storage.sample(return_info=True), tuple[TensorDictBase, dict[str, Any]])
+assert_type(storage.sample(3, True), tuple[TensorDictBase, dict[str, Any]])
+batch, info = storage.sample(3, return_info=True)
+index = storage.extend(batch, lanes=[0])
+assert_type(index, torch.Tensor)
+for each in storage.batches(3, epochs=2):
+    assert_type(each, TensorDictBase)
+storage.n_step = 5
+assert_type(storage.discount, float)
+storage.close(keep=False)
+HERReplayStorage(observations, actions, reward_fn=reward_fn, num_goals=4, n_step=3, alpha=0.6)
+NStepReplayStorage(observations, actions, n_step=5, device=torch.device("cpu"))
+EREReplayStorage(observations, actions, eta=0.99, extra_fields={"state": (torch.float32, [3])})
+ReplayStorage(
+    storage=PackedStorage(10),
+    writer=EpisodeWriter(2),
+    sampler=HERSampler("future", base=ERESampler(base=PERSampler(10))),
+    transform=NStep(3, gamma=0.9),
+    batch_size=4,
+)
+"""
+#: Lines of which each has an error.
+WRONG = """
+UniformReplayStorage(observations, actions, buffer_size=100)
+UniformReplayStorage(observations, actions, storage_size="100")
+NStepReplayStorage(observations, actions, n_step="3")
+HERReplayStorage(observations, actions)
+HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy="last")
+storage.n_step = "5"
+storage.sample(return_info=True)["next"]
+storage.sample("4")
+"""
+
+
+def checked(source: str, directory: Path) -> list[str]:
+    """Returns what mypy says of a source, a line for each error."""
+    file = directory / "snippet.py"
+    file.write_text(source)
+    options = ["--config-file", str(Path(__file__).parents[1] / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--no-error-summary", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not done.stderr, done.stderr
+    return [line for line in done.stdout.splitlines() if " error: " in line]
+
+
+@pytest.mark.slow
+def test_what_is_right_passes_and_what_is_wrong_does_not(tmp_path):
+    right = dedent(HEADER) + RIGHT
+    first = len(right.splitlines()) + 1
+    wrong = [line for line in WRONG.splitlines() if line]
+    told = checked(right + "\n".join(wrong) + "\n", tmp_path)
+    lines = {int(line.split(":")[1]) for line in told}
+    assert lines == {*range(first, first + len(wrong))}, told
