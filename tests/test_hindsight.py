@@ -235,6 +235,18 @@ class TestRatio:
             rest = ~batch["her_mask"]
             assert torch.equal(batch["goal_index"][rest], batch["index"][rest])
 
+    @pytest.mark.parametrize("num_goals", [0, 1, 4, 300, float("inf")])
+    def test_every_part_of_a_split_batch_keeps_the_ratio(self, num_goals):
+        """To within one row, wherever the batch is split; of any k + 1 neighbours k are relabelled."""
+        buffer = make_buffer(40, num_goals=num_goals)
+        write(buffer, RingOracle(40), [[False] * 40])
+        mask = buffer.sample(256)["her_mask"]
+        share = 1.0 if num_goals == float("inf") else num_goals / (num_goals + 1)
+        sums = torch.cat([torch.zeros(1), mask.cumsum(0)])
+        for size in range(1, 257):
+            parts = sums[size:] - sums[:-size]
+            assert ((parts - size * share).abs() < 1).all()
+
     @pytest.mark.parametrize("num_goals", [0, 1, 4])
     def test_a_batch_of_one_is_relabelled_with_that_probability(self, num_goals):
         """The floor would be 0 for ever; a coin with the same ratio stands in for it."""
@@ -247,7 +259,7 @@ class TestRatio:
             assert stats.binomtest(hits, 500, num_goals / (num_goals + 1)).pvalue > 1e-4
 
     def test_every_row_is_relabelled_as_often(self):
-        """The relabelled rows of a batch are a prefix of it, but the anchors are independent."""
+        """Which places of a batch are relabelled is fixed, but the anchors are independent."""
         history = HISTORIES["lanes of unequal fill"]
         buffer = make_buffer(history.capacity, history.num_envs)
         oracle = history.write(buffer)

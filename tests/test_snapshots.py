@@ -36,7 +36,7 @@ def record(storage, step, done=False):
 
 CHANGES = {
     "rows": lambda it: it.storage.rows[7].fill_(1),
-    "index.open": lambda it: it.episodes.end_episodes(),
+    "index.lanes": lambda it: it.episodes.end_episodes(),
     "index.host": lambda it: record(it, 9),
     "writer._write_count": lambda it: record(it, 9),
     "sampler.plain._strategy": lambda it: setattr(it.sampler, "strategy", "final"),

@@ -14,7 +14,6 @@ from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
-from trl_storages.episodes.tables import Array, module_of
 
 __all__ = ["EpisodeSequence"]
 
@@ -85,17 +84,13 @@ class EpisodeSequence(Sequence):
         arguments.slots("index", index)
         arguments.mapping("info", info, "a dict of what the sampler said")
         self._prepare(index.shape[0], index.device)
-        anchors, wanted = episodes.own(index), episodes.own(self._wanted)
-        behind, ahead = (extent[:, None] for extent in episodes.extent(anchors))
-        xp = module_of(anchors)
-        offset = xp.minimum(xp.maximum(wanted, -behind), ahead)
-        rows = episodes.shift(anchors[:, None], offset)
+        rows, valid = episodes.sequences(index.to(episodes.device), self.burn_in, num_steps)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
         expanded["anchor_index"] = _repeat(index, num_steps)
         expanded |= {name: value.clone() for name, value in self._always.items()}
-        expanded["validity_mask"] = _flat(offset == wanted, index.device)
-        return _flat(rows, index.device), expanded
+        expanded["validity_mask"] = valid.reshape(-1).to(index.device)
+        return rows.reshape(-1).to(index.device), expanded
 
     def _prepare(self, num_anchors: int, device: torch.device) -> None:
         """Makes what does not depend on the anchors, unless the last batch needed the same."""
@@ -104,9 +99,7 @@ class EpisodeSequence(Sequence):
             return
         number = torch.arange(num_anchors, device=device)
         step = torch.arange(self.num_steps, device=device)
-        #: `[S]` steps from the anchor.
-        self._wanted = step - self.burn_in
-        learning = (self._wanted >= 0) & (self._wanted < self.length)
+        learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         self._always = {
             "sequence_id": _repeat(number, self.num_steps),
             "step_in_sequence": step.repeat(num_anchors),
@@ -126,7 +119,3 @@ def _repeat(value: Any, num_steps: int) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     return value.unsqueeze(1).expand(-1, num_steps, *value.shape[1:]).flatten(0, 1)
-
-
-def _flat(rows: Array, device: torch.device) -> Tensor:
-    return torch.as_tensor(rows.reshape(-1)).to(device)

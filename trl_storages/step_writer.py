@@ -63,7 +63,10 @@ class StepWriter:
         self._ring = memoryview(words.reshape(-1))
         # A step is gathered here first, so that nothing is written before all is checked.
         block = torch.zeros(writer.num_envs, layout.num_words, dtype=torch.int64)
-        columns = {key: view.numpy() for key, view in layout.views(block).items()}
+        views = layout.views(block)
+        columns = {key: view.numpy() for key, view in views.items()}
+        #: `[E, 1]` bool, whether the episodes of the gathered step end with it.
+        self._ends = views[DONE]
         steps: Any = block.numpy()
         self._steps, self._columns = steps, columns
         # To copy from here to the ring takes a third of NumPy's time.
@@ -148,16 +151,16 @@ class StepWriter:
 
     def _put(self, lanes: np.ndarray | None) -> torch.Tensor:
         """Writes what was gathered of some lanes, or of all, and returns its slots."""
-        host, done = self._episodes.host, self._done if self._has_flags else None
-        first = host.next_slot() if lanes is None else None
-        if first is not None:
-            begin = first * self._num_words
+        episodes = self._episodes
+        run = episodes.next_run(1) if lanes is None else None
+        if run is not None:
+            begin = run.start * self._num_words
             self._ring[begin : begin + len(self._block)] = self._block
-            return self._writer.count_step(host.append_step(done))
-        if lanes is None:
-            lanes = np.arange(self._num_envs)
-        self._words[host.next_slots(lanes)] = self._steps[lanes]
-        return self._writer.count_step(host.append_to(lanes, None if done is None else done[lanes]))
+            return self._writer.count_step(episodes.advance(self._ends))
+        which = slice(None) if lanes is None else lanes
+        which_lanes = None if lanes is None else torch.from_numpy(lanes)
+        self._words[episodes.next_slots(1, which_lanes)[:, 0].numpy()] = self._steps[which]
+        return self._writer.count_step(episodes.advance(self._ends[which], None, which_lanes))
 
     def _gather_one(
         self,

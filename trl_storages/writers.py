@@ -321,20 +321,20 @@ class EpisodeWriter(RoundRobinWriter):
             self._generation is None and not self.tracks_generations and self._last_process is None
         )
 
-    def count_step(self, slots: np.ndarray) -> torch.Tensor:
+    def count_step(self, slots: torch.Tensor) -> torch.Tensor:
         """Counts a step that was written to the rows and to the episode index already.
 
         Args:
-            slots: `[L]` int64, where it was written.
+            slots: `[L, 1]` int64 on the CPU, where it was written.
 
         Returns:
-            the same.
+            the same, `[L]`.
         """
         storage = self._storage
         self._write_count += len(slots)
-        storage.count_write(storage.episodes.host.num_rows, slots.item(-1))
+        storage.count_write(len(storage.episodes), slots.numpy().item(-1))
         storage._bump_mutation_revision()
-        written = torch.from_numpy(slots)
+        written = slots.squeeze(1)
         self._mark_update_entities(written)
         return written
 

@@ -1,6 +1,6 @@
 """Which rows of the ring belong to one episode, and how old they are."""
 
 from trl_storages.episodes.index import EpisodeIndex, episodes_of
-from trl_storages.episodes.ring import Lanes, Ring
+from trl_storages.episodes.lanes import Lanes
 
-__all__ = ["EpisodeIndex", "Lanes", "Ring", "episodes_of"]
+__all__ = ["EpisodeIndex", "Lanes", "episodes_of"]

@@ -2,17 +2,15 @@
 
 Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
 
-Every slot names a row of the episode table, and the table holds the first and the last surviving slot of
-each episode. All rows of an episode lie E slots apart on the ring, so distances are differences of slots
-modulo M: no step counter is compared, nothing overflows, and overwriting touches one table entry per
-lane.
+A lane is the stream of one environment. The ring is time-major: step s of lane l lives in slot
+`(s % T) * E + l`, and each lane has a cursor of its own, so a lane may skip a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,21 +18,13 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages import arguments
-from trl_storages.episodes.host import HostTables
 from trl_storages.episodes.invariants import check_invariants
-from trl_storages.episodes.ring import Lanes, Ring
-from trl_storages.episodes.tables import Array, Tables, module_of, put, take
-from trl_storages.episodes.whole import draw_whole_episodes
-from trl_storages.functional.draws import random_below
+from trl_storages.episodes.lanes import Lanes, named_lanes
+from trl_storages.episodes.whole import draw_whole_episodes, first_of_whole_episodes
+from trl_storages.functional.draws import random_noise
+from trl_storages.kernels import backend
 
 __all__ = ["EpisodeIndex", "episodes_of"]
-
-_LONG_AGO = -(2**62)
-# From here on all stretches at once are faster than one after another.
-_MANY_STRETCHES = 24
-# Attributes that see tables on the CPU where they are, and are made anew where these move.
-_VIEWS = ("_arrays", "host_steps", "host")
-_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_}
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -52,7 +42,7 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     return index
 
 
-class EpisodeIndex(Ring):
+class EpisodeIndex:
     """Knows for every slot of a ring how much of its own episode lies before and after it.
 
     An episode ends where `done` is true and is cut where the next row of the lane belongs to another
@@ -77,42 +67,141 @@ class EpisodeIndex(Ring):
     def __init__(
         self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
     ) -> None:
-        super().__init__(capacity, num_envs, device)
-        num_envs = self.num_envs
+        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
+        capacity = arguments.integer("capacity", capacity, at_least=1)
+        if capacity < num_envs:
+            raise ValueError(
+                f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
+                f"{capacity} for {num_envs} lanes."
+            )
+        self.device = arguments.device("device", device)
+        self._ring = backend(self.device).Ring(capacity, num_envs, self.device)
+        self.num_envs = num_envs
+        self.steps_per_lane: int = self._ring.steps_per_lane
+        self.capacity: int = self._ring.capacity
+        self._lane_ids = torch.arange(num_envs, device=self.device)
 
-        def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            if self.device.type != "cpu":
-                return torch.zeros(size, dtype=dtype, device=self.device)
-            # Unlike torch's, NumPy's zeros take no memory before they are written to, and there are
-            # far fewer episodes than there could be.
-            return torch.from_numpy(np.zeros(size, _NUMPY_DTYPES[dtype]))
+    # Size
 
-        # 4 bytes a slot while slot numbers fit.
-        slot_dtype = torch.int32 if self.capacity < 2**31 else torch.int64
-        # The table of episodes has one entry more than there can be live ones: masked writes that
-        # must change nothing go there, which spares a shape that depends on the data.
-        self._void = self.capacity
-        self._tables = Tables(
-            episode=zeros(self.capacity, dtype=slot_dtype),
-            first=zeros(self.capacity + 1, dtype=slot_dtype),
-            last=zeros(self.capacity + 1, dtype=slot_dtype),
-            first_step=zeros(self.capacity + 1),
-            finished=zeros(self.capacity + 1, dtype=torch.bool),
-            begun=zeros(num_envs),
-            open=zeros(num_envs, dtype=torch.bool),
-            cursors=self.cursors,
-            num_rows=self.num_rows,
-        )
+    def __len__(self) -> int:
+        """Number of live rows, known to the host."""
+        if self.num_envs == 1:
+            return min(self.host_steps.item(), self.steps_per_lane)
+        return int(np.minimum(self.host_steps, self.steps_per_lane).sum())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a row."""
+        return len(self) == self.capacity
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """`[]` int64, on the device: rows that are live now."""
+        return self._ring.fill.sum()
+
+    @property
+    def cursors(self) -> torch.Tensor:
+        """`[E]` int64, on the device: steps written to each lane since the beginning."""
+        return self._ring.cursors
+
+    @property
+    def num_steps_written(self) -> torch.Tensor:
+        """`[E]` int64 on the host: steps written to each lane since the beginning."""
+        return torch.from_numpy(self.host_steps)
+
+    @property
+    def is_open(self) -> torch.Tensor:
+        """`[E]` bool, whether the next row of the lane continues its last episode. A copy."""
+        return self._ring.is_open.bool()
 
     @cached_property
-    def _arrays(self) -> Tables:
-        """The tables as what they are written with: NumPy's view of them on the CPU."""
-        return Tables(*map(self.own, self._tables))
+    def host_steps(self) -> np.ndarray:
+        """`[E]` int64, the cursors as the host knows them without asking the device."""
+        # On the CPU they are the same memory.
+        on_host = self.device.type == "cpu"
+        return self.cursors.numpy() if on_host else np.zeros(self.num_envs, np.int64)
 
-    @cached_property
-    def host(self) -> HostTables:
-        """The same tables on the CPU, for the writes of every step."""
-        return HostTables(self._arrays, self.num_envs, self.steps_per_lane)
+    # Lanes and slots
+
+    def lane_ids(self, lanes: Lanes = None) -> torch.Tensor:
+        """Returns the lanes that `lanes` names, checked on the host.
+
+        Args:
+            lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
+
+        Returns:
+            `[L]` int64.
+
+        Raises:
+            ValueError: `lanes` is something else, or names an unknown lane or one twice.
+        """
+        if lanes is None:
+            return self._lane_ids
+        return torch.tensor(self.named_lanes(lanes), device=self.device)
+
+    def named_lanes(self, lanes: Lanes = None) -> Sequence[int]:
+        """Returns the numbers of the lanes that `lanes` names, as `lane_ids` does."""
+        return named_lanes(lanes, self.num_envs)
+
+    def next_slots(self, num_steps: int, lanes: Lanes = None) -> torch.Tensor:
+        """Returns the slots that the next `num_steps` steps of the lanes will take.
+
+        Args:
+            num_steps: S.
+            lanes: the L lanes that are written; None is all of them.
+
+        Returns:
+            `[L, S]` int64 slots. Of more than T steps only the last T are kept; the others are given
+            slot -1.
+        """
+        num_steps = arguments.integer("num_steps", num_steps)
+        run = self.next_run(num_steps, lanes)
+        if run is not None:
+            slots = torch.arange(run.start, run.stop, device=self.device)
+            return slots.view(self.num_envs, num_steps)
+        return self._ring.next_slots(self.lane_ids(lanes), num_steps)
+
+    def next_run(self, num_steps: int, lanes: Lanes = None) -> range | None:
+        """Returns what `next_slots` does, where these are neighbours in the order of the rows.
+
+        Args:
+            num_steps: S.
+            lanes: the L lanes that are written; None is all of them.
+
+        Returns:
+            the slots, or None if they are no neighbours.
+        """
+        if lanes is not None:
+            return None
+        steps = self.host_steps
+        if self.num_envs > 1 and (num_steps > 1 or np.count_nonzero(steps != steps[0])):
+            return None
+        first = steps.item(0) % self.steps_per_lane
+        if first + num_steps > self.steps_per_lane:
+            return None
+        return range(first * self.num_envs, (first + num_steps) * self.num_envs)
+
+    def newest_slot(self, lanes: Lanes = None) -> int:
+        """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
+        lane = self.named_lanes(lanes)[-1]
+        return (self.host_steps.item(lane) - 1) % self.steps_per_lane * self.num_envs + lane
+
+    def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of the surviving rows that were written after so many steps.
+
+        Args:
+            num_steps: `[E]` int64 on the host, a former `num_steps_written`.
+
+        Returns:
+            int64 slots `[n]`, lane by lane, the oldest row first.
+        """
+        written = self.host_steps
+        steps = [
+            torch.arange(max(before, now - self.steps_per_lane), now)
+            for before, now in zip(num_steps.tolist(), written.tolist(), strict=True)
+        ]
+        slots = [step % self.steps_per_lane * self.num_envs + at for at, step in enumerate(steps)]
+        return torch.cat(slots).to(self.device)
 
     # Writing
 
@@ -145,105 +234,20 @@ class EpisodeIndex(Ring):
         if not done.numel():
             return torch.empty(shape, dtype=torch.int64, device=self.device)
         num_steps = 1 if done.ndim == 1 else shape[1]
-        slots = self.next_slots(num_steps, lanes)
-        cut = None if cut is None else cut.view(num_lanes, num_steps)
-        self.advance(done.view(num_lanes, num_steps), cut, lanes)
-        return slots.view(shape)
+        cut = None if cut is None else cut.reshape(num_lanes, num_steps)
+        return self.advance(done.reshape(num_lanes, num_steps), cut, lanes).view(shape)
 
     def advance(
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
-    ) -> None:
-        """Does what `append` does with `[L, S]` flags that fit, for whoever knows the slots."""
-        ended, parted = self.own(done), None if cut is None else self.own(cut)
-        if self._xp is not np or not self._advance_on_host(ended, parted, lanes):
-            self._advance(ended, parted, lanes)
-
-    def _advance_on_host(self, done: np.ndarray, cut: np.ndarray | None, lanes: Lanes) -> bool:
-        """Takes the steps if they are of the usual kinds, and returns whether they were."""
-        num_lanes, num_steps = done.shape
-        fits = num_steps <= self.steps_per_lane
-        if self.num_envs == 1 and fits and cut is None and not np.count_nonzero(done[:, :-1]):
-            self.host.append_stretch(0, num_steps, done=done.item(-1))
-            return True
-        if num_steps == 1 < num_lanes and lanes is None and self._was_in_step:
-            self.host.append_to_all(done[:, 0], None if cut is None else cut[:, 0])
-            return True
-        if num_steps == 1 < num_lanes and cut is None:
-            self.host.append_to(np.asarray(self.named_lanes(lanes)), done[:, 0])
-            return True
-        most = num_lanes + np.count_nonzero(done)
-        most += 0 if cut is None else np.count_nonzero(cut)
-        if not fits or most > _MANY_STRETCHES:
-            return False
-        for at, lane in enumerate(self.named_lanes(lanes)):
-            self.host.append_steps(lane, done[at], None if cut is None else cut[at])
-        return True
-
-    def _advance(self, done: Array, cut: Array | None, lanes: Lanes) -> None:
-        """Takes any steps, with tensor operations only.
-
-        Args:
-            done: `[L, S]` bool.
-            cut: `[L, S]` bool, or None.
-            lanes: the L lanes.
-        """
-        xp, table = self._xp, self._arrays
-        lane, num_steps = self.own(self.lane_ids(lanes))[:, None], done.shape[1]
-        kept = min(num_steps, self.steps_per_lane)
-
-        # A row begins an episode if the row before it ended one, or if it is cut off from it.
-        begins = xp.concatenate([~table.open[lane], done[:, :-1]], 1)
-        if cut is not None:
-            begins |= cut
-        number = table.begun[lane] + begins.cumsum(1) - 1
-        step = table.cursors[lane] + self._range(num_steps, xp)
-        first_step = step
-        if kept < num_steps:
-            # Only the newest T steps find room. The first of them opens its episode's entry even
-            # when the episode began earlier: a first step that is gone marks it as not whole.
-            first_step = xp.where(begins, step, step - 1)[:, -kept:]
-            begins[:, -kept] = True
-            begins, done = begins[:, -kept:], done[:, -kept:]
-            number, step = number[:, -kept:], step[:, -kept:]
-        # Whether a row is the last of its episode among those written now.
-        last = xp.ones_like(begins)
-        last[:, :-1] = begins[:, 1:]
-
-        slots = step % self.steps_per_lane * self.num_envs + lane
-        # Live episodes of a lane bear consecutive numbers and are at most T, so T entries suffice.
-        entry = lane * self.steps_per_lane + number % self.steps_per_lane
-        opened = xp.where(begins, entry, self._void)
-        newest = xp.where(last, entry, self._void)
-        put(table.episode, slots, entry)
-        put(table.first, opened, slots)
-        put(table.first_step, opened, first_step)
-        put(table.last, newest, slots)
-        put(table.finished, newest, done)
-        put(table.begun, lane, number[:, -1:] + 1)
-        put(table.open, lane, ~done[:, -1:])
-        table.cursors[lane] += num_steps
-        if self._xp is not np:
-            self.host_steps[self.named_lanes(lanes)] += num_steps
-        self._behead(lane)
-
-    def _behead(self, lane: Array) -> None:
-        """Moves the first slot of each lane's oldest surviving episode to what survives of it."""
-        xp, table = self._xp, self._arrays
-        oldest = table.cursors[lane] - self.steps_per_lane
-        slots = oldest % self.steps_per_lane * self.num_envs + lane
-        # While a lane is not full its oldest row is step 0, and nothing was overwritten.
-        put(table.first, xp.where(oldest > 0, table.episode[slots], self._void), slots)
-        table.num_rows[...] = table.cursors.clip(max=self.steps_per_lane).sum()
-
-    # Writing happens in NumPy where the tables lie on the CPU; these two and `own` are all that
-    # differs.
-
-    @property
-    def _xp(self) -> ModuleType:
-        return np if self.device.type == "cpu" else torch
-
-    def _range(self, stop: int, xp: ModuleType) -> Array:
-        return np.arange(stop) if xp is np else torch.arange(stop, device=self.device)
+    ) -> torch.Tensor:
+        """Does what `append` does with `[L, S]` flags that fit."""
+        if self.device.type != "cpu":
+            self.host_steps[list(self.named_lanes(lanes))] += done.shape[1]
+        return self._ring.append(
+            done.to(self.device),
+            None if cut is None else cut.to(self.device),
+            None if lanes is None else self.lane_ids(lanes),
+        )
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -257,24 +261,16 @@ class EpisodeIndex(Ring):
             cursor: steps written to each of the lanes; S of them survive.
             lanes: the L distinct lanes; None is all of them.
         """
-        lane, num_steps = self.lane_ids(lanes), done.shape[1]
-        self._tables.cursors[lane] = cursor - num_steps
-        self.host_steps[lane.cpu().numpy()] = cursor - num_steps
-        self._tables.open[lane] = False
-        first = self.next_slots(num_steps, lane)[:, 0]
-        # At once: what an unseen step left where these rows go must not be taken for an episode.
-        self._advance(self.own(done), self.own(begins), lane)
-        torn = self._tables.episode[first].long()[~begins[:, 0].to(self.device)]
-        self._tables.first_step[torn] = _LONG_AGO
-
-    @property
-    def is_open(self) -> torch.Tensor:
-        """`[E]` bool, whether the next row of the lane continues its last episode."""
-        return self._tables.open
+        lane = self.lane_ids(lanes)
+        self.host_steps[lane.cpu().numpy()] = cursor - done.shape[1]
+        self._ring.cursors[lane] = cursor - done.shape[1]
+        self.end_episodes(lane)
+        first = self.advance(done, begins, lane)[:, 0]
+        self._ring.tear(first[~begins[:, 0].to(self.device)])
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
-        self._tables.open[self.lane_ids(lanes)] = False
+        self._ring.is_open[self.lane_ids(lanes)] = 0
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
@@ -283,37 +279,54 @@ class EpisodeIndex(Ring):
             int64 slots `[n]` where the kept rows lie, and `[n]` where the caller must move them.
         """
         keep_steps = arguments.integer("keep_steps", keep_steps)
-        kept = []
+        kept, is_open = [], self._ring.is_open.clone()
         for lane, cursor in enumerate(self.host_steps.tolist()):
             steps = range(max(cursor - min(keep_steps, self.steps_per_lane), 0), cursor)
             slots = torch.tensor([*steps], dtype=torch.int64, device=self.device)
             slots = slots % self.steps_per_lane * self.num_envs + lane
             behind, ahead = self.extent(slots)
             done = self.is_finished(slots) & (ahead == 0)
-            torn = not bool((self.is_whole(slots) & (behind == 0))[:1].all())
-            kept.append((slots, done, behind == 0, torn, self._tables.open[lane].clone()))
-        for tensor in self._tables:
+            is_torn = ~(self.is_whole(slots) & (behind == 0))
+            kept.append((slots, done, behind == 0, is_torn))
+        for tensor in self._ring.tensors.values():
             tensor.zero_()
         self.host_steps.fill(0)
-        for lane, (slots, done, cut, torn, is_open) in enumerate(kept):
+        new = []
+        for lane, (slots, done, begins, is_torn) in enumerate(kept):
             if len(slots):
-                self.append(done.unsqueeze(0), cut.unsqueeze(0), [lane])
-                self._tables.open[lane] = is_open
-                if torn:
-                    # The episode of the first kept row lost its beginning, for good.
-                    self._tables.first_step[self._tables.episode[lane].long()] = _LONG_AGO
-        old = torch.cat([slots for slots, *_ in kept])
-        new = [torch.arange(len(slots)) * self.num_envs + at for at, (slots, *_) in enumerate(kept)]
-        return old, torch.cat(new).to(self.device)
+                moved = self.advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
+                # An episode that lost its beginning has lost it for good.
+                self._ring.tear(moved[:1][is_torn[:1]])
+                self._ring.is_open[lane] = is_open[lane]
+                new.append(moved)
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.cat([empty, *(slots for slots, *_ in kept)]), torch.cat([empty, *new])
 
-    # Questions about slots. On the CPU these four take and return NumPy arrays as well, whose small
-    # operations cost a third of torch's; see `own`.
+    # Questions about slots
 
-    def _tables_for(self, slots: Array) -> Tables:
-        arguments.slots("slots", slots)
-        return self._arrays if isinstance(slots, np.ndarray) else self._tables
+    def steps(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the absolute step of each slot in its lane, int64, counted from 0."""
+        return self._ring.steps(_slots("slots", slots))
 
-    def extent(self, slots: Array) -> tuple[Array, Array]:
+    def is_live(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether each slot, of any number at all, is one that holds a row, bool."""
+        slots = _slots("slots", slots)
+        inside = (slots >= 0) & (slots < self.capacity)
+        # Counted back from the cursor, a slot not yet written comes out before step 0.
+        return inside & (self._ring.steps(slots.clamp(0, self.capacity - 1)) >= 0)
+
+    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
+        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked.
+
+        Args:
+            slots: int64 of any shape B.
+            steps: int64 that broadcasts against B.
+        """
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            steps = _slots("steps", steps)
+        return self._ring.shift(_slots("slots", slots), steps)
+
+    def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many surviving rows of the same episode lie before and after each slot.
 
         Args:
@@ -322,28 +335,17 @@ class EpisodeIndex(Ring):
         Returns:
             two int64 tensors of shape B.
         """
-        tables = self._tables_for(slots)
-        entry = take(tables.episode, slots)
-        behind = self._steps_between(take(tables.first, entry), slots)
-        return behind, self._steps_between(slots, take(tables.last, entry))
+        return self._ring.extent(_slots("slots", slots))
 
-    def _steps_between(self, start: Array, stop: Array) -> Array:
-        """Returns how many steps `stop` comes after `start` in the same lane."""
-        # Neighbours of a lane lie E slots apart.
-        distance = (stop - start) % self.capacity
-        return distance if self.num_envs == 1 else distance // self.num_envs
-
-    def behind(self, slots: Array) -> Array:
+    def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
-        tables = self._tables_for(slots)
-        return self._steps_between(take(tables.first, take(tables.episode, slots)), slots)
+        return self.extent(slots)[0]
 
-    def ahead(self, slots: Array) -> Array:
+    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of the same episode lie after each slot, int64."""
-        tables = self._tables_for(slots)
-        return self._steps_between(slots, take(tables.last, take(tables.episode, slots)))
+        return self.extent(slots)[1]
 
-    def windows(self, slots: Array, num_rows: int) -> tuple[Array, Array]:
+    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds each row and those that follow it in its episode.
 
         Args:
@@ -354,13 +356,28 @@ class EpisodeIndex(Ring):
             `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        xp, num_rows = module_of(slots), arguments.integer("num_rows", num_rows, at_least=1)
-        step = xp.minimum(self.ahead(slots), self._range(num_rows, xp)[:, None])
-        return self.shift(slots, step), step[-1] + 1
+        num_rows = arguments.integer("num_rows", num_rows, at_least=1)
+        return self._ring.windows(_slots("slots", slots), num_rows)
+
+    def sequences(
+        self, slots: torch.Tensor, burn_in: int, num_steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds the rows around each one, without leaving its episode.
+
+        Args:
+            slots: int64 slots of live rows, `[B]`.
+            burn_in: how many rows before it.
+            num_steps: S, how many rows altogether.
+
+        Returns:
+            `[B, S]` int64 slots in time order; the first or last surviving row stands for those beyond
+            it. And `[B, S]` bool: whether the row is the one asked for.
+        """
+        return self._ring.sequences(_slots("slots", slots), burn_in, num_steps)
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return take(self._tables.episode, arguments.slots("slots", slots)).long()
+        return self._ring.entries(_slots("slots", slots))
 
     def is_end(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each row ended its episode by `done`, bool."""
@@ -368,16 +385,90 @@ class EpisodeIndex(Ring):
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
-        arguments.slots("slots", slots)
-        return take(self._tables.finished, take(self._tables.episode, slots))
+        return self._ring.span(_slots("slots", slots))[..., 2].bool()
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been overwritten, bool."""
-        arguments.slots("slots", slots)
-        first_step = take(self._tables.first_step, take(self._tables.episode, slots))
-        return first_step >= take(self.cursors, slots % self.num_envs) - self.steps_per_lane
+        slots = _slots("slots", slots)
+        return self._ring.span(slots)[..., 0] >= self._ring.oldest(slots)
 
     # Age
+
+    def ages(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the rank by age of each slot among all live rows: 0 is the newest.
+
+        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
+        such step by lane: those that hold more rows first, of equal ones the last lane first.
+
+        Args:
+            slots: int64 slots of live rows, any shape B.
+
+        Returns:
+            int64 ranks of shape B.
+        """
+        return self._ring.ages(_slots("slots", slots))
+
+    def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of the rows with these ranks by age; the inverse of `ages`.
+
+        Args:
+            ranks: int64 in `[0, num_rows)`, any shape B. The c newest rows have ranks `0 .. c - 1`.
+
+        Returns:
+            int64 slots of shape B.
+        """
+        return self._ring.slots_by_age(_slots("ranks", ranks))
+
+    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
+        """Counts how many of the `window` newest rows each lane holds.
+
+        Args:
+            window: `[]` int64, rows by the order of `ages`.
+
+        Returns:
+            `[E]` int64: the newest so many rows of each lane make up the window.
+        """
+        return self._ring.newest_per_lane(window)
+
+    # Draws
+
+    def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draws `n` live slots uniformly with replacement, whatever the lanes' fill.
+
+        Returns:
+            `[n]` int64 slots.
+        """
+        n = arguments.integer("n", n)
+        arguments.generator("generator", generator)
+        return self.draw(random_noise(n, generator=generator, device=self.device))
+
+    def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
+        """Draws live slots, of all rows or of the newest ones.
+
+        Args:
+            noise: `[B]` int64 of `random_noise`, on the device.
+            window: `[]` int64, how many of the newest rows to draw from; None is all.
+
+        Returns:
+            `[B]` int64 slots.
+        """
+        return self._ring.draw(noise, window)
+
+    def goals(
+        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
+    ) -> torch.Tensor:
+        """Draws the rows that lend their goals.
+
+        Args:
+            slots: `[B]` int64 slots t of live rows, of episodes first..last.
+            noise: `[B]` int64 of `random_noise`, on the device.
+            mask: `[B]` bool, whether a goal is drawn; otherwise the row is its own.
+            strategy: "future" t..last, "final" last, "episode" first..last, or "random" any live row.
+
+        Returns:
+            `[B]` int64 slots.
+        """
+        return self._ring.goals(slots, noise, mask, strategy)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.
@@ -390,28 +481,24 @@ class EpisodeIndex(Ring):
         """
         n = arguments.integer("n", n)
         arguments.generator("generator", generator)
-        drawn = draw_whole_episodes(self, self._tables, n, generator)
+        drawn = draw_whole_episodes(self, self._ring, n, generator)
         if drawn is not None:
             return drawn
-        first = self._first_of_whole_episodes()
+        first = first_of_whole_episodes(self)
         if not len(first):
             raise RuntimeError(
                 "no finished episode is stored whole: write until one ends, or make the storage larger "
                 "than an episode."
             )
-        return first[random_below(len(first), n, generator=generator, device=self.device)]
+        return first[random_noise(n, generator=generator, device=self.device) % len(first)]
 
     def has_whole_episode(self) -> bool:
         """Returns whether there is an episode that `random_episodes` can draw."""
         # Looking for one at random is soonest over, unless there is none or hardly any.
         generator = torch.Generator(self.device)
-        if draw_whole_episodes(self, self._tables, 1, generator) is not None:
+        if draw_whole_episodes(self, self._ring, 1, generator) is not None:
             return True
-        return len(self._first_of_whole_episodes()) > 0
-
-    def _first_of_whole_episodes(self) -> torch.Tensor:
-        episodes = self.episodes()
-        return episodes["first"][episodes["finished"] & episodes["whole"]]
+        return len(first_of_whole_episodes(self)) > 0
 
     # The whole of it
 
@@ -450,7 +537,7 @@ class EpisodeIndex(Ring):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns copies of all tensors of the index."""
-        return {name: tensor.clone() for name, tensor in self._tables._asdict().items()}
+        return {name: tensor.clone() for name, tensor in self._ring.tensors.items()}
 
     def check_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -458,7 +545,7 @@ class EpisodeIndex(Ring):
         Raises:
             ValueError: the state is that of an index of another size or number of lanes.
         """
-        for name, tensor in self._tables._asdict().items():
+        for name, tensor in self._ring.tensors.items():
             if name not in state_dict or state_dict[name].shape != tensor.shape:
                 got = list(state_dict[name].shape) if name in state_dict else "nothing"
                 raise ValueError(
@@ -473,28 +560,33 @@ class EpisodeIndex(Ring):
             ValueError: the state is that of an index of another size or number of lanes.
         """
         self.check_state_dict(state_dict)
-        for name, tensor in self._tables._asdict().items():
+        for name, tensor in self._ring.tensors.items():
             tensor.copy_(state_dict[name])
         self.host_steps[:] = self.cursors.cpu().numpy()
 
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
-        for table in self._tables:
-            table.share_memory_()
-        if self._xp is np:
-            for name in _VIEWS:
-                self.__dict__.pop(name, None)
+        self._ring.share_memory_()
+        if self.device.type == "cpu":
+            # A view of where they were.
+            self.__dict__.pop("host_steps", None)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             self.share_memory_()
-        # Views are made again, or they would be pickled as copies.
-        views = _VIEWS if self._xp is np else ()
-        return {key: value for key, value in self.__dict__.items() if key not in views}
+        state = self.__dict__.copy()
+        if self.device.type == "cpu":
+            # A view would be pickled as a copy.
+            state.pop("host_steps", None)
+        return state
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "
             f"device={self.device})"
         )
+
+
+def _slots(name: str, value: Any) -> torch.Tensor:
+    return torch.as_tensor(arguments.slots(name, value)).long()

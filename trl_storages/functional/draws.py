@@ -1,19 +1,20 @@
-"""Random integers below a bound that lives on the device."""
+"""Random numbers from which a batch is drawn."""
 
 import torch
 
-__all__ = ["random_below", "random_integers"]
-
-_HIGHEST = 2**63 - 1
+__all__ = ["random_noise"]
 
 
-def random_integers(
+def random_noise(
     size: int | tuple[int, ...],
     *,
     generator: torch.Generator | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Draws integers uniformly from `[0, 2^63 - 1)`: noise to be taken modulo a bound.
+    """Draws integers uniformly from 0 to 2^63 - 1.
+
+    A number x is turned into one below n by floor(x n / 2^63), or by the remainder: exact up to a bias of
+    n / 2^63. A float32 draw times n would miss most integers above 2^24.
 
     Args:
         size: shape of the result; an int is a length.
@@ -24,32 +25,4 @@ def random_integers(
         int64 tensor of shape `size`.
     """
     size = (size,) if isinstance(size, int) else size
-    return torch.randint(_HIGHEST, size, generator=generator, device=device)
-
-
-def random_below(
-    bound: torch.Tensor | int,
-    size: int | tuple[int, ...],
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Draws integers uniformly from `[0, bound)`, without reading `bound` on the host.
-
-    A 63-bit draw modulo the bound: exact up to a bias of `bound / 2^63`. A float32 draw times the
-    bound would miss most integers above 2^24.
-
-    Args:
-        bound: a positive integer, or an integer tensor that broadcasts against `size`.
-        size: shape of the result; an int is a length.
-        generator: source of randomness, on `device`; None is torch's default one.
-        device: where the draw is made.
-
-    Returns:
-        int64 tensor of shape `size`.
-
-    >>> draws = random_below(torch.tensor([1, 2**40]), (3, 2))
-    >>> draws.dtype, draws[:, 0].tolist()
-    (torch.int64, [0, 0, 0])
-    """
-    return random_integers(size, generator=generator, device=device) % bound
+    return torch.empty(size, dtype=torch.int64, device=device).random_(generator=generator)

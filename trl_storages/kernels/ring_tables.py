@@ -102,9 +102,17 @@ class RingTables:
 
     # Episodes
 
+    def entries(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the number of the entry of each slot's episode, int64."""
+        return take(self.episode, slots).long()
+
     def span(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the entry of each slot's episode, `[*B, 3]`."""
         return take(self.spans, take(self.episode, slots))
+
+    def tear(self, slots: torch.Tensor) -> None:
+        """Notes that the episodes of some slots have lost their beginning for good."""
+        self.spans[self.entries(slots), 0] = -1
 
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many surviving rows of the same episode lie before and after each slot."""

@@ -11,13 +11,13 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages.samplers.drawing import DrawingSampler, noise_of
 from trl_storages.samplers.uniform import UniformSampler
-from trl_storages.signatures import ShownSignature
 
 __all__ = ["WrappingSampler"]
 
 
-class WrappingSampler(ShownSignature, Sampler):
+class WrappingSampler(DrawingSampler):
     """Adds to what another sampler draws, and passes everything else on to it.
 
     Args:
@@ -32,6 +32,11 @@ class WrappingSampler(ShownSignature, Sampler):
             if base is None
             else arguments.instance("base", base, Sampler, what=what)
         )
+
+    @property
+    def noise_per_sample(self) -> int:
+        """How many random numbers the base draws a sample with."""
+        return noise_of(self.base)
 
     # The replay buffer sets the generator of its own sampler only.
     @property

@@ -17,7 +17,7 @@ from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.functional.emphasis import window_size
 from trl_storages.samplers.base import WrappingSampler
-from trl_storages.samplers.uniform import check_not_empty
+from trl_storages.samplers.drawing import Noise, draw_from
 
 __all__ = ["ERESampler", "WindowSampler"]
 
@@ -196,22 +196,19 @@ class ERESampler(WrappingSampler):
         )
         return torch.as_tensor(size)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Draws the batch of the next update.
 
         Returns:
             `[B]` int64 slots, and the info of the base.
-
-        Raises:
-            RuntimeError: nothing is stored, or `storage` has no episode index.
         """
-        check_not_empty(storage)
         episodes = episodes_of(storage)
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         if not self._num_updates:
             self._begin_next_phase()
         self._update += 1
-        return self.base.sample_window(storage, batch_size, self.window(episodes))
+        return draw_from(self.base, storage, batch_size, noise, self.window(episodes))
 
     # TorchRL tells of one write in two ways, through the container and through the writer; the
     # second finds a phase with all its updates left and changes nothing.

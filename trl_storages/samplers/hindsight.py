@@ -14,24 +14,24 @@ from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.episodes import EpisodeIndex, episodes_of
-from trl_storages.episodes.tables import Array, module_of
-from trl_storages.functional.draws import random_below, random_integers
-from trl_storages.functional.goals import episode_offset, final_offset, future_offset
+from trl_storages.episodes import episodes_of
 from trl_storages.samplers.base import WrappingSampler
+from trl_storages.samplers.drawing import Noise, draw_from
 
 __all__ = ["GoalStrategy", "HERSampler"]
 
 GoalStrategy = Literal["future", "final", "episode", "random"]
 
+_MANY = 2**40  # more than a batch has rows
+
 
 class HERSampler(WrappingSampler):
     """Hindsight experience replay: of k + 1 transitions, k are seen with a goal that was reached.
 
-    `base` draws the transitions (anchors). The first `floor(B * k / (k + 1))` of a batch are given a
-    goal row; `GoalRelabel` writes its next achieved goal into them. Since anchors are drawn
-    independently, which of them come first is random. With anchor t of an episode whose surviving
-    rows are first..last, the goal row j is uniform over
+    `base` draws the transitions (anchors). `floor(B * k / (k + 1))` of a batch are given a goal row;
+    `GoalRelabel` writes its next achieved goal into them. They are spread evenly: of any k + 1 neighbours
+    k are relabelled, so that a batch which is split for several updates keeps the ratio in each part.
+    With anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
 
         future: t..last      final: last      episode: first..last      random: all live rows
 
@@ -81,7 +81,7 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         # The mask of the last batch, which is that of the next one as a rule.
-        self._made_for: tuple[int, int, torch.device] | None = None
+        self._made_for: tuple[int, float, torch.device] | None = None
 
     @property
     def strategy(self) -> GoalStrategy:
@@ -109,60 +109,48 @@ class HERSampler(WrappingSampler):
         """Whether batches name goal rows: not with `num_goals` 0."""
         return self.num_goals > 0 or super().draws_goals
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    @property
+    def noise_per_sample(self) -> int:
+        """One random number more than the base."""
+        return super().noise_per_sample + 1
+
+    def draw(
+        self,
+        storage: Storage,
+        batch_size: int,
+        noise: Noise,
+        window: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws transitions and their goal rows.
 
         Returns:
             `[B]` int64 slots, and the base's info with `goal_index`, `[B]` int64 slots (the row's own
             slot where it is not relabelled), and `her_mask`, `[B]` bool.
-
-        Raises:
-            RuntimeError: the storage is empty or has no episode index.
         """
-        episodes = episodes_of(storage)
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        index, info = self.base.sample(storage, batch_size)
+        episodes, (*noise, own) = episodes_of(storage), noise
+        index, info = draw_from(self.base, storage, batch_size, noise)
         # Samplers without replacement end an epoch with fewer rows than were asked for.
-        count = self._num_relabelled(index.shape[0])
-        slots = episodes.own(index)
-        goals = self._goal_rows(episodes, slots[:count], index.device)
-        joined = module_of(slots).concatenate((goals, slots[count:]))
-        goal_index = torch.as_tensor(joined).to(index.device)
-        mask = self._mask(index.shape[0], count, index.device)
-        if index.shape[0] == 1 and 0 < self.num_goals < math.inf:
-            # The floor would always be 0.
-            chance = random_below(self.num_goals + 1, 1, generator=self._rng, device=index.device)  # type: ignore[arg-type]
-            mask = chance < self.num_goals
-            goal_index = torch.where(mask, goal_index, index)
-        info["goal_index"], info["her_mask"] = goal_index, mask
+        own = own[: index.shape[0]]
+        mask = self._mask(own)
+        goals = episodes.goals(index.to(own.device), own, mask, self.strategy)
+        info["goal_index"], info["her_mask"] = goals.to(index.device), mask.to(index.device)
         return index, info
 
-    def _num_relabelled(self, batch_size: int) -> int:
-        """Returns how many samples are relabelled, or may be in a batch of one."""
-        if self.num_goals == math.inf or (batch_size == 1 and self.num_goals):
-            return batch_size
-        k = int(self.num_goals)
-        return batch_size * k // (k + 1)
-
-    def _mask(self, batch_size: int, count: int, device: torch.device) -> torch.Tensor:
-        """Returns `[B]` bool, true for the first `count`, in new memory."""
-        made_for = (batch_size, count, device)
+    def _mask(self, noise: torch.Tensor) -> torch.Tensor:
+        """Returns `[B]` bool in new memory: of any k + 1 neighbours k are relabelled."""
+        size, device = noise.shape[0], noise.device
+        # With so many goals or more only the first of the batch stays as stored.
+        period = int(min(self.num_goals, _MANY)) + 1
+        if size == 1 and 0 < self.num_goals < math.inf:
+            # The floor would always be 0. The remainder says nothing of the goal, for which the highest
+            # bits are decisive.
+            return noise % period > 0
+        made_for = (size, self.num_goals, device)
         if self._made_for != made_for:
             self._made_for = made_for
-            self._prepared = torch.arange(batch_size, device=device) < count
+            place = torch.arange(size, device=device)
+            self._prepared = (place % period > 0) | (self.num_goals == math.inf)
         return self._prepared.clone()
-
-    def _goal_rows(self, episodes: EpisodeIndex, slots: Array, device: torch.device) -> Array:
-        if self.strategy == "random":
-            return episodes.own(episodes.random_slots(len(slots), self._rng))
-        if self.strategy == "final":
-            return episodes.shift(slots, final_offset(episodes.ahead(slots)))
-        noise = random_integers(len(slots), generator=self._rng, device=device)
-        if self.strategy == "future":
-            offset = future_offset(episodes.own(noise), episodes.ahead(slots))
-        else:
-            offset = episode_offset(episodes.own(noise), *episodes.extent(slots))
-        return episodes.shift(slots, offset)
 
     def _own_state(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "num_goals": self.num_goals}

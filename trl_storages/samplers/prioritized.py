@@ -20,10 +20,9 @@ from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priority_tree import Normalization, PriorityTable
+from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
-from trl_storages.samplers.uniform import check_not_empty
-from trl_storages.signatures import ShownSignature
 
 __all__ = ["REDUCTIONS", "PERSampler"]
 
@@ -39,7 +38,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class PERSampler(ShownSignature, PrioritizedSampler):
+class PERSampler(DrawingSampler, PrioritizedSampler):
     """Prioritized experience replay: what surprised most is seen most.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -197,12 +196,7 @@ class PERSampler(ShownSignature, PrioritizedSampler):
             RuntimeError: the storage is empty.
             ValueError: the storage has more dimensions than one, or more slots than `max_capacity`.
         """
-        check_not_empty(storage)
-        self._settle(storage)
-        slots, weight, stamp = self._table.draw(
-            self._uniform(batch_size), self._beta, self._normalize, _num_rows(storage)
-        )
-        return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
+        return self._sample(storage, batch_size)
 
     def sample_window(
         self, storage: Storage, batch_size: int, window: torch.Tensor | int
@@ -221,21 +215,27 @@ class PERSampler(ShownSignature, PrioritizedSampler):
         Raises:
             RuntimeError: the storage is empty or has no episode index.
         """
-        check_not_empty(storage)
-        episodes = episodes_of(storage)
+        return self._sample(storage, batch_size, torch.as_tensor(window, device=self.device))
+
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws rows with replacement, see `DrawingSampler.draw`."""
         self._settle(storage)
-        slots, weight, stamp = self._table.draw_newest(
-            self._uniform(batch_size),
-            self._beta,
-            self._normalize,
-            episodes,
-            torch.as_tensor(window, device=self.device),
-        )
+        # float64: float32 has 2^24 values, fewer than there may be rows.
+        uniform = (noise[0] >> 10).double() * 2.0**-53
+        how = self._beta, self._normalize
+        if window is None:
+            slots, weight, stamp = self._table.draw(uniform, *how, _num_rows(storage))
+        else:
+            slots, weight, stamp = self._table.draw_newest(
+                uniform, *how, episodes_of(storage), window
+            )
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
-    def _uniform(self, batch_size: int) -> torch.Tensor:
-        # float64: float32 has 2^24 values, fewer than there may be rows.
-        return torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=self._rng)
+    def _noise_device(self, storage: Storage) -> torch.device:
+        self._settle(storage)
+        return self.device
 
     # Writing
 

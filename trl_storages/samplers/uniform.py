@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torchrl.data import RandomSampler, Storage
 
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
-from trl_storages.functional.draws import random_below
-from trl_storages.signatures import ShownSignature
+from trl_storages.samplers.drawing import DrawingSampler, Noise, check_not_empty
 
-__all__ = ["UniformSampler", "check_not_empty"]
+__all__ = ["UniformSampler"]
 
 
-class UniformSampler(ShownSignature, RandomSampler):
+class UniformSampler(DrawingSampler, RandomSampler):
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
@@ -32,12 +30,11 @@ class UniformSampler(ShownSignature, RandomSampler):
         Raises:
             RuntimeError: the storage is empty.
         """
+        if getattr(storage, "episodes", None) is not None:
+            return self._sample(storage, batch_size)
         check_not_empty(storage)
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        episodes = getattr(storage, "episodes", None)
-        if episodes is None:
-            return super().sample(storage, batch_size)
-        return episodes.random_slots(batch_size, self._rng), {}
+        return RandomSampler.sample(self, storage, batch_size)
 
     def sample_window(
         self, storage: Storage, batch_size: int, window: torch.Tensor
@@ -53,16 +50,11 @@ class UniformSampler(ShownSignature, RandomSampler):
         Returns:
             `[B]` int64 slots, and an empty dict.
         """
-        episodes = episodes_of(storage)
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         arguments.tensor("window", window, dtype=torch.int64)
-        ages = random_below(window, batch_size, generator=self._rng, device=episodes.device)
-        return episodes.slots_by_age(ages), {}
+        return self._sample(storage, batch_size, window)
 
-
-def check_not_empty(storage: Storage) -> None:
-    """Raises a RuntimeError that says what to do if there is nothing to draw from."""
-    if not len(arguments.instance("storage", storage, Sized, what="a TorchRL storage")):
-        raise RuntimeError(
-            "the storage is empty: write transitions with record(), add() or extend() before sampling."
-        )
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws rows with replacement, see `DrawingSampler.draw`."""
+        return episodes_of(storage).draw(noise[0], window), {}

@@ -1,6 +1,6 @@
 """Which samples of a batch are relabelled.
 
-Letters: B batch, n further rows of each sample.
+Letters: B batch, R relabelled samples, n further rows of each sample.
 """
 
 import torch
@@ -11,9 +11,9 @@ __all__ = ["RelabelledRows"]
 class RelabelledRows:
     """Narrows a batch down to the samples that are relabelled, and writes what they become.
 
-    A `HERSampler` relabels the first samples of a batch. Where the host can see that, only these are
-    looked at, and overwritten in place. It cannot on a GPU, and a mask may be any: then all samples
-    are worked on, and the relabelled ones are chosen from the result. Both come to the same.
+    Where the host can see which these are, only they are looked at, and overwritten in place. On a GPU
+    it cannot: then all samples are worked on, and the relabelled ones are chosen from the result. Both
+    come to the same.
 
     Args:
         mask: `[B]` bool, the samples to relabel.
@@ -21,18 +21,19 @@ class RelabelledRows:
 
     Attributes:
         mask: as given.
-        count: how many samples come first, if all others follow them and the host knows; else None.
+        places: `[R]` int64, where these are in the batch, if the host knows; else None.
     """
 
     def __init__(self, mask: torch.Tensor, *, in_place: bool) -> None:
         self.mask = mask
-        self.count: int | None = None
+        self.places: torch.Tensor | None = None
         if in_place and mask.device.type == "cpu":
-            flags = mask.numpy().tobytes()
-            count = flags.find(0) if 0 in flags else len(flags)
-            # After the first that is false none is true.
-            if flags.find(1, count) < 0:
-                self.count = count
+            self.places = mask.nonzero().squeeze(1)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no sample is relabelled, as far as the host knows."""
+        return self.places is not None and not len(self.places)
 
     def pick(self, tensor: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
         """Returns the samples to work on: the relabelled ones, or all.
@@ -41,9 +42,7 @@ class RelabelledRows:
             tensor: `[B, ...]`, or `[n, B, ...]`.
             batch_dims: 1 or 2 accordingly.
         """
-        if self.count is None:
-            return tensor
-        return tensor[: self.count] if batch_dims == 1 else tensor[:, : self.count]
+        return tensor if self.places is None else tensor.index_select(batch_dims - 1, self.places)
 
     def put(self, new: torch.Tensor, stored: torch.Tensor, batch_dims: int = 1) -> torch.Tensor:
         """Returns all samples: `new` for the relabelled ones, `stored` for the others.
@@ -53,8 +52,7 @@ class RelabelledRows:
             stored: `[B, ...]`, or `[n, B, ...]`; overwritten if it may be.
             batch_dims: 1 or 2 accordingly.
         """
-        if self.count is not None:
-            self.pick(stored, batch_dims).copy_(new)
-            return stored
+        if self.places is not None:
+            return stored.index_copy_(batch_dims - 1, self.places, new.to(stored.dtype))
         mask = self.mask.view(-1, *(1,) * (stored.ndim - batch_dims))
         return torch.where(mask, new.to(stored.dtype), stored)

@@ -1,0 +1,101 @@
+"""What samplers have in common: one call of the generator for all random numbers of a batch.
+
+Letters: B batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence, Sized
+from typing import Any
+
+import torch
+from torchrl.data import Storage
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages import arguments
+from trl_storages.episodes import episodes_of
+from trl_storages.functional.draws import random_noise
+from trl_storages.signatures import ShownSignature
+
+__all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
+
+Noise = Sequence[torch.Tensor]
+
+
+class DrawingSampler(ShownSignature, Sampler):
+    """A sampler that is handed its random numbers, so that those of a batch are made at once."""
+
+    @property
+    def noise_per_sample(self) -> int:
+        """How many random numbers a sample is drawn with."""
+        return 1
+
+    @abstractmethod
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws a batch.
+
+        Args:
+            storage: holds rows.
+            batch_size: B.
+            noise: `noise_per_sample` rows `[B]` of `random_noise`.
+            window: `[]` int64, how many of the newest rows to draw from; None is all. Only samplers
+                that have `sample_window` are handed one.
+
+        Returns:
+            `[B]` int64 slots, and the info that goes with them.
+        """
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws a batch.
+
+        Args:
+            storage: holds the rows and their episode index.
+            batch_size: B.
+
+        Returns:
+            `[B]` int64 slots, and the info that goes with them.
+
+        Raises:
+            RuntimeError: the storage is empty, or has no episode index.
+        """
+        return self._sample(storage, batch_size)
+
+    def _sample(
+        self, storage: Storage, batch_size: int, *window: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        check_not_empty(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        device = self._noise_device(storage)
+        size = self.noise_per_sample, batch_size
+        noise = random_noise(size, generator=self._rng, device=device) if size[0] else ()
+        return self.draw(storage, batch_size, tuple(noise), *window)
+
+    def _noise_device(self, storage: Storage) -> torch.device:
+        return episodes_of(storage).device
+
+
+def noise_of(sampler: Sampler) -> int:
+    """Returns how many random numbers a sampler wants for a sample; those of TorchRL make their own."""
+    return sampler.noise_per_sample if isinstance(sampler, DrawingSampler) else 0
+
+
+def draw_from(
+    sampler: Any, storage: Storage, batch_size: int, noise: Noise, *window: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Draws a batch from a sampler of any kind; the arguments are those of `DrawingSampler.draw`."""
+    if isinstance(sampler, DrawingSampler):
+        return sampler.draw(storage, batch_size, noise, *window)
+    if window:
+        return sampler.sample_window(storage, batch_size, *window)
+    return sampler.sample(storage, batch_size)
+
+
+def check_not_empty(storage: Storage) -> None:
+    """Raises a RuntimeError that says what to do if there is nothing to draw from."""
+    if not len(arguments.instance("storage", storage, Sized, what="a TorchRL storage")):
+        raise RuntimeError(
+            "the storage is empty: write transitions with record(), add() or extend() before sampling."
+        )
