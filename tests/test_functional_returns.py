@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.returns import n_step_return, n_step_weights, window_length
+from trl_storages.functional.returns import discounts, window_length
+from trl_storages.functional.rewards import relabelled_dtype, return_dtype
+from trl_storages.kernels import backend
 
 pytestmark = pytest.mark.requirement("n-step")
 
@@ -16,9 +18,9 @@ gammas = st.floats(0, 1)
 
 
 def folded(rewards, length, gamma):
-    """The returns of windows [n, B], with a table that fits."""
-    weights = n_step_weights(len(rewards), gamma, dtype=rewards.dtype)
-    return n_step_return(rewards, length, weights)
+    """The returns of windows [n, B], as `NStep` folds them."""
+    sums = backend("cpu").fold(rewards.double(), length, discounts(len(rewards), gamma))
+    return sums.to(return_dtype(rewards.dtype))
 
 
 @st.composite
@@ -44,8 +46,29 @@ def test_lengths_by_hand():
     assert got.dtype == torch.int64
 
 
-def test_weights_by_hand():
-    assert n_step_weights(3, 0.5).tolist() == [[0, 1, 1, 1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.25]]
+def test_discounts_by_hand():
+    assert discounts(3, 0.5).tolist() == [1, 0.5, 0.25]
+    assert discounts(3, 0.0).tolist() == [1, 0, 0]
+    assert discounts(3, 0.5).dtype is torch.float64
+
+
+@pytest.mark.requirement("numerics")
+def test_dtypes_hold_what_they_must():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert return_dtype(dtype) is dtype
+        assert relabelled_dtype(dtype, torch.int64) is dtype
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16):
+        assert return_dtype(dtype) is torch.float32
+        assert relabelled_dtype(dtype, torch.bfloat16) is torch.float32
+        assert relabelled_dtype(dtype, dtype) is dtype
+    for dtype in (torch.int32, torch.uint32, torch.int64, torch.uint64):
+        assert return_dtype(dtype) is torch.float64
+        assert relabelled_dtype(dtype, torch.float32) is torch.float64
+    assert relabelled_dtype(torch.uint8, torch.int8) is torch.int16
+    assert relabelled_dtype(torch.uint16, torch.int64) is torch.float64
+    for stored, computed in ((torch.int8, torch.complex64), (torch.complex64, torch.int8)):
+        with pytest.raises(TypeError, match="real numbers"):
+            relabelled_dtype(stored, computed)
 
 
 def test_no_discount_and_nothing_but_the_first():

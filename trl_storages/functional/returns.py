@@ -1,4 +1,4 @@
-"""Returns over a window of rewards, and how far the window reaches.
+"""What the rewards of a window count, and how far the window reaches.
 
 Letters: B batch, n rows of a window. Windows are `[n, B]`: what is known of a sample spreads over its
 window by broadcasting, and each row of all windows is contiguous.
@@ -7,7 +7,7 @@ window by broadcasting, and each row of all windows is contiguous.
 import torch
 from torch import Tensor
 
-__all__ = ["n_step_return", "n_step_weights", "window_length"]
+__all__ = ["discounts", "window_length"]
 
 
 def window_length(available: Tensor, terminated: Tensor) -> Tensor:
@@ -32,52 +32,22 @@ def window_length(available: Tensor, terminated: Tensor) -> Tensor:
     return torch.minimum(num_before + 1, available)
 
 
-def n_step_weights(
-    num_rows: int,
-    gamma: float,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Tabulates what each reward of a window counts, for windows of any length.
-
-        w_im = γ^i where i < m, else 0
-
-    Args:
-        num_rows: n, the longest window.
-        gamma: γ in [0, 1].
-        dtype: a floating one.
-        device: where the table lives.
-
-    Returns:
-        `[n, n + 1]`; column m is for windows of m rows.
-
-    >>> n_step_weights(3, 0.5)[:, 2]
-    tensor([1.0000, 0.5000, 0.0000])
-    """
-    step = torch.arange(num_rows, device=device).unsqueeze(1)
-    length = torch.arange(num_rows + 1, device=device)
-    return torch.where(step < length, gamma ** step.to(dtype), 0)
-
-
-def n_step_return(rewards: Tensor, length: Tensor, weights: Tensor) -> Tensor:
-    """Sums the discounted rewards of each window.
+def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu") -> Tensor:
+    """Tabulates what each reward of a window counts.
 
         R = Σ γ^i · r_i,  i = 0 .. m - 1
 
     Args:
-        rewards: `[n, B]` finite; those past the window's length don't count.
-        length: `[B]` int64 m, from 1 to n.
-        weights: `[n, n + 1]` of `n_step_weights`.
+        num_rows: n, the longest window.
+        gamma: γ in [0, 1].
+        device: where the table lives.
 
     Returns:
-        `[B]` returns.
+        `[n]` float64 γ^i, whatever the dtype of the rewards; γ^0 is 1 for γ = 0 too.
 
     Reference: Sutton & Barto 2018, Reinforcement Learning, eq. 7.1, without the bootstrap term.
 
-    >>> rewards = torch.tensor([[1.0], [2.0], [4.0]])
-    >>> n_step_return(rewards, torch.tensor([2]), n_step_weights(3, 0.5))
-    tensor([2.])
+    >>> discounts(3, 0.5)
+    tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    # A look-up is one operation where powers and masks would be four.
-    return (rewards * weights.index_select(1, length)).sum(0)
+    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64, device=device))

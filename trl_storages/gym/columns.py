@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrl.data.utils import numpy_to_torch_dtype_dict, torch_to_numpy_dtype_dict
+
+from trl_storages.gym.dtypes import NUMPY_TO_TORCH, TORCH_TO_NUMPY
 
 __all__ = ["Column", "as_tensor"]
 
@@ -23,7 +24,7 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach() if value.requires_grad else value
     array = np.asarray(value)
-    if array.dtype.newbyteorder("=") not in numpy_to_torch_dtype_dict:
+    if array.dtype.newbyteorder("=") not in NUMPY_TO_TORCH:
         raise TypeError(f"{name} must be numbers, got the dtype {array.dtype}")
     return _share(array)
 
@@ -45,7 +46,7 @@ class Column:
         self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
     ) -> None:
         self._dtype = dtype
-        self._numpy = torch_to_numpy_dtype_dict.get(dtype)
+        self._numpy = TORCH_TO_NUMPY.get(dtype)
         self._shape = tuple(shape)
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
@@ -71,7 +72,7 @@ class Column:
         if isinstance(value, torch.Tensor):
             rows = value.detach() if value.requires_grad else value
             if rows.dtype is not self._dtype:
-                self._check_dtype(torch_to_numpy_dtype_dict.get(rows.dtype), rows, name + label)
+                self._check_dtype(TORCH_TO_NUMPY.get(rows.dtype), rows, name + label)
                 rows = rows.to(self._dtype)
         else:
             rows = np.asarray(value)
@@ -91,7 +92,7 @@ class Column:
         return rows if isinstance(rows, torch.Tensor) else _share(rows)
 
     def _check_dtype(self, source: Any, value: Any, name: str) -> None:
-        is_number = source is not None and source.newbyteorder("=") in numpy_to_torch_dtype_dict
+        is_number = source is not None and source.newbyteorder("=") in NUMPY_TO_TORCH
         if self._is_lossy:
             is_fine = is_number and source.kind != "c"
         else:

@@ -7,8 +7,8 @@ import gymnasium
 import torch
 from tensordict import NestedKey, unravel_key
 from torchrl.data import Composite, NonTensor, TensorSpec
-from torchrl.data.utils import numpy_to_torch_dtype_dict
 
+from trl_storages.gym.dtypes import NUMPY_TO_TORCH
 from trl_storages.keys import (
     ACTION,
     DONE,
@@ -174,11 +174,11 @@ def _space_fields(
             f"MultiDiscrete or a Dict of them, got {space}; "
             "convert it with a wrapper such as gymnasium.wrappers.FlattenObservation"
         )
-    dtype = numpy_to_torch_dtype_dict.get(space.dtype)
+    dtype = NUMPY_TO_TORCH.get(space.dtype)
     if dtype is None:
         raise TypeError(
             f"the space of {unravel_key(path)!r} must have one of the dtypes "
-            f"{sorted(map(str, numpy_to_torch_dtype_dict))}, got {space.dtype}"
+            f"{sorted(map(str, NUMPY_TO_TORCH))}, got {space.dtype}"
         )
     is_scalar_box = isinstance(space, spaces.Box) and not space.shape
     yield path, (dtype, torch.Size([1]) if is_scalar_box else torch.Size(space.shape))

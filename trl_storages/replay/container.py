@@ -555,7 +555,10 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             index = episodes.shift(first, step.minimum(length - 1))
             batch = self._storage.get(index)
             mask = (step < length).to(batch.device)
-            batch = batch.apply(lambda leaf: leaf.masked_fill(expand_as_right(~mask, leaf), 0))
+            # `masked_fill` knows fewer dtypes than `where`.
+            batch = batch.apply(
+                lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
+            )
             batch.set(keys.INDEX, index.to(batch.device))
             batch.set(keys.MASK, mask)
             return apply_transforms(parts_of(self._transform), batch, None)

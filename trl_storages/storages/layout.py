@@ -58,6 +58,7 @@ class Layout:
 
     Raises:
         ValueError: there is no field.
+        TypeError: rows can't hold a dtype, as that of quantized tensors or of parts of a byte.
 
     >>> layout = Layout({"observation": (torch.float32, (3,)), ("next", "done"): (torch.bool, (1,))})
     >>> layout.row_nbytes, layout.padding
@@ -70,6 +71,12 @@ class Layout:
         described = [
             (unravel_key(key), dtype, torch.Size(shape)) for key, (dtype, shape) in fields.items()
         ]
+        for key, dtype, _ in described:
+            if dtype not in _STORABLE:
+                raise TypeError(
+                    f"{key!r} must have a dtype that rows can hold, one of "
+                    f"{sorted(map(_name, _STORABLE))}, got {_name(dtype)}."
+                )
         described.sort(key=lambda field: -field[1].itemsize)
         placed, offset = [], 0
         for key, dtype, shape in described:
@@ -264,6 +271,17 @@ class Layout:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
         return f"{type(self).__name__}({self.row_nbytes} bytes a row; {fields})"
 
+
+_STORABLE = frozenset(
+    {
+        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        torch.float8_e8m0fnu,
+    }
+)
 
 _DTYPES = {
     str(value).removeprefix("torch."): value

@@ -15,6 +15,17 @@ from trl_storages.storages.layout import Field, Layout
 
 __all__ = ["RowWriter", "as_array"]
 
+# NumPy has none of these, but integers of their size.
+_UNKNOWN_TO_NUMPY = {
+    torch.bfloat16: torch.int16,
+    torch.complex32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+
 # Fields up to this size are joined before they are written: one copy more, but fewer operations.
 _SMALL = 1024  # bytes
 
@@ -100,7 +111,6 @@ def _joined(fields: Sequence[Field]) -> Iterator[list[Field]]:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Sees a tensor on the CPU as an array, to copy its bits; one elsewhere is brought there."""
-    if tensor.dtype is torch.bfloat16:
-        # NumPy has no bfloat16.
-        tensor = tensor.detach().view(torch.int16)
+    if tensor.dtype in _UNKNOWN_TO_NUMPY:
+        tensor = tensor.detach().view(_UNKNOWN_TO_NUMPY[tensor.dtype])
     return tensor.numpy(force=True)

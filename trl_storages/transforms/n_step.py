@@ -15,11 +15,18 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
-from trl_storages.functional.returns import n_step_return, n_step_weights, window_length
+from trl_storages.functional.returns import discounts, window_length
+from trl_storages.functional.rewards import return_dtype
+from trl_storages.kernels import backend
 from trl_storages.storages import nest
 from trl_storages.transforms.base import ReplayTransform, SeenRows
 
 __all__ = ["NStep"]
+
+_ONE_FOR_ALL = (
+    "store what the team gets as one reward and one flag a row, such as the mean of their rewards, "
+    "or take single steps (n_steps=1), which leave each agent's own as it is"
+)
 
 
 class NStep(ReplayTransform):
@@ -36,6 +43,10 @@ class NStep(ReplayTransform):
     Stored rows stay single steps, so n and γ may change between samples. Of the rows in between only
     the rewards are read, of the last one what lies under `next`.
 
+    Rewards are summed in float64, the first one first, whatever their dtype, and rounded once: to their
+    own dtype if it is floating, to the default dtype for bool and integers of 8 or 16 bits, to float64
+    for larger integers. With n = 1 they stay as they are.
+
     Behind `GoalRelabel` a window has one goal: `Compose(GoalRelabel(...), NStep(...))`. Each reward in
     it is the one for the goal of its first row, and with a `terminated_fn` the window ends where
     that goal is reached.
@@ -43,7 +54,7 @@ class NStep(ReplayTransform):
     Args:
         n_steps: n, at least 1; 1 only adds `steps_to_next_obs`.
         gamma: γ, from 0 to 1; the one of the loss.
-        reward_key: entry of the reward, `[..., 1]`, under `next`.
+        reward_key: entry of the reward, `[..., 1]`, under `next`; one value a row.
         terminated_key: entry of the flag of a terminal state, `[..., 1]` bool, under `next`.
         steps_to_next_obs_key: where m is written.
 
@@ -107,6 +118,7 @@ class NStep(ReplayTransform):
         Raises:
             KeyError: the rows have no reward, or lack something that the batch has under `next`.
             ValueError: the reward is not one value a row, or the rows are n-step transitions already.
+            TypeError: the rewards are complex.
         """
         if batch.get(self.steps_to_next_obs_key, None) is not None:
             raise ValueError(
@@ -137,19 +149,29 @@ class NStep(ReplayTransform):
         # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
         may_end_early = rows.changes(self.terminated_key)
         wanted = [self.reward_key, self.terminated_key] if may_end_early else [self.reward_key]
-        light = rows.read(batch, window, wanted)
-        rewards = light[self.reward_key]
-        if rewards.shape != (*window.shape, 1):
-            raise ValueError(
-                f"{self.reward_key!r} must be one value a row, shape {[*length.shape, 1]}; got "
-                f"{list(rewards.shape[1:])}."
+        if self.reward_key not in rows.keys:
+            raise KeyError(
+                f"NStep folds {self.reward_key!r}, which the rows lack; they have "
+                f"{sorted(map(str, rows.keys))}. Name it by NStep(reward_key=...); of several agents, "
+                f"{_ONE_FOR_ALL}."
             )
+        light = rows.read(batch, window, wanted)
+        for key, entry in light.items():
+            if key in wanted and entry.shape != (*window.shape, 1):
+                raise ValueError(
+                    f"{key!r} must be one value a row, shape {[*length.shape, 1]}; got "
+                    f"{list(entry.shape[1:])}. Of several agents, {_ONE_FOR_ALL}."
+                )
+        rewards = light[self.reward_key]
         last = window[-1]
         if may_end_early:
             length = window_length(length, light[self.terminated_key].squeeze(-1))
             last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
-        weights = self._weights(rewards.dtype, rewards.device)
-        reward = n_step_return(rewards.squeeze(-1), length, weights).unsqueeze(-1)
+        # In float64: powers in the dtype of the rewards are off by percents, or 0.
+        rewards, dtype = rewards.squeeze(-1), return_dtype(rewards.dtype)
+        fold = backend(rewards.device).fold
+        reward = fold(rewards.double(), length, self._discounts(rewards.device))
+        reward = reward.to(dtype).unsqueeze(-1)
 
         heavy, names = _under_next(rows.keys, self.reward_key)
         following = {key[1:]: field for key, field in rows.read(batch, last, heavy).items()}
@@ -164,11 +186,11 @@ class NStep(ReplayTransform):
         set_entry(batch, "next", nest(following, batch.batch_size, batch.device))
         return length
 
-    def _weights(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns the table of `n_step_weights`, which only a new n or γ changes."""
-        made_for = (self.n_steps, self.gamma, dtype, device)
+    def _discounts(self, device: torch.device) -> torch.Tensor:
+        """Returns the table of `discounts`, which only a new n or γ changes."""
+        made_for = (self.n_steps, self.gamma, device)
         if self._made_for != made_for:
-            self._table = n_step_weights(self.n_steps, self.gamma, dtype=dtype, device=device)
+            self._table = discounts(self.n_steps, self.gamma, device=device)
             self._made_for = made_for
         return self._table
 

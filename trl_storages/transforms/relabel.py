@@ -16,6 +16,7 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
+from trl_storages.functional.rewards import relabelled_dtype
 from trl_storages.storages import read_fields
 from trl_storages.transforms.base import ReplayTransform, SeenRows
 from trl_storages.transforms.relabelled_rows import RelabelledRows
@@ -35,6 +36,9 @@ class GoalRelabel(ReplayTransform):
 
     Transforms behind this one see further rows of a relabelled transition with its goal too, so that
     `Compose(GoalRelabel(...), NStep(...))` sums rewards for one goal.
+
+    The reward of a batch keeps its dtype if that is floating. One that was stored as bool or as an
+    integer gets a dtype that holds what `reward_fn` returned as well.
 
     The functions are asked about the relabelled rows R; on a GPU, where the host cannot know which
     these are, about all of the batch.
@@ -111,7 +115,9 @@ class GoalRelabel(ReplayTransform):
 
         Raises:
             KeyError: the batch has no drawn goals, or the rows no goal entries.
-            ValueError: goals differ in shape, or a function returned another shape than the batch's.
+            ValueError: goals differ in shape, or a function returned another shape than the batch's, or
+                reward or flags are stored as more than one value a row.
+            TypeError: achieved goals are floating, desired ones are not.
         """
         goal_index = batch.get(keys.GOAL_INDEX, None)
         if goal_index is None:
@@ -129,6 +135,11 @@ class GoalRelabel(ReplayTransform):
         pursued = stored.get(self.desired_goal_key)
         if pursued is None:
             pursued = self._entry(batch, self.desired_goal_key)
+        if goal.is_floating_point() and not pursued.is_floating_point():
+            raise TypeError(
+                f"the desired goal must be floating, as the achieved goal is ({goal.dtype}), got "
+                f"{pursued.dtype}: goals that were reached would be truncated."
+            )
         if goal.shape[1:] != pursued.shape[1:]:
             raise ValueError(
                 "the achieved goal must have the desired goal's shape "
@@ -137,7 +148,7 @@ class GoalRelabel(ReplayTransform):
         inputs = self._inputs(changed)
         seen = {key: relabelled.pick(self._entry(batch, key)) for key in inputs}
         for key, new in self._relabel(seen, changed, goal).items():
-            set_entry(batch, key, relabelled.put(new, stored[key]))
+            set_entry(batch, key, relabelled.put(new, self._fitting(key, stored[key], new)))
         return batch
 
     def show(
@@ -170,8 +181,27 @@ class GoalRelabel(ReplayTransform):
         goal = relabelled.pick(pursued)
         goal = goal.expand(*slots.shape[:-1], *goal.shape)
         for key, new in self._relabel(seen, changed, goal, dims).items():
-            fields[key] = relabelled.put(new, fields[key], dims)
+            fields[key] = relabelled.put(new, self._fitting(key, fields[key], new, dims), dims)
         return fields
+
+    def _fitting(
+        self, key: NestedKey, stored: torch.Tensor, new: torch.Tensor, batch_dims: int = 1
+    ) -> torch.Tensor:
+        """Returns an entry as it was stored, in a dtype that holds computed rewards too.
+
+        Raises:
+            ValueError: what was computed would be broadcast.
+        """
+        shape, wanted = list(stored.shape[batch_dims:]), list(new.shape[batch_dims:])
+        if shape != wanted:
+            raise ValueError(
+                f"{key!r} must be stored with shape {wanted} a row, as what is computed for a goal is, "
+                f"got {shape}. Of several agents, store what the team gets as one reward and one flag a "
+                "row."
+            )
+        if key != self.reward_key:
+            return stored
+        return stored.to(relabelled_dtype(stored.dtype, new.dtype))
 
     def _inputs(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
         """Returns the entries of a row from which those in `changed` follow, with a goal."""
@@ -276,8 +306,13 @@ class GoalRelabel(ReplayTransform):
             fields[self.next_achieved_goal_key],
             fields[self.next_desired_goal_key],
             {key: fields[key] for key in self.info_keys},
-        ).to(stored.dtype)
-        differs = ~torch.isclose(computed, stored, rtol=1e-5, atol=1e-6).reshape(-1)
+        )
+        # Rounded as they would be stored, but never truncated.
+        computed = computed.to(relabelled_dtype(stored.dtype, computed.dtype))
+        stored = self._fitting(self.reward_key, stored, computed)
+        near = torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
+        # Of integers from 2^53 on, the next one looks the same in float64.
+        differs = ~(near if computed.is_floating_point() else computed == stored).reshape(-1)
         return RelabelAudit(
             num_rows=slots.shape[0],
             slots=slots[differs],
@@ -294,7 +329,7 @@ class RelabelAudit:
     num_rows: int
     #: `[D]` int64, where they lie.
     slots: torch.Tensor
-    #: `[D]` the stored rewards.
+    #: `[D]` the stored rewards, in a dtype that holds the computed ones too.
     stored: torch.Tensor
     #: `[D]` what the function returns for them.
     computed: torch.Tensor
@@ -310,7 +345,7 @@ class RelabelAudit:
         lines = [
             f"reward_fn differs from the stored reward on {len(self.slots)} of {self.num_rows} rows:"
         ]
-        worst = (self.stored - self.computed).abs().argsort(descending=True)[:5]
+        worst = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)[:5]
         lines += [
             f"  slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
             f"{float(self.computed[at]):g}"
@@ -349,4 +384,6 @@ def _judge(
             f"{name} must return one value a row, shape [{batch}] or [{batch}, 1]; got "
             f"{list(result.shape)}."
         )
+    if result.is_complex():
+        raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
     return result.reshape(batch, 1)
