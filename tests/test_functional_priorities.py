@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from trl_storages.functional.priorities import (
     draw_weight,
     importance_weight,
-    raw_importance_weight,
     sequence_priority,
 )
 
@@ -31,28 +30,21 @@ def test_draw_weights_by_hand():
 
 @pytest.mark.requirement("per-draws")
 def test_importance_weights_by_hand():
-    # p^alpha is 1, 2, 3, 4, so (1/w)^0.5 is 1, 0.707107, 0.577350, 0.5.
-    weight = importance_weight(doubles([1.0, 4.0, 9.0, 16.0]), 1.0, alpha=0.5, beta=0.5, eps=0.0)
+    # (1/w)^0.5 is 1, 0.707107, 0.577350, 0.5.
+    weight = importance_weight(doubles([1.0, 2.0, 3.0, 4.0]), 1.0, beta=0.5)
     assert weight.tolist() == pytest.approx([1.0, 0.7071067812, 0.5773502692, 0.5], abs=1e-9)
-    # eps counts before the exponent: ((1 + 1) / (7 + 1))^1.
-    assert importance_weight(doubles([7.0]), 1.0, alpha=1.0, beta=1.0, eps=1.0).item() == 0.25
     # The mean of 1, 2, 3, 4 is 2.5: without normalising (2.5/w)^1.
-    raw = raw_importance_weight(doubles([1.0, 16.0]), 2.5, alpha=0.5, beta=1.0, eps=0.0)
-    assert raw.tolist() == [2.5, 0.625]
+    assert importance_weight(doubles([1.0, 4.0]), 2.5, beta=1.0).tolist() == [2.5, 0.625]
 
 
 @pytest.mark.requirement("per-draws")
 @given(priorities, exponents, exponents)
 def test_importance_weights_follow_from_the_probabilities(values, alpha, beta):
-    eps = 1e-3
-    weights = [(value + eps) ** alpha for value in values]
-    # (N P(i))^-beta, divided by the largest of them.
+    weights = [(value + 1e-3) ** alpha for value in values]
     raw = [(len(values) * weight / sum(weights)) ** -beta for weight in weights]
-    options = {"alpha": alpha, "beta": beta, "eps": eps}
-    got = importance_weight(doubles(values), min(values), **options)
-    assert got.tolist() == pytest.approx([each / max(raw) for each in raw], rel=1e-9)
-    got = raw_importance_weight(doubles(values), sum(weights) / len(weights), **options)
-    assert got.tolist() == pytest.approx(raw, rel=1e-9)
+    for reference, scale in ((min(weights), max(raw)), (sum(weights) / len(weights), 1.0)):
+        got = importance_weight(doubles(weights), reference, beta=beta)
+        assert got.tolist() == pytest.approx([each / scale for each in raw], rel=1e-9)
 
 
 @given(priorities, exponents)

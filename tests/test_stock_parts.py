@@ -20,9 +20,9 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs.transforms import Compose
 
-from trl_storages._torchrl import native_sum_tree
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.storages import PackedStorage
@@ -39,7 +39,7 @@ SAMPLERS = {
     "hindsight over priorities": lambda capacity: HERSampler(base=PERSampler(capacity)),
 }
 needs_native_part = pytest.mark.skipif(
-    native_sum_tree is None, reason="TorchRL's own priorities need its native part"
+    prioritized.SumSegmentTreeFp32 is None, reason="TorchRL's own priorities need its native part"
 )
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)
 each_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)

@@ -9,8 +9,6 @@ Imported below:
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 - `ReplayBufferMeta`: the metaclass of replay buffers.
-- `native_sum_tree`: the compiled sum tree behind TorchRL's `PrioritizedSampler`; None where
-  TorchRL's native part does not load, as it does with one release of torch only.
 
 Attributes that subclasses here read or override, with the class that owns them:
 """
@@ -22,16 +20,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 from torchrl._utils import _RayServiceMetaClass as ReplayBufferMeta
 
-try:
-    from torchrl._torchrl import SumSegmentTreeFp64 as native_sum_tree  # noqa: N813
-except ImportError:
-    native_sum_tree = None
-
 __all__ = [
     "PRIVATE_ATTRIBUTES",
     "ReplayBufferMeta",
     "dispatch_td_nn_modules",
-    "native_sum_tree",
     "new_tensordict",
     "set_entry",
 ]
@@ -82,6 +74,7 @@ PRIVATE_ATTRIBUTES = {
         "_storage",
         "_empty",
         "_bump_generation",
+        "_generation",
         "_mark_update_entities",
     ),
     "Sampler": ("_rng", "_empty", "_remaining_batches"),

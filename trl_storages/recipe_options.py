@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit
 
 from trl_storages.gym.fields import InfoKeys
 from trl_storages.other_names import meant
-from trl_storages.priority_tree import Normalization
+from trl_storages.priorities import Normalization
 
 __all__ = ["DEFAULTS", "Options", "check_names", "with_options"]
 

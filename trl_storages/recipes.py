@@ -24,7 +24,7 @@ from trl_storages import arguments, keys
 from trl_storages.episodes import Lanes
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.gym.fields import Field, InfoKeys, info_key_names
-from trl_storages.priority_tree import Normalization
+from trl_storages.priorities import Normalization
 from trl_storages.recipe_options import DEFAULTS, Options, check_names, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import (

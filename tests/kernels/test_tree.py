@@ -282,7 +282,7 @@ def test_both_keep_what_was_reported_as_lists_do(case):
                 priorities[slot] = largest or 1.0
                 generations[slot] += 1
             for table in tables:
-                assert table.renew(torch.from_numpy(slots)).item() == (largest or 1.0)
+                assert float(table.renew(torch.from_numpy(slots))) == (largest or 1.0)
         else:
             stamps, expected = None, []
             if lags is not None:

@@ -12,7 +12,7 @@ import torch
 
 from trl_storages import arguments
 
-__all__ = ["draw_weight", "importance_weight", "raw_importance_weight", "sequence_priority"]
+__all__ = ["draw_weight", "importance_weight", "sequence_priority"]
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
@@ -38,59 +38,33 @@ def draw_weight(priority: Array, *, alpha: float, eps: float) -> Array:
     return (priority + eps) ** alpha
 
 
-def importance_weight(
-    priority: Array, least: Array | float, *, alpha: float, beta: float, eps: float
-) -> Array:
+def importance_weight(weight: Array, reference: Array | float, *, beta: float) -> Array:
     """Weighs the loss of a drawn transition, to correct for how often it is drawn.
-
-        (N P(i))^-beta / max_j (N P(j))^-beta  =  (w_min / w_i)^beta,   w = (p + eps)^alpha
-
-    so the least likely transition of those that j runs over has weight 1, and no other of them more.
-
-    Args:
-        priority: p of the drawn transitions, of any shape.
-        least: p_min, the least priority of the batch, or among all that could have been drawn.
-        alpha: the exponent of the draws.
-        beta: how much is corrected: 0 nothing, 1 all of it.
-        eps: as in `draw_weight`.
-
-    Returns:
-        weights in (0, 1], of the shape of `priority`.
-
-    Reference: Schaul et al. 2016, arXiv:1511.05952, section 3.4.
-
-    >>> importance_weight(torch.tensor([1.0, 4.0]), 1.0, alpha=0.5, beta=1.0, eps=0.0)
-    tensor([1.0000, 0.5000])
-    """
-    return ((least + eps) / (priority + eps)) ** (alpha * beta)
-
-
-def raw_importance_weight(
-    priority: Array, mean: Array | float, *, alpha: float, beta: float, eps: float
-) -> Array:
-    """Weighs the loss of a drawn transition as `importance_weight` does, without normalising.
 
         (N P(i))^-beta  =  (w_mean / w_i)^beta,   w = (p + eps)^alpha
 
-    so with beta = 1 the expectation of a weighted loss is its mean over all rows. Weights of rare
-    transitions may be large.
+    With beta = 1 the expectation of a loss that is weighed so is its mean over all rows, but weights
+    of rare transitions may be large. So they are normalised, most of the time:
+
+        (N P(i))^-beta / max_j (N P(j))^-beta  =  (w_min / w_i)^beta
+
+    and the least likely transition of those that j runs over has weight 1, no other of them more.
 
     Args:
-        priority: p of the drawn transitions, of any shape.
-        mean: w_mean, the mean of w over the N transitions that could have been drawn.
-        alpha: the exponent of the draws.
+        weight: w of the drawn transitions, as `draw_weight` returns it, of any shape.
+        reference: w_min of the batch or of all that could have been drawn, or w_mean of all of them
+            for weights that are not normalised.
         beta: how much is corrected: 0 nothing, 1 all of it.
-        eps: as in `draw_weight`.
 
     Returns:
-        weights above 0, of the shape of `priority`.
+        weights above 0, of the shape of `weight`.
 
     Reference: Schaul et al. 2016, arXiv:1511.05952, section 3.4.
 
-    >>> raw_importance_weight(torch.tensor([1.0, 4.0]), 1.5, alpha=0.5, beta=1.0, eps=0.0)
-    tensor([1.5000, 0.7500])
+    >>> importance_weight(torch.tensor([1.0, 4.0]), 1.0, beta=0.5)
+    tensor([1.0000, 0.5000])
     """
-    return (mean / draw_weight(priority, alpha=alpha, eps=eps)) ** beta
+    return (reference / weight) ** beta
 
 
 def sequence_priority(

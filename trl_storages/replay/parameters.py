@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload, runtime_checkable
 
 from trl_storages._torchrl import ReplayBufferMeta
 from trl_storages.other_names import meant
-from trl_storages.priority_tree import Normalization
+from trl_storages.priorities import Normalization
 from trl_storages.samplers import GoalStrategy, WrappingSampler
 from trl_storages.transforms import parts_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrl.data import Storage
 
-from trl_storages.priority_tree import ABSENT, PriorityTable
+from trl_storages.priorities import ABSENT, PriorityTable
 from trl_storages.storages import PriorityColumn
 
 __all__ = ["DurableTable"]
@@ -25,25 +25,24 @@ class DurableTable(PriorityTable):
     Args:
         storage: whose rows are on disk.
         capacity: as in `PriorityTable`.
-        alpha: as in `PriorityTable`.
-        eps: as in `PriorityTable`.
+        **options: as in `PriorityTable`, which is on the CPU.
 
     Raises:
         OSError, ValueError: as in `PriorityColumn`.
     """
 
-    def __init__(self, storage: Any, capacity: int, *, alpha: float, eps: float) -> None:
-        super().__init__(capacity, alpha=alpha, eps=eps, device=torch.device("cpu"))
+    def __init__(self, storage: Any, capacity: int, **options: Any) -> None:
+        super().__init__(capacity, **options, device=torch.device("cpu"))
         self._column = column = PriorityColumn(storage.journal)
         slots = _live_slots(storage)
         largest = column.largest
         # Rows that were committed by a writer which was killed then have no priority yet.
         known = column.get(slots).nan_to_num(nan=largest or 1.0)
-        self._fill(slots, known, largest, num_lanes=1)
+        self._take_in(slots, known, largest, num_lanes=1)
         if column.is_writable:
             column.put(slots, known)
 
-    def _fill(
+    def _take_in(
         self, slots: torch.Tensor, priority: torch.Tensor, largest: float, num_lanes: int
     ) -> None:
         priorities = torch.full((self.capacity,), ABSENT)
@@ -51,13 +50,13 @@ class DurableTable(PriorityTable):
         super().load_state_dict(
             {"priorities": priorities, "largest": largest, "num_lanes": num_lanes}
         )
-        self._tree.generations[self._order.leaves(slots)] = self._column.generations(slots)
+        self._rows.generations[slots] = self._column.generations(slots)
 
     def write(self, slots: torch.Tensor) -> None:
         """Gives rows that were written the largest priority; see `PriorityTable.write`."""
         super().write(slots)
         slots = slots[slots >= 0]
-        self._tree.generations[self._order.leaves(slots)] = self._column.generations(slots)
+        self._rows.generations[slots] = self._column.generations(slots)
         self._column.put(slots, torch.tensor(self.new_priority))
 
     def update(
@@ -72,10 +71,10 @@ class DurableTable(PriorityTable):
         super().update(slots, priority, generation)
         slots = slots[slots >= 0]
         # What was left alone is written as it is.
-        priority = self._tree.get(self._order.leaves(slots))
+        priority = self._rows.priorities[slots]
         there = priority != ABSENT
         # First, so that no row of a killed writer has a larger one.
-        self._column.largest = self._largest.item()
+        self._column.largest = self._rows.largest.item()
         self._column.put(slots[there], priority[there])
 
     def clear(self) -> None:
@@ -89,14 +88,15 @@ class DurableTable(PriorityTable):
         self._column.check_writable()
         priorities = state_dict["priorities"]
         slots = (priorities != ABSENT).nonzero().squeeze(1)
-        self._fill(slots, priorities[slots], state_dict["largest"], state_dict["num_lanes"])
+        self._take_in(slots, priorities[slots], state_dict["largest"], state_dict["num_lanes"])
         self._column.clear()
         self._column.put(slots, priorities[slots])
-        self._column.largest = self._largest.item()
+        self._column.largest = self._rows.largest.item()
 
     def in_memory(self) -> PriorityTable:
         """Returns a table that holds the same and knows of no files."""
-        table = PriorityTable(self.capacity, alpha=self._alpha, eps=self._eps, device=self.device)
+        options: Any = {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
+        table = PriorityTable(self.capacity, **options, device=self.device)
         table.load_state_dict(self.state_dict())
         return table
 

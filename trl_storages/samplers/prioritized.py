@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
-from trl_storages.priority_tree import Normalization, PriorityTable
+from trl_storages.priorities import Normalization, PriorityTable
 from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
@@ -46,8 +46,8 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     where j of the weights runs over the batch, or over whatever `normalize` says.
 
     It takes the place of TorchRL's `PrioritizedSampler`, in any of its replay buffers. It works on
-    any device, with TorchRL's native part or without; it keeps raw priorities, so that `alpha` may
-    change at any time, also from 0; and it refuses priorities that would spoil the draws.
+    any device, without TorchRL's native part; it keeps raw priorities, so that `alpha` may change at
+    any time, also from 0; and it refuses priorities that would spoil the draws.
 
     **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
     tianshou do; "storage" by the largest there is among all rows (of the window within an
@@ -76,7 +76,8 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         device: where priorities live until a storage is seen; then they live where it does.
 
     `alpha`, `beta`, `eps` and `normalize` are plain attributes, and TorchRL's schedulers may set the
-    first three. A new `alpha` or `eps` costs a pass over all rows, the others nothing.
+    first three. A new `alpha` or `eps`, and `normalize="storage"`, cost a pass over all rows, the others
+    nothing.
 
     Raises:
         ValueError: an argument is out of range.
@@ -115,14 +116,17 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         self._alpha = arguments.number("alpha", alpha, at_least=0, at_most=_HIGHEST_ALPHA)
         self._beta = arguments.number("beta", beta, at_least=0, at_most=1)
         self._eps = arguments.number("eps", eps, at_least=_LEAST_EPS, at_most=1)
-        self.normalize = normalize
+        self._normalize = arguments.choice("normalize", normalize, get_args(Normalization))
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
         self._refreshes = 0
 
     def _make_table(self, device: torch.device) -> PriorityTable:
-        return PriorityTable(self._max_capacity, alpha=self._alpha, eps=self._eps, device=device)
+        return PriorityTable(self._max_capacity, **self._exponents(), device=device)
+
+    def _exponents(self) -> dict[str, Any]:
+        return {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
 
     # Parameters
 
@@ -167,6 +171,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     @normalize.setter
     def normalize(self, value: Normalization) -> None:
         self._normalize = arguments.choice("normalize", value, get_args(Normalization))
+        self._table.normalize = self._normalize
 
     @property
     def device(self) -> torch.device:
@@ -222,14 +227,11 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws rows with replacement, see `DrawingSampler.draw`."""
         self._settle(storage)
-        # float64: float32 has 2^24 values, fewer than there may be rows.
-        uniform = (noise[0] >> 10).double() * 2.0**-53
-        how = self._beta, self._normalize
         if window is None:
-            slots, weight, stamp = self._table.draw(uniform, *how, _num_rows(storage))
+            slots, weight, stamp = self._table.draw(noise[0], self._beta, _num_rows(storage))
         else:
             slots, weight, stamp = self._table.draw_newest(
-                uniform, *how, episodes_of(storage), window
+                noise[0], self._beta, episodes_of(storage), window
             )
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
@@ -331,9 +333,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         refreshes = getattr(storage, "refreshes", 0)
         if refreshes != self._refreshes:
             self._refreshes = refreshes
-            self._table = DurableTable(
-                storage, self._max_capacity, alpha=self._alpha, eps=self._eps
-            )
+            self._table = DurableTable(storage, self._max_capacity, **self._exponents())
             return self._table.has_rows
         if self._table.has_rows or not len(storage):
             return False
@@ -409,6 +409,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         self._eps = arguments.number("eps", state_dict["eps"], at_least=_LEAST_EPS, at_most=1)
         self._alpha, self._beta, self._normalize = alpha, beta, normalize
         self._marked = None
+        self._table.normalize = self._normalize
         self._table.rescale(alpha=self._alpha, eps=self._eps)
         self._table.load_state_dict(state_dict)
 

@@ -10,6 +10,7 @@ from torchrl.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs import MultiStepTransform
 
 from tests.benchmarks.data import (
@@ -23,7 +24,6 @@ from tests.benchmarks.data import (
     to_tensordict,
 )
 from tests.benchmarks.peers.base import Buffer
-from trl_storages._torchrl import native_sum_tree
 
 TITLE = "TorchRL"
 
@@ -153,6 +153,6 @@ WORKS = {
     "pixels_n_step": NStep,
     "extend": Extend,
 }
-if native_sum_tree is None:
+if prioritized.SumSegmentTreeFp32 is None:
     # TorchRL's samplers by priority need it.
     del WORKS["priorities"]

@@ -42,7 +42,7 @@ class RawPriorities:
             slots: `[B]` int64 below N; those below 0 name none.
 
         Returns:
-            `[]` float32, the priority that they got.
+            the priority that they got, `[]` float32.
         """
         at = torch.where(slots < 0, self._spare, slots)
         priority = torch.where(self.largest > 0, self.largest, 1.0)

@@ -5,6 +5,8 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -31,19 +33,22 @@ class RawPriorities:
         self.priorities = torch.full((num_slots,), ABSENT, device=device)
         self.generations = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.largest = torch.zeros((), device=device)
-        self._tables = (self.priorities.numpy(), self.generations.numpy())
-        self._largest = self.largest.reshape(1).numpy()
 
-    def renew(self, slots: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tables as the loops take them."""
+        return self.priorities.numpy(), self.generations.numpy(), self.largest.reshape(1).numpy()
+
+    def renew(self, slots: torch.Tensor) -> float:
         """Takes in rows that were written, with the largest priority, or 1 before there is any.
 
         Args:
             slots: `[B]` int64 below N; those below 0 name none.
 
         Returns:
-            `[]` float32, the priority that they got.
+            the priority that they got, a float32.
         """
-        return torch.tensor(_renew_rows(*self._tables, self._largest, slots.numpy()))
+        return float(_renew_rows(*self._arrays, slots.numpy()))
 
     def report(
         self,
@@ -66,8 +71,7 @@ class RawPriorities:
         """
         written = np.empty(slots.shape[0], dtype=np.int64)
         wrong = _report_rows(
-            *self._tables,
-            self._largest,
+            *self._arrays,
             slots.numpy(),
             priorities.numpy(),
             None if generations is None else generations.numpy(),

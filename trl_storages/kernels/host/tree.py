@@ -5,6 +5,8 @@ Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -39,11 +41,15 @@ class SumTree:
     def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
         self._starts = np.array(level_starts(num_leaves))
         first, size = self._starts[-2:]
-        table = torch.zeros(size, dtype=torch.float64, device=device)
-        self.weights = table[first : first + num_leaves]
-        self.total = table[0]
-        self._sums = table.numpy()
+        self._table = torch.zeros(int(size), dtype=torch.float64, device=device)
+        self.weights = self._table[first : first + num_leaves]
+        self.total = self._table[0]
         self._least: np.ndarray | None = None
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """The table as the loops take it."""
+        return self._table.numpy()
 
     def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
         """Sets the weights of some leaves. Of a leaf that occurs twice, the last weight stays.

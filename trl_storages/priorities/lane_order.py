@@ -34,10 +34,11 @@ class LaneOrder:
         self.num_leaves = self._length * num_lanes
 
     def leaves(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the leaves of slots, int64 of any shape."""
+        """Returns the leaves of slots, int64 of any shape; below 0 of slots below 0."""
         if self.num_lanes == 1:
             return slots
-        return slots % self.num_lanes * self._length + slots // self.num_lanes
+        leaves = slots % self.num_lanes * self._length + slots // self.num_lanes
+        return torch.where(slots < 0, -1, leaves)
 
     def slots(self, leaves: torch.Tensor) -> torch.Tensor:
         """Returns the slots of leaves; the inverse of `leaves`."""

@@ -1,0 +1,310 @@
+"""The table of priorities against lists, on both backends: rows, reports, draws, copies, lane order."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scipy.stats import chisquare
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.priorities import ABSENT, LaneOrder, PriorityTable
+from trl_storages.priorities.weighing import leaf_weights
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["numba", "torch"])
+def backend(request, monkeypatch):
+    monkeypatch.setenv("TRL_STORAGES_BACKEND", request.param)
+
+
+each_backend = pytest.mark.usefixtures("backend")
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def floats(*values):
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def random_noise(n, seed=0):
+    return torch.empty(n, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
+
+
+def noise_of(*uniform):
+    """The 63-bit numbers that become numbers in [0, 1)."""
+    return (torch.tensor(uniform, dtype=torch.float64) * 2.0**53).long() << 10
+
+
+def filled(*priorities, alpha=1.0, eps=0.5, **options):
+    table = PriorityTable(len(priorities), alpha=alpha, eps=eps, device=CPU, **options)
+    table.write(torch.arange(len(priorities)))
+    table.update(torch.arange(len(priorities)), floats(*priorities), None)
+    return table
+
+
+@each_backend
+class TestByHand:
+    """Rows of 1, 3, 0, 4 with eps 0.5 and alpha 1 weigh 1.5, 3.5, 0.5, 4.5, together 10."""
+
+    MARKS = noise_of(0.0, 0.14, 0.16, 0.49, 0.51, 0.54, 0.56, 0.999)
+
+    @pytest.mark.requirement("per-draws")
+    def test_draws_and_their_weights(self):
+        table = filled(1.0, 3.0, 0.0, 4.0)
+        slots, weight, generation = table.draw(self.MARKS, 1.0, 4)
+        assert slots.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        # The least of the batch weighs 0.5.
+        expected = [1 / 3, 1 / 3, 1 / 7, 1 / 7, 1, 1, 1 / 9, 1 / 9]
+        assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+        assert weight.dtype is torch.float32
+        assert generation.tolist() == [1] * 8
+        assert table.draw(self.MARKS[-1:], 1.0, 4)[1].item() == 1.0
+        _, halved, _ = table.draw(self.MARKS, 0.5, 4)
+        torch.testing.assert_close(halved, weight.sqrt())
+
+    @pytest.mark.requirement("per-draws")
+    def test_weights_of_the_storage_and_raw_ones(self):
+        table = filled(1.0, 3.0, 0.0, 4.0)
+        table.normalize = "storage"
+        assert table.draw(self.MARKS[-1:], 1.0, 4)[1].item() == pytest.approx(1 / 9)
+        table.update(ints(2), floats(1.0), None)
+        assert table.draw(self.MARKS[:1], 1.0, 4)[1].item() == 1.0
+        table.normalize = "none"
+        # The four weigh 1.5, 3.5, 1.5, 4.5: 2.75 on average.
+        assert table.draw(self.MARKS[:1], 1.0, 4)[1].item() == pytest.approx(2.75 / 1.5)
+
+    @pytest.mark.requirement("live-parameters")
+    def test_rescale_is_exact_and_comes_back(self):
+        table = filled(1.0, 3.0, 0.0, 4.0, normalize="storage")
+        before = table.draw(random_noise(100), 0.4, 4)
+        for exponents, total in (((0.0, 0.5), 4.0), ((2.0, 1.0), 4 + 16 + 1 + 25)):
+            table.rescale(alpha=exponents[0], eps=exponents[1])
+            assert table._tree.total.item() == total
+            table.validate()
+        table.rescale(alpha=1.0, eps=0.5)
+        for was, now in zip(before, table.draw(random_noise(100), 0.4, 4), strict=True):
+            assert torch.equal(was, now)
+
+    def test_validate_finds_what_is_broken(self):
+        table = filled(1.0, 3.0, 0.0, 4.0, normalize="storage")
+        table.validate()
+        table._rows.priorities[1] = 2.0
+        with pytest.raises(RuntimeError, match=r"sum over the priorities is 10\.0, must be 9\.0"):
+            table.validate()
+        table._rows.priorities[1] = math.nan
+        with pytest.raises(RuntimeError, match=r"at least 0, got nan at the slot 1 and 0 more"):
+            table.validate()
+        table._rows.largest.fill_(math.inf)
+        with pytest.raises(RuntimeError, match="the largest priority must be finite"):
+            table.validate()
+
+
+@given(st.integers(1, 300), st.integers(0, 50), st.sampled_from([0.3, 0.6, 1.7]))
+@settings(max_examples=50)
+def test_a_priority_weighs_the_same_wherever_it_stands(size, offset, alpha):
+    priorities = torch.rand(size, generator=torch.Generator().manual_seed(size)) * 10
+    weights = leaf_weights(priorities, alpha=alpha, eps=1e-6)
+    alone = [leaf_weights(each.reshape(1), alpha=alpha, eps=1e-6) for each in priorities]
+    assert torch.equal(weights, torch.cat(alone))
+    shifted = leaf_weights(torch.cat([torch.ones(offset), priorities]), alpha=alpha, eps=1e-6)
+    assert torch.equal(weights, shifted[offset:])
+
+
+def test_many_weigh_the_same_on_several_threads():
+    priorities = torch.rand(100_003, generator=torch.Generator().manual_seed(0))
+    parts = [leaf_weights(part, alpha=0.6, eps=1e-6) for part in priorities.split(999)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(leaf_weights(priorities, alpha=0.6, eps=1e-6), torch.cat(parts))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@each_backend
+@pytest.mark.requirement("per-draws")
+def test_draws_are_as_likely_as_they_should_be():
+    priorities = [1.0, 2.0, 3.0, 4.0]
+    table = filled(*priorities, alpha=0.5, eps=1e-9)
+    counts = torch.bincount(table.draw(random_noise(50_000), 0.4, 4)[0], minlength=4)
+    roots = [math.sqrt(p) for p in priorities]
+    expected = [50_000 * root / sum(roots) for root in roots]
+    assert chisquare(counts.numpy(), expected).pvalue > 1e-3
+
+
+@pytest.mark.requirement("persistence")
+@each_backend
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("normalize", ["batch", "storage"])
+def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
+    monkeypatch, num_envs, normalize
+):
+    table = filled(*range(6), alpha=0.6, normalize=normalize)
+    episodes = EpisodeIndex(6, num_envs)
+    episodes.append(torch.zeros(num_envs, 6 // num_envs, dtype=torch.bool))
+    table.draw_newest(random_noise(4), 0.4, episodes, torch.tensor(2))
+    table.write(ints(1))
+    pickled = pickle.dumps(table)
+    copies = [copy.deepcopy(table)]
+    for choice in ("numba", "torch"):
+        monkeypatch.setenv("TRL_STORAGES_BACKEND", choice)
+        copies.append(pickle.loads(pickled))
+    for copied in copies:
+        copied.validate()
+        for draws in (
+            [each.draw(random_noise(64), 0.4, 6) for each in (copied, table)],
+            [
+                each.draw_newest(random_noise(64), 0.4, episodes, torch.tensor(3))
+                for each in (copied, table)
+            ],
+        ):
+            assert all(torch.equal(*both) for both in zip(*draws, strict=True))
+        copied.write(ints(2))
+        copied.update(ints(2), floats(0.25), None)
+        copied.validate()
+        assert table.priorities[2] == 2.0
+    table.validate()
+
+
+class TestLaneOrder:
+    @given(st.integers(1, 5), st.integers(1, 30))
+    def test_slots_and_leaves_are_inverse(self, num_lanes, capacity):
+        order = LaneOrder(capacity, num_lanes)
+        slots = torch.arange(capacity)
+        leaves = order.leaves(slots)
+        assert len(set(leaves.tolist())) == capacity
+        assert leaves.max() < order.num_leaves < capacity + num_lanes
+        assert torch.equal(order.slots(leaves), slots)
+        assert (order.leaves(ints(-1, 0, -7)) < 0).tolist() == [True, False, True]
+
+    @pytest.mark.requirement("ere-per")
+    @given(st.integers(1, 4), st.integers(1, 6), st.data())
+    def test_the_newest_rows_are_the_ranges(self, num_lanes, steps, data):
+        capacity = num_lanes * steps + data.draw(st.integers(0, num_lanes - 1))
+        episodes = EpisodeIndex(capacity, num_lanes)
+        order = LaneOrder(capacity, num_lanes)
+        for _ in range(data.draw(st.integers(1, 8))):
+            lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
+            length = data.draw(st.integers(1, steps + 1))
+            episodes.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=lanes)
+        for window in range(1, len(episodes) + 2):
+            ranges = zip(*order.newest(episodes, torch.tensor(window)), strict=True)
+            leaves = [leaf for start, stop in ranges for leaf in range(int(start), int(stop))]
+            newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
+            assert sorted(leaves) == sorted(order.leaves(newest).tolist())
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Random operations on a table of each backend, and the same on two lists."""
+
+    @initialize(
+        size=st.integers(1, 80),
+        alpha=st.sampled_from([0.0, 0.5, 1.0]),
+        normalize=st.sampled_from(["batch", "storage", "none"]),
+    )
+    def plant(self, size, alpha, normalize):
+        self.tables = []
+        for choice in ("numba", "torch"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TRL_STORAGES_BACKEND", choice)
+                options = {"alpha": alpha, "eps": 0.5, "normalize": normalize}
+                self.tables.append(PriorityTable(size, **options, device=CPU))
+        self.alpha, self.eps, self.normalize = alpha, 0.5, normalize
+        self.clear()
+        self.generations = [0] * size
+
+    def clear(self):
+        self.priorities = [ABSENT] * self.tables[0].capacity
+        self.largest = 0.0
+
+    def slots(self, data):
+        slot = st.integers(-1, len(self.priorities) - 1)
+        return data.draw(st.lists(slot, min_size=1, max_size=12))
+
+    @rule(data=st.data())
+    def write(self, data):
+        slots = self.slots(data)
+        for table in self.tables:
+            table.write(ints(*slots))
+        for slot in set(slots) - {-1}:
+            self.priorities[slot] = self.largest or 1.0
+            self.generations[slot] += 1
+
+    @rule(data=st.data())
+    def update(self, data):
+        slots = self.slots(data)
+        number = st.floats(0, 100, width=32)
+        new = data.draw(st.lists(number, min_size=len(slots), max_size=len(slots)))
+        late = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+        stamps = [self.generations[slot] - lag for slot, lag in zip(slots, late, strict=True)]
+        for table in self.tables:
+            table.update(ints(*slots), floats(*new), torch.tensor(stamps, dtype=torch.int32))
+        for slot, priority, lag in zip(slots, new, late, strict=True):
+            if slot >= 0 and not lag and self.priorities[slot] != ABSENT:
+                self.priorities[slot] = priority
+                self.largest = max(self.largest, priority)
+
+    @rule(alpha=st.sampled_from([0.0, 0.3, 1.0, 2.0]), eps=st.sampled_from([0.5, 1.0]))
+    def rescale(self, alpha, eps):
+        for table in self.tables:
+            table.rescale(alpha=alpha, eps=eps)
+        self.alpha, self.eps = alpha, eps
+
+    @rule(normalize=st.sampled_from(["batch", "storage", "none"]))
+    def normalise(self, normalize):
+        for table in self.tables:
+            table.normalize = normalize
+        self.normalize = normalize
+
+    @rule()
+    def forget(self):
+        for table in self.tables:
+            table.clear()
+        self.clear()
+        self.generations = [generation + 1 for generation in self.generations]
+
+    @rule()
+    def save_and_load(self):
+        states = [table.state_dict() for table in self.tables]
+        for table, state in zip(self.tables, reversed(states), strict=True):
+            table.load_state_dict(state)
+        self.generations = [generation + 1 for generation in self.generations]
+
+    @rule(seed=st.integers(0, 1000), beta=st.floats(0, 1))
+    def draw(self, seed, beta):
+        there = [p for p in self.priorities if p != ABSENT]
+        if not there:
+            return
+        draws = [table.draw(random_noise(16, seed), beta, len(there)) for table in self.tables]
+        assert all(torch.equal(*both) for both in zip(*draws, strict=True))
+        slots, weights, generations = (each.tolist() for each in draws[0])
+        drawn = [self.priorities[slot] for slot in slots]
+        assert ABSENT not in drawn
+        if self.normalize == "none":
+            reference = sum((p + self.eps) ** self.alpha for p in there) / len(there)
+        else:
+            least = min(drawn if self.normalize == "batch" else there)
+            reference = (least + self.eps) ** self.alpha
+        expected = [(reference / (p + self.eps) ** self.alpha) ** beta for p in drawn]
+        assert weights == pytest.approx(expected, rel=1e-5)
+        assert generations == [self.generations[slot] for slot in slots]
+
+    @invariant()
+    def holds_what_the_lists_hold(self):
+        for table in self.tables:
+            assert table.priorities.tolist() == self.priorities
+            assert table.generations.tolist() == self.generations
+            assert table.new_priority == (self.largest or 1.0)
+            table.validate()
+
+
+TestTableMachine = TableMachine.TestCase
+TestTableMachine.settings = settings(max_examples=40)

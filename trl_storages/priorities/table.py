@@ -1,0 +1,314 @@
+"""The priorities of the rows of a storage, by slot, on one device.
+
+Letters: B batch, N slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.functional.priorities import importance_weight
+from trl_storages.kernels import backend
+from trl_storages.kernels.absent import ABSENT
+from trl_storages.priorities.lane_order import LaneOrder
+from trl_storages.priorities.late_error import LateError
+from trl_storages.priorities.weighing import leaf_weights
+
+__all__ = ["Normalization", "PriorityTable"]
+
+#: Whose largest weight is 1: that of the batch, that of all rows that could have been drawn, or none.
+Normalization = Literal["batch", "storage", "none"]
+
+
+class PriorityTable:
+    """Decides which priorities are taken in, and draws in proportion to them.
+
+    A row that is written gets the largest priority reported so far, 1 before there is any. What is
+    reported later is checked: on the CPU at once; on a GPU without waiting for it, so that a wrong
+    report changes nothing there either, and raises in a later call.
+
+    Args:
+        capacity: N.
+        alpha: exponent of the draws.
+        eps: added to priorities.
+        normalize: whose largest importance weight is 1.
+        device: where the table lives.
+
+    Attributes:
+        has_rows: whether any slot has held a row since the table was made or cleared.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float,
+        eps: float,
+        normalize: Normalization = "batch",
+        device: torch.device,
+    ) -> None:
+        self.capacity = capacity
+        self.device = device
+        self.has_rows = False
+        self._alpha, self._eps, self._normalize = alpha, eps, normalize
+        self._on_host = device.type == "cpu"
+        self._rows = backend(device).RawPriorities(capacity, device)
+        self._late_error = LateError(device)
+        self._new_weight = (ABSENT, torch.zeros(1))
+        # The number of lanes is known once windows are drawn; it does not matter before.
+        self._plant(num_lanes=1)
+
+    def _plant(self, num_lanes: int) -> None:
+        """Makes a tree with its leaves lane by lane, of rows that weigh nothing."""
+        self._order = LaneOrder(self.capacity, num_lanes)
+        self._tree = backend(self.device).SumTree(self._order.num_leaves, self.device)
+        self._tree.keep_least(self._normalize == "storage")
+
+    # Columns by slot
+
+    @property
+    def priorities(self) -> torch.Tensor:
+        """`[N]` float32 raw priorities, `ABSENT` where there is no row. A copy."""
+        return self._rows.priorities.clone()
+
+    @property
+    def generations(self) -> torch.Tensor:
+        """`[N]` int32, how often each slot was written. A copy."""
+        return self._rows.generations.clone()
+
+    @property
+    def new_priority(self) -> float:
+        """The priority that rows get when they are written. Waits for the device."""
+        self.raise_late_error(wait=True)
+        return self._rows.largest.item() or 1.0
+
+    def _weigh(self, priorities: torch.Tensor) -> torch.Tensor:
+        return leaf_weights(priorities, alpha=self._alpha, eps=self._eps)
+
+    def _all_weights(self) -> torch.Tensor:
+        """Returns what each leaf weighs by the raw priorities."""
+        priorities = self._rows.priorities
+        weights = torch.where(priorities < ABSENT, self._weigh(priorities), 0.0)
+        if self._order.num_lanes == 1:
+            return weights
+        leaves = self._order.leaves(torch.arange(self.capacity, device=self.device))
+        return weights.new_zeros(self._order.num_leaves).index_copy_(0, leaves, weights)
+
+    # Drawing
+
+    @property
+    def normalize(self) -> Normalization:
+        """Whose largest importance weight is 1. To change to "storage" takes a pass over all rows."""
+        return self._normalize
+
+    @normalize.setter
+    def normalize(self, value: Normalization) -> None:
+        self._normalize = value
+        self._tree.keep_least(value == "storage")
+
+    def draw(
+        self, noise: torch.Tensor, beta: float, num_rows: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draws among all rows.
+
+        Args:
+            noise: `[B]` int64 random numbers of 63 bits.
+            beta: exponent of the importance weights.
+            num_rows: how many rows there are, on the host or the device.
+
+        Returns:
+            `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
+        """
+        return self._drawn(noise, beta, num_rows)
+
+    def draw_newest(
+        self, noise: torch.Tensor, beta: float, episodes: EpisodeIndex, window: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
+        if episodes.num_envs != self._order.num_lanes:
+            self._plant(episodes.num_envs)
+            self._tree.renew(self._all_weights())
+        start, stop = self._order.newest(episodes, window)
+        return self._drawn(noise, beta, (stop - start).sum(), start, stop)
+
+    def _drawn(
+        self,
+        noise: torch.Tensor,
+        beta: float,
+        num_rows: int | torch.Tensor,
+        *ranges: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draws from all leaves, or those of ranges: `[R]` first leaves and `[R]` ends."""
+        leaves, weights = self._tree.draw(noise, *ranges)
+        if self._normalize == "batch":
+            reference = weights.amin()
+        elif self._normalize == "storage":
+            reference = self._tree.least(*ranges)
+        else:
+            total = self._tree.range_sums(*ranges).sum() if ranges else self._tree.total
+            reference = total / num_rows
+        slots = self._order.slots(leaves)
+        weights = importance_weight(weights, reference, beta=beta).float()
+        return slots, weights, self._rows.generations.index_select(0, slots)
+
+    def rescale(self, *, alpha: float, eps: float) -> None:
+        """Changes the exponent, exactly, in a pass over all rows."""
+        self._alpha, self._eps = alpha, eps
+        self._new_weight = (ABSENT, torch.zeros(1))
+        self._tree.renew(self._all_weights())
+
+    # Writing
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Gives rows that were written the largest priority.
+
+        Args:
+            slots: `[B]` int64, contiguous; -1 names none.
+        """
+        self.has_rows = True
+        weight = self._weight_of_new(self._rows.renew(slots))
+        self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
+
+    def _weight_of_new(self, priority: Any) -> torch.Tensor:
+        """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
+        if not self._on_host:
+            return self._weigh(priority.reshape(1))
+        # It changes rarely, and steps are written one by one.
+        if self._new_weight[0] != (priority := float(priority)):
+            self._new_weight = priority, self._weigh(torch.tensor([priority]))
+        return self._new_weight[1]
+
+    def update(
+        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+    ) -> None:
+        """Takes in reported priorities. Of a slot that occurs twice, the last wins.
+
+        Args:
+            slots: `[B]` int64, contiguous; slots without a row and below 0 are left alone.
+            priority: `[B]` float32, contiguous.
+            generation: `[B]` int32 as drawn: slots that were written since are left alone.
+
+        Raises:
+            ValueError: a priority is NaN, negative or infinite. Nothing has changed then.
+            IndexError: a slot is not below N. Nothing has changed then.
+        """
+        if not slots.numel():
+            return
+        self.raise_late_error()
+        written, wrong = self._rows.report(slots, priority, generation)
+        if not self._on_host:
+            self._late_error.note(wrong)
+        elif wrong:
+            self._refuse(slots, priority)
+        self._tree.set(self._order.leaves(written), self._weigh(priority))
+
+    def _refuse(self, slots: torch.Tensor, priority: torch.Tensor) -> NoReturn:
+        bad = priority[~((priority >= 0) & (priority < ABSENT))]
+        if bad.numel():
+            raise ValueError(
+                f"priorities must be finite and at least 0, got {bad[0].item()} and "
+                f"{bad.numel() - 1} more such; nothing was changed. Look for NaN in the loss."
+            )
+        raise IndexError(
+            f"index must be below max_capacity={self.capacity}, got {int(slots.max())}."
+        )
+
+    def raise_late_error(self, *, wait: bool = False) -> None:
+        """Raises the error of an earlier update, if the host knows of one.
+
+        Args:
+            wait: whether to wait for the device, and so hear of all of them.
+        """
+        if not self._on_host and self._late_error.pop(wait=wait):
+            raise ValueError(
+                f"priorities must be finite and at least 0, and indices below max_capacity="
+                f"{self.capacity}; an earlier update_priority got others, and changed nothing. "
+                "Look for NaN in the loss."
+            )
+
+    # The whole of it
+
+    def clear(self) -> None:
+        """Forgets all rows and what was reported."""
+        self.has_rows = False
+        self._fill(torch.full_like(self._rows.priorities, ABSENT), largest=0.0)
+
+    def _fill(self, priorities: torch.Tensor, largest: float) -> None:
+        """Replaces the rows, which all count as written anew, and what was reported."""
+        self._rows.priorities.copy_(priorities)
+        self._rows.generations.add_(1)
+        self._rows.largest.fill_(largest)
+        self._tree.renew(self._all_weights())
+
+    def validate(self) -> None:
+        """Checks priorities, and the sums and minima over them, walking all rows.
+
+        Raises:
+            RuntimeError: a priority is negative or NaN, or sums and minima don't fit.
+            ValueError: priorities were refused on the device, and no call has told yet.
+        """
+        self.raise_late_error(wait=True)
+        largest, priorities = self._rows.largest.item(), self._rows.priorities
+        if not 0 <= largest < ABSENT:
+            raise RuntimeError(
+                f"the largest priority must be finite and at least 0, got {largest}."
+            )
+        wrong = (~(priorities >= 0)).nonzero().squeeze(1)
+        if len(wrong):
+            raise RuntimeError(
+                f"priorities must be at least 0, got {priorities[wrong[0]].item()} at the slot "
+                f"{int(wrong[0])} and {len(wrong) - 1} more such."
+            )
+        tree = backend(self.device).SumTree(self._order.num_leaves, self.device)
+        tree.renew(self._all_weights())
+        first = torch.arange(0, self._order.num_leaves, 64, device=self.device)
+        blocks = first, (first + 64).clamp(max=self._order.num_leaves)
+        answers = [
+            ("sum", self._tree.total, tree.total),
+            ("sum of 64 leaves", self._tree.range_sums(*blocks), tree.range_sums(*blocks)),
+            ("weight", self._tree.weights, tree.weights),
+        ]
+        if self._normalize == "storage":
+            tree.keep_least(True)
+            answers.append(("minimum", self._tree.least(), tree.least()))
+        for name, got, want in answers:
+            if not torch.equal(got, want):
+                at = (got != want).reshape(-1).nonzero()[0].item()
+                got, want = got.reshape(-1)[at].item(), want.reshape(-1)[at].item()
+                raise RuntimeError(f"the {name} over the priorities is {got}, must be {want}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the raw priorities and two numbers; trees are derived from them."""
+        self.raise_late_error(wait=True)
+        return {
+            "priorities": self.priorities,
+            "largest": self._rows.largest.item(),
+            "num_lanes": self._order.num_lanes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. All rows count as written anew."""
+        self._plant(state_dict["num_lanes"])
+        self._fill(state_dict["priorities"], state_dict["largest"])
+        self.has_rows = bool((self._rows.priorities < ABSENT).any())
+
+    # Compiled loops hold arrays on the memory of tensors, and trees are derived: copies and pickles have
+    # the rows alone, and choose a backend of their own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        rows = (self.priorities, self.generations, self._rows.largest.clone())
+        return {
+            **{key: value for key, value in vars(self).items() if key not in ("_rows", "_tree")},
+            "_rows": rows,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        priorities, generations, largest = state.pop("_rows")
+        vars(self).update(state)
+        self._rows = backend(self.device).RawPriorities(self.capacity, self.device)
+        self._plant(self._order.num_lanes)
+        self._fill(priorities, largest.item())
+        self._rows.generations.copy_(generations)
