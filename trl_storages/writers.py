@@ -21,7 +21,14 @@ from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.episodes.history import slots_of
-from trl_storages.storages import DurableLanes, PackedStorage, Steps, read_fields, tensors_of
+from trl_storages.storages import (
+    DurableLanes,
+    PackedStorage,
+    Steps,
+    nested_sizes,
+    read_fields,
+    tensors_of,
+)
 
 __all__ = ["EpisodeWriter"]
 
@@ -222,14 +229,23 @@ class EpisodeWriter(RoundRobinWriter):
         """Writes the entries that are wanted of rows of any batch size."""
         storage = self._storage
         if isinstance(storage, PackedStorage) and (self.keys is None or storage.layout):
-            storage.put(slots, entries, rows.batch_size, strict=self.keys is None, steps=steps)
+            nested = nested_sizes(rows, rows.ndim) if storage.layout is None else ()
+            storage.put(
+                slots,
+                entries,
+                rows.batch_size,
+                strict=self.keys is None,
+                steps=steps,
+                nested=nested,
+            )
             return
         if self.keys is not None:
             rows = rows.select(*self.keys)
         elif "index" in rows.keys():  # noqa: SIM118
             rows = rows.exclude("index")
         if isinstance(storage, PackedStorage):
-            storage.put(slots, tensors_of(rows), rows.batch_size, steps=steps)
+            nested = nested_sizes(rows, rows.ndim)
+            storage.put(slots, tensors_of(rows), rows.batch_size, steps=steps, nested=nested)
         else:
             at = slots if isinstance(slots, slice) else slots.reshape(-1)
             storage.set(at, rows.reshape(-1), set_cursor=False)

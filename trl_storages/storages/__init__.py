@@ -3,8 +3,8 @@
 from trl_storages.storages.directory import PROGRESS
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable_lanes import DurableLanes
-from trl_storages.storages.entries import tensors_of
-from trl_storages.storages.fields import field_keys, read_fields
+from trl_storages.storages.entries import nested_sizes, tensors_of
+from trl_storages.storages.fields import field_keys, nested_under, read_fields
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, nest
@@ -26,6 +26,8 @@ __all__ = [
     "as_array",
     "field_keys",
     "nest",
+    "nested_sizes",
+    "nested_under",
     "read_fields",
     "tensors_of",
 ]

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-__all__ = ["tensors_of"]
+__all__ = ["Nested", "nested_sizes", "tensors_of"]
+
+#: What nested TensorDicts have beyond the batch size of the outermost one: `(path, further sizes)`.
+Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
 
 
 def tensors_of(data: TensorDictBase, *, strict: bool = True) -> dict[NestedKey, torch.Tensor]:
@@ -27,6 +30,27 @@ def tensors_of(data: TensorDictBase, *, strict: bool = True) -> dict[NestedKey, 
     found: dict[NestedKey, torch.Tensor] = {}
     _walk(data, (), found, strict)
     return found
+
+
+def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
+    """Returns which TensorDicts in `data` have more than `batch_dims` batch dimensions.
+
+    >>> from tensordict import TensorDict
+    >>> agents = TensorDict({"observation": torch.ones(2, 3, 4)}, [2, 3])
+    >>> nested_sizes(TensorDict({"agents": agents}, [2]), 1)
+    ((('agents',), torch.Size([3])),)
+    """
+    found: list[tuple[tuple[str, ...], torch.Size]] = []
+
+    def walk(nested: TensorDictBase, path: tuple[str, ...]) -> None:
+        for name, value in nested.items():
+            if isinstance(value, TensorDictBase):
+                if value.ndim > batch_dims:
+                    found.append(((*path, name), value.batch_size[batch_dims:]))
+                walk(value, (*path, name))
+
+    walk(data, ())
+    return tuple(found)
 
 
 def _walk(

@@ -8,9 +8,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
+from trl_storages.storages.entries import Nested, nested_sizes
 from trl_storages.storages.packed import PackedStorage
 
-__all__ = ["field_keys", "read_fields"]
+__all__ = ["field_keys", "nested_under", "read_fields"]
 
 
 def read_fields(
@@ -48,3 +49,13 @@ def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:
     if isinstance(storage, PackedStorage):
         return storage.layout.keys  # type: ignore[union-attr]
     return tuple(storage._storage.keys(include_nested=True, leaves_only=True))
+
+
+def nested_under(storage: TensorStorage, name: str) -> Nested:
+    """Returns the further batch dimensions of the TensorDicts under `name`, by their path from there."""
+    nested = (
+        storage.layout.nested  # type: ignore[union-attr]
+        if isinstance(storage, PackedStorage)
+        else nested_sizes(storage._storage, 1)
+    )
+    return tuple((path[1:], size) for path, size in nested if path[0] == name and path[1:])

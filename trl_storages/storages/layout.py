@@ -15,6 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
+from trl_storages.storages.entries import Nested
 
 __all__ = ["Field", "Layout", "nest"]
 
@@ -55,6 +56,7 @@ class Layout:
 
     Args:
         fields: key -> (dtype, shape) of one transition.
+        nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
 
     Raises:
         ValueError: there is no field.
@@ -65,7 +67,11 @@ class Layout:
     (16, 3)
     """
 
-    def __init__(self, fields: Mapping[NestedKey, tuple[torch.dtype, Iterable[int]]]) -> None:
+    def __init__(
+        self,
+        fields: Mapping[NestedKey, tuple[torch.dtype, Iterable[int]]],
+        nested: Nested = (),
+    ) -> None:
         if not fields:
             raise ValueError("a layout needs at least one field, got none.")
         described = [
@@ -92,7 +98,9 @@ class Layout:
         #: Those of fields that do not lie under `next`.
         self.root_keys = tuple(key for key in self.keys if key[0] != "next")
         self._by_key = {field.key: field for field in self.fields}
-        self._tree = _tree_of(self.keys)
+        #: As given.
+        self.nested = nested
+        self._tree = _tree_of(self.keys, nested)
         self._dtypes = [field.dtype for field in self.fields]
         self._splits = [self._split_of(list(run)) for _, run in groupby(self.fields, _dtype_of)]
         # The fields that are no vectors, by their place among all.
@@ -103,9 +111,12 @@ class Layout:
         self._wanted: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
     @classmethod
-    def of(cls, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> Layout:
+    def of(
+        cls, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested = ()
+    ) -> Layout:
         """Describes tensors past their first `batch_dims` dimensions."""
-        return cls({key: (value.dtype, value.shape[batch_dims:]) for key, value in entries.items()})
+        fields = {key: (value.dtype, value.shape[batch_dims:]) for key, value in entries.items()}
+        return cls(fields, nested)
 
     @property
     def described(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
@@ -235,6 +246,7 @@ class Layout:
                 }
                 for field in self.fields
             ],
+            "nested": [[list(path), list(size)] for path, size in self.nested],
         }
 
     @classmethod
@@ -249,7 +261,10 @@ class Layout:
                 {
                     tuple(field["key"]): (_DTYPES[field["dtype"]], field["shape"])
                     for field in description["fields"]
-                }
+                },
+                tuple(
+                    (tuple(path), torch.Size(size)) for path, size in description.get("nested", ())
+                ),
             )
             row_nbytes = description["row_nbytes"]
         except (KeyError, TypeError) as error:
@@ -299,18 +314,22 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def nest(
-    fields: Mapping[NestedKey, torch.Tensor], batch: torch.Size, device: torch.device
+    fields: Mapping[NestedKey, torch.Tensor],
+    batch: torch.Size,
+    device: torch.device,
+    nested: Nested = (),
 ) -> TensorDict:
-    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`."""
-    return _fill(_tree_of(tuple(fields)), list(fields.values()), batch, device)
+    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
+    return _fill(_tree_of(tuple(fields), nested), list(fields.values()), batch, device)
 
 
-# The entries of a TensorDict: `(name, place of a leaf in a list, or the entries below it)`.
-_Tree = tuple[tuple[str, Any], ...]
+# The entries of a TensorDict: `(name, place of a leaf in a list, or the entries below it, and the batch
+# dimensions which these have beyond the outermost)`.
+_Tree = tuple[tuple[str, Any, torch.Size], ...]
 
 
 @lru_cache(maxsize=1024)
-def _tree_of(keys: tuple[NestedKey, ...]) -> _Tree:
+def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> _Tree:
     nested: dict[str, Any] = {}
     for place, key in enumerate(keys):
         node = nested
@@ -318,21 +337,31 @@ def _tree_of(keys: tuple[NestedKey, ...]) -> _Tree:
         for part in path[:-1]:
             node = node.setdefault(part, {})
         node[path[-1]] = place
-    return _frozen(nested)
+    return _frozen(nested, dict(nested_sizes), ())
 
 
-def _frozen(nested: dict[str, Any]) -> _Tree:
+def _frozen(
+    nested: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
+) -> _Tree:
     return tuple(
-        (name, _frozen(below) if isinstance(below, dict) else below)
+        (
+            name,
+            _frozen(below, sizes, (*path, name)) if isinstance(below, dict) else below,
+            sizes.get((*path, name), torch.Size([])),
+        )
         for name, below in nested.items()
     )
 
 
 def _fill(
-    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
+    tree: _Tree,
+    leaves: Sequence[torch.Tensor],
+    batch: torch.Size,
+    device: torch.device,
+    further: torch.Size = torch.Size([]),  # noqa: B008  (it is immutable)
 ) -> TensorDict:
     source = {
-        name: leaves[below] if isinstance(below, int) else _fill(below, leaves, batch, device)
-        for name, below in tree
+        name: leaves[below] if isinstance(below, int) else _fill(below, leaves, batch, device, size)
+        for name, below, size in tree
     }
-    return new_tensordict(source, batch, device)
+    return new_tensordict(source, batch + further if further else batch, device)

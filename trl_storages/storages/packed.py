@@ -24,7 +24,7 @@ from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable import Durable, Track, check_same
-from trl_storages.storages.entries import tensors_of
+from trl_storages.storages.entries import Nested, nested_sizes, tensors_of
 from trl_storages.storages.files import check_platform
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout, nest
@@ -197,11 +197,13 @@ class PackedStorage(LazyTensorStorage):
 
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
-        self._allocate(Layout.of(tensors_of(data), batch_dims=data.ndim))
+        self._allocate(Layout.of(tensors_of(data), data.ndim, nested_sizes(data, data.ndim)))
 
-    def _first_layout(self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> Layout:
+    def _first_layout(
+        self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
+    ) -> Layout:
         """Returns the declared layout with what the first write adds to it."""
-        seen = Layout.of(entries, batch_dims)
+        seen = Layout.of(entries, batch_dims, nested)
         if not self._declared:
             return seen
         described = {field.key: (field.dtype, field.shape) for field in seen.fields}
@@ -213,7 +215,8 @@ class PackedStorage(LazyTensorStorage):
                 f"the first write must hold {missing}, whose dtype and shape it fixes; its keys are "
                 f"{sorted(map(str, described))}."
             )
-        return Layout({key: known or described[key] for key, known in self._declared.items()})
+        fields = {key: known or described[key] for key, known in self._declared.items()}
+        return Layout(fields, nested)
 
     def _allocate(self, layout: Layout) -> None:
         if self._sharing_process not in (None, os.getpid()):
@@ -292,7 +295,16 @@ class PackedStorage(LazyTensorStorage):
                 f"got a batch {list(data.batch_size)}."
             )
         entries = tensors_of(data, strict=strict)
-        self.put(cursor, entries, batch_size, set_cursor=set_cursor, strict=strict, steps=steps)
+        nested = nested_sizes(data, len(batch_size)) if self.layout is None else ()
+        self.put(
+            cursor,
+            entries,
+            batch_size,
+            set_cursor=set_cursor,
+            strict=strict,
+            steps=steps,
+            nested=nested,
+        )
 
     def put(
         self,
@@ -303,6 +315,7 @@ class PackedStorage(LazyTensorStorage):
         set_cursor: bool = False,
         strict: bool = True,
         steps: Steps | None = None,
+        nested: Nested = (),
     ) -> None:
         """Writes tensors at slots that are known to be there.
 
@@ -313,11 +326,12 @@ class PackedStorage(LazyTensorStorage):
             set_cursor: as in `set`.
             strict: as in `set`.
             steps: as in `set`.
+            nested: `nested_sizes` of what is written; only the first write fixes them.
 
         Raises:
             KeyError, TypeError, ValueError: as `set`. Nothing is written then.
         """
-        layout = self.layout or self._first_layout(entries, len(batch_size))
+        layout = self.layout or self._first_layout(entries, len(batch_size), nested)
         fitting = layout.fit(entries, batch_size, strict=strict)
         if not self.initialized:
             self._allocate(layout)
@@ -394,7 +408,12 @@ class PackedStorage(LazyTensorStorage):
         """Returns the transitions at int64 slots of any shape B without what lies under `next`."""
         if self._is_sent_away:
             return self.get(slots)
-        return nest(self.read(slots, self.layout.root_keys), slots.shape, self.device)  # type: ignore[union-attr]
+        return nest(
+            self.read(slots, self.layout.root_keys),  # type: ignore[union-attr]
+            slots.shape,
+            self.device,
+            self.layout.nested,  # type: ignore[union-attr]
+        )
 
     @property
     def _is_sent_away(self) -> bool:

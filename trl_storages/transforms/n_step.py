@@ -18,7 +18,7 @@ from trl_storages._torchrl import set_entry
 from trl_storages.functional.returns import discounts, window_length
 from trl_storages.functional.rewards import return_dtype
 from trl_storages.kernels import backend
-from trl_storages.storages import nest
+from trl_storages.storages import nest, nested_under
 from trl_storages.transforms.base import ReplayTransform, SeenRows
 
 __all__ = ["NStep"]
@@ -183,7 +183,8 @@ class NStep(ReplayTransform):
                 "transform that adds it behind NStep."
             )
         following[self.reward_key[1:]] = reward
-        set_entry(batch, "next", nest(following, batch.batch_size, batch.device))
+        nested = nested_under(rows.storage, "next")
+        set_entry(batch, "next", nest(following, batch.batch_size, batch.device, nested))
         return length
 
     def _discounts(self, device: torch.device) -> torch.Tensor:
