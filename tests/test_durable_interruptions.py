@@ -1,42 +1,16 @@
 """Writes that fail or are interrupted halfway while their process lives on, alone and with readers."""
 
-import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from durable.rows import block, check, is_torn, make, priority_of, write
+from interrupter import Interrupter
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler, storages
 from trl_storages.storages import Journal, following
 from trl_storages.storages.row_writer import RowWriter
-
-FOLDER = str(Path(storages.__file__).parent)
-
-
-class Interrupter:
-    """Raises a KeyboardInterrupt at the n-th line of the code below that runs."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def __call__(self, frame, event, _arg):
-        if not frame.f_code.co_filename.startswith(FOLDER):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        self._before = sys.gettrace()
-        sys.settrace(self)
-
-    def __exit__(self, *_):
-        sys.settrace(self._before)
 
 
 def rewrite(storage):
@@ -62,7 +36,7 @@ def test_interrupted_at_any_line_and_going_on(tmp_path, act):
     while True:
         line += 1
         before = storage.episodes.num_steps_written.clone()
-        interrupter = Interrupter(line)
+        interrupter = Interrupter(line, storages)
         with suppress(KeyboardInterrupt), interrupter:
             act(storage)
         # Whatever was interrupted, the next write and the next process find all as it should be.

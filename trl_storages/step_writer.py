@@ -6,6 +6,7 @@ Letters: E lanes (environments), W words of 8 bytes a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,9 @@ from tensordict import NestedKey
 from trl_storages.episodes import episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.layout import Layout
+from trl_storages.gym.recorder import Memory
 from trl_storages.gym.trees import Leaf, TreeReader
+from trl_storages.interrupts import complete
 from trl_storages.keys import DONE, MASK, OBSERVATION, REWARD, TERMINATED, TRUNCATED
 from trl_storages.storages import Layout as RowLayout
 from trl_storages.storages import PackedStorage
@@ -144,23 +147,36 @@ class StepWriter:
         memory = None
         if self._has_flags or lanes is not None or recorder.is_watching:
             memory = recorder.settle(self._columns, infos, is_vector=is_vector)
-        slots = self._put(lanes)
-        if memory is not None:
-            recorder.remember(memory)
-        return slots
+        episodes, num_rows = self._episodes, self._num_envs if lanes is None else len(lanes)
+        point, count = episodes.counters(), self._writer._write_count + num_rows
+        try:
+            return self._put(lanes, count, memory)
+        except BaseException as error:
+            complete(
+                error,
+                partial(self._put, lanes, count, memory),
+                partial(episodes.recount, point),
+            )
+            raise
 
-    def _put(self, lanes: np.ndarray | None) -> torch.Tensor:
+    def _put(
+        self, lanes: np.ndarray | None, write_count: int, memory: Memory | None
+    ) -> torch.Tensor:
         """Writes what was gathered of some lanes, or of all, and returns its slots."""
         episodes = self._episodes
         run = episodes.next_run(1) if lanes is None else None
         if run is not None:
             begin = run.start * self._num_words
             self._ring[begin : begin + len(self._block)] = self._block
-            return self._writer.count_step(episodes.advance(self._ends))
-        which = slice(None) if lanes is None else lanes
-        which_lanes = None if lanes is None else torch.from_numpy(lanes)
-        self._words[episodes.next_slots(1, which_lanes)[:, 0].numpy()] = self._steps[which]
-        return self._writer.count_step(episodes.advance(self._ends[which], None, which_lanes))
+            slots = episodes.advance(self._ends)
+        else:
+            which = slice(None) if lanes is None else lanes
+            which_lanes = None if lanes is None else torch.from_numpy(lanes)
+            self._words[episodes.next_slots(1, which_lanes)[:, 0].numpy()] = self._steps[which]
+            slots = episodes.advance(self._ends[which], None, which_lanes)
+        if memory is not None:
+            self._recorder.remember(memory)
+        return self._writer.count_step(slots, write_count)
 
     def _gather_one(
         self,

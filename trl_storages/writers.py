@@ -6,7 +6,8 @@ Letters: T steps, E lanes (environments), L lanes written now.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -21,6 +22,8 @@ from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.episodes.history import slots_of
+from trl_storages.episodes.index import Kept
+from trl_storages.interrupts import finish
 from trl_storages.storages import (
     DurableLanes,
     PackedStorage,
@@ -31,6 +34,9 @@ from trl_storages.storages import (
 )
 
 __all__ = ["EpisodeWriter"]
+
+#: Takes the slots of rows that were written.
+Then = Callable[[torch.Tensor], object]
 
 
 class EpisodeWriter(RoundRobinWriter):
@@ -127,8 +133,12 @@ class EpisodeWriter(RoundRobinWriter):
     def _episodes(self) -> EpisodeIndex:
         return self._storage.episodes
 
-    def add(self, data: TensorDictBase) -> torch.Tensor:
+    def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
+
+        Args:
+            data: the step.
+            then: as in `extend`.
 
         Returns:
             int64 slots of the batch size of `data`.
@@ -138,14 +148,20 @@ class EpisodeWriter(RoundRobinWriter):
                 f"a single transition does not say which of the {self.num_envs} lanes it belongs to: "
                 f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
             )
-        return self._extend(data, None, (1, 1)) if data.ndim == 0 else self.extend(data)
+        if data.ndim == 0:
+            return self._extend(data, None, (1, 1), then)
+        return self.extend(data, then=then)
 
-    def extend(self, data: TensorDictBase, *, lanes: Lanes = None) -> torch.Tensor:
+    def extend(
+        self, data: TensorDictBase, *, lanes: Lanes = None, then: Then | None = None
+    ) -> torch.Tensor:
         """Writes steps of all lanes, or of `lanes`.
 
         Args:
             data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
             lanes: the L distinct lanes that are written; None is all of them.
+            then: called with the slots, as a part of the write: after an interrupt all of it is done, or
+                nothing.
 
         Returns:
             int64 slots of the batch size of `data`; -1 for rows that found no room because more
@@ -156,17 +172,53 @@ class EpisodeWriter(RoundRobinWriter):
             KeyError: `done_key` is missing. Nothing is written then.
         """
         shape = self._shape(arguments.steps("data", data).batch_size, lanes)
-        return self._extend(data, lanes, shape)
+        return self._extend(data, lanes, shape, then)
 
-    def _extend(self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]) -> torch.Tensor:
-        """Writes `[L, T]` steps, in whatever batch size they come."""
-        (num_lanes, num_steps), entries = shape, self._entries(data)
+    def _extend(
+        self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int], then: Then | None
+    ) -> torch.Tensor:
+        entries = self._entries(data)
         _refuse_padding(entries)
         if self._on_disk is not None:
             self._catch_up()
         done = self._flag(entries, self.done_key, shape)
         cut, last_trajectory = self._cuts(entries, lanes, shape)
-        episodes = self._episodes
+
+        def write() -> torch.Tensor:
+            slots = self._write_steps(data, entries, lanes, shape, done, cut, last_trajectory)
+            if then is not None:
+                then(slots)
+            return slots
+
+        if self._on_disk is not None:
+            # Files have ways of their own to stay whole.
+            return write()
+        return finish(write, partial(self._go_back, self._point()))
+
+    def _point(self) -> tuple:
+        """Returns all that a write goes on from."""
+        process = None if self._last_process is None else self._last_process.clone()
+        return self._episodes.counters(), self._write_count, process
+
+    def _go_back(self, point: tuple) -> None:
+        """Puts back what `_point` returned, so that a write can be done once more."""
+        counters, self._write_count, process = point
+        self._episodes.recount(counters)
+        if process is not None:
+            self._last_process.copy_(process)  # type: ignore[union-attr]
+
+    def _write_steps(
+        self,
+        data: TensorDictBase,
+        entries: Mapping[NestedKey, torch.Tensor],
+        lanes: Lanes,
+        shape: tuple[int, int],
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        last_trajectory: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes `[L, T]` steps, in whatever batch size they come, that were checked."""
+        (num_lanes, num_steps), episodes = shape, self._episodes
         run, rows = episodes.next_run(num_steps, lanes), data
         if run is None:
             slots = episodes.next_slots(num_steps, lanes)
@@ -337,17 +389,18 @@ class EpisodeWriter(RoundRobinWriter):
             self._generation is None and not self.tracks_generations and self._last_process is None
         )
 
-    def count_step(self, slots: torch.Tensor) -> torch.Tensor:
+    def count_step(self, slots: torch.Tensor, write_count: int) -> torch.Tensor:
         """Counts a step that was written to the rows and to the episode index already.
 
         Args:
             slots: `[L, 1]` int64 on the CPU, where it was written.
+            write_count: rows written, with it.
 
         Returns:
             the same, `[L]`.
         """
         storage = self._storage
-        self._write_count += len(slots)
+        self._write_count = write_count
         storage.count_write(len(storage.episodes), slots.numpy().item(-1))
         storage._bump_mutation_revision()
         written = slots.squeeze(1)
@@ -442,8 +495,15 @@ class EpisodeWriter(RoundRobinWriter):
                     f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
                     "would change: write another history with empty() and extend()."
                 )
-        self._set(slots, data, entries)
-        self._bump_generation(slots, data)
+
+        def write() -> None:
+            self._set(slots, data, entries)
+            self._bump_generation(slots, data)
+
+        if self._on_disk is None:
+            finish(write)
+        else:
+            write()
         return index
 
     def validate(self) -> None:
@@ -466,16 +526,39 @@ class EpisodeWriter(RoundRobinWriter):
                 "were written: their episodes end elsewhere."
             )
 
-    def restart(self, keep_steps: int, empty_write_count: bool = True) -> torch.Tensor:
+    def restart(
+        self,
+        keep_steps: int,
+        empty_write_count: bool = True,
+        *,
+        then: Then,
+    ) -> torch.Tensor:
         """Forgets every row but the last `keep_steps` of each lane.
+
+        Args:
+            keep_steps: how many steps stay.
+            empty_write_count: whether to count writes from zero again.
+            then: called with the slots of the kept rows, as a part of it.
 
         Returns:
             int64 slots where the kept rows are now.
         """
-        old, new = self._episodes.clear(keep_steps)
-        rows = self._storage.get(old)
+        kept = self._episodes.newest(keep_steps)
+        rows = self._storage.get(kept.old)
+        restart = partial(self._restart, kept, rows, empty_write_count, then)
+        return restart() if self._on_disk is not None else finish(restart)
+
+    def _restart(
+        self,
+        kept: Kept,
+        rows: TensorDictBase,
+        empty_write_count: bool,
+        then: Then,
+    ) -> torch.Tensor:
+        self._episodes.restart(kept)
         if empty_write_count:
             self._write_count = 0
+        new = kept.new
         if self._on_disk is None:
             self._storage.set(new, rows, set_cursor=False)
         else:
@@ -483,6 +566,7 @@ class EpisodeWriter(RoundRobinWriter):
         self._count()
         self._bump_generation(new, rows)
         self._mark_update_entities(new)
+        then(new)
         return new
 
     # State

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from trl_storages.episodes.whole import draw_whole_episodes, first_of_whole_epis
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
 
-__all__ = ["EpisodeIndex", "episodes_of"]
+__all__ = ["EpisodeIndex", "Kept", "episodes_of"]
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -40,6 +40,18 @@ def episodes_of(storage: Any) -> EpisodeIndex:
             "EpisodeWriter; pass writer=EpisodeWriter(num_envs) to the replay buffer."
         )
     return index
+
+
+class Kept(NamedTuple):
+    """The rows that are kept when all others are forgotten."""
+
+    old: torch.Tensor
+    """`[n]` int64 slots where they lie."""
+    new: torch.Tensor
+    """`[n]` int64 slots where they are to lie."""
+    lanes: list[tuple]
+    """What is known of each lane's: slots, done, where episodes begin, which have lost their beginning,
+    and whether the last one goes on."""
 
 
 class EpisodeIndex:
@@ -272,12 +284,30 @@ class EpisodeIndex:
         """Cuts the running episode of the lanes: their next row begins another one."""
         self._ring.is_open[self.lane_ids(lanes)] = 0
 
+    def counters(self) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Returns copies of all that a write of steps goes on from."""
+        on_host = self.device.type == "cpu"
+        return self._ring.lanes.clone(), None if on_host else self.host_steps.copy()
+
+    def recount(self, counters: tuple[torch.Tensor, np.ndarray | None]) -> None:
+        """Puts `counters` back: the steps that were taken since can be taken once more."""
+        lanes, host_steps = counters
+        self._ring.lanes.copy_(lanes)
+        if host_steps is not None:
+            self.host_steps[:] = host_steps
+
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
 
         Returns:
             int64 slots `[n]` where the kept rows lie, and `[n]` where the caller must move them.
         """
+        kept = self.newest(keep_steps)
+        self.restart(kept)
+        return kept.old, kept.new
+
+    def newest(self, keep_steps: int) -> Kept:
+        """Returns what `restart` must know to keep the last `keep_steps` of each lane."""
         keep_steps = arguments.integer("keep_steps", keep_steps)
         kept, is_open = [], self._ring.is_open.clone()
         for lane, cursor in enumerate(self.host_steps.tolist()):
@@ -287,20 +317,27 @@ class EpisodeIndex:
             behind, ahead = self.extent(slots)
             done = self.is_finished(slots) & (ahead == 0)
             is_torn = ~(self.is_whole(slots) & (behind == 0))
-            kept.append((slots, done, behind == 0, is_torn))
+            kept.append((slots, done, behind == 0, is_torn, is_open[lane]))
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        new = [
+            torch.arange(len(slots), device=self.device) * self.num_envs + at
+            for at, (slots, *_) in enumerate(kept)
+        ]
+        return Kept(
+            torch.cat([empty, *(slots for slots, *_ in kept)]), torch.cat([empty, *new]), kept
+        )
+
+    def restart(self, kept: Kept) -> None:
+        """Forgets every row but those that `newest` named."""
         for tensor in self._ring.tensors.values():
             tensor.zero_()
         self.host_steps.fill(0)
-        new = []
-        for lane, (slots, done, begins, is_torn) in enumerate(kept):
+        for lane, (slots, done, begins, is_torn, is_open) in enumerate(kept.lanes):
             if len(slots):
                 moved = self.advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
                 # An episode that lost its beginning has lost it for good.
                 self._ring.tear(moved[:1][is_torn[:1]])
-                self._ring.is_open[lane] = is_open[lane]
-                new.append(moved)
-        empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        return torch.cat([empty, *(slots for slots, *_ in kept)]), torch.cat([empty, *new])
+                self._ring.is_open[lane] = is_open
 
     # Questions about slots
 

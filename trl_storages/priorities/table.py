@@ -5,12 +5,14 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from trl_storages.episodes import EpisodeIndex
 from trl_storages.functional.priorities import importance_weight
+from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.absent import ABSENT
 from trl_storages.priorities.lane_order import LaneOrder
@@ -129,10 +131,13 @@ class PriorityTable:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
-            self._plant(episodes.num_envs)
-            self._tree.renew(self._all_weights())
+            finish(partial(self._arrange, episodes.num_envs))
         start, stop = self._order.newest(episodes, window)
         return self._drawn(noise, beta, (stop - start).sum(), start, stop)
+
+    def _arrange(self, num_lanes: int) -> None:
+        self._plant(num_lanes)
+        self._tree.renew(self._all_weights())
 
     def _drawn(
         self,
@@ -168,6 +173,9 @@ class PriorityTable:
         Args:
             slots: `[B]` int64, contiguous; -1 names none.
         """
+        finish(partial(self._renew, slots))
+
+    def _renew(self, slots: torch.Tensor) -> None:
         self.has_rows = True
         weight = self._weight_of_new(self._rows.renew(slots))
         self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
@@ -198,12 +206,20 @@ class PriorityTable:
         if not slots.numel():
             return
         self.raise_late_error()
+        if finish(partial(self._report, slots, priority, generation)):
+            self._refuse(slots, priority)
+
+    def _report(
+        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+    ) -> bool:
+        """Takes in priorities, and returns whether the host knows that they were refused."""
         written, wrong = self._rows.report(slots, priority, generation)
         if not self._on_host:
             self._late_error.note(wrong)
         elif wrong:
-            self._refuse(slots, priority)
+            return True
         self._tree.set(self._order.leaves(written), self._weigh(priority))
+        return False
 
     def _refuse(self, slots: torch.Tensor, priority: torch.Tensor) -> NoReturn:
         bad = priority[~((priority >= 0) & (priority < ABSENT))]
@@ -233,6 +249,9 @@ class PriorityTable:
 
     def clear(self) -> None:
         """Forgets all rows and what was reported."""
+        finish(self._clear)
+
+    def _clear(self) -> None:
         self.has_rows = False
         self._fill(torch.full_like(self._rows.priorities, ABSENT), largest=0.0)
 

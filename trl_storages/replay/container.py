@@ -6,6 +6,7 @@ Letters: B batch, E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -21,6 +22,8 @@ from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.episodes import Lanes, episodes_of
 from trl_storages.gym import GymRecorder
+from trl_storages.gym.recorder import Memory
+from trl_storages.interrupts import finish
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.checkpoint import CheckpointedBuffer
 from trl_storages.replay.explain import Explanation, explain
@@ -238,12 +241,21 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         rows = self._transform.inv(tensordicts) if self._changes_writes else tensordicts
         if rows is None:
             return torch.zeros(0, dtype=torch.int64)
+        then = self._hearing(rows, has_priority=update_priority is not False)
         with self._replay_lock, self._write_lock:
-            index = self._writer.extend(rows, lanes=lanes)
-            self._sampler.extend(index)
-        if update_priority is not False and _holds(rows, self.priority_key):
-            self.update_priority(index, rows.get(self.priority_key))
-        return index
+            return self._writer.extend(rows, lanes=lanes, then=then)
+
+    def _hearing(
+        self, rows: TensorDictBase, *, has_priority: bool = True
+    ) -> Callable[[torch.Tensor], object]:
+        """Returns how the sampler hears of rows, also of priorities that they come with."""
+        if not (has_priority and _holds(rows, self.priority_key)):
+            return self._sampler.extend
+        return partial(self._hear_of_priorities, rows.get(self.priority_key))
+
+    def _hear_of_priorities(self, priority: torch.Tensor, slots: torch.Tensor) -> None:
+        self._sampler.extend(slots)
+        self.update_priority(slots, priority)
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
@@ -254,17 +266,14 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         Raises:
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
-        arguments.steps("data", data)
-        if (
-            not isinstance(self.writer, EpisodeWriter)
-            or self._changes_writes
-            or _holds(data, self.priority_key)
-        ):
+        if not isinstance(self.writer, EpisodeWriter):
             return super().add(data)
+        arguments.steps("data", data)
+        rows = self._transform.inv(data) if self._changes_writes else data
+        if rows is None:
+            return torch.zeros(0, dtype=torch.int64)
         with self._replay_lock, self._write_lock:
-            index = self._writer.add(data)
-            self._sampler.extend(index)
-        return index
+            return self._writer.add(rows, then=self._hearing(rows))
 
     def record(
         self,
@@ -323,12 +332,14 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             self._recorder.remember(memory)
             return None
         with self._replay_lock, self._write_lock:
-            index = self.writer.extend(rows, lanes=lanes)
-            self.sampler.extend(index)
-            self._recorder.remember(memory)
+            index = self.writer.extend(rows, lanes=lanes, then=partial(self._hear_of_step, memory))
             if not (self._changes_writes or self._has_short_way):
                 self._steps = StepWriter.of(self._recorder, self._storage, self._writer)
         return index
+
+    def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
+        self._sampler.extend(slots)
+        self._recorder.remember(memory)
 
     @property
     def _changes_writes(self) -> bool:
@@ -350,9 +361,12 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         """
         with self._replay_lock, self._write_lock:
             self._check_writable()
-            self.episodes.end_episodes(lanes)
-            if self._recorder is not None:
-                self._recorder.reset(lanes)
+            finish(partial(self._end_episodes, lanes))
+
+    def _end_episodes(self, lanes: Any) -> None:
+        self.episodes.end_episodes(lanes)
+        if self._recorder is not None:
+            self._recorder.reset(lanes)
 
     def share(self, shared: bool = True) -> ReplayStorage:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
@@ -603,13 +617,19 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
                 self._check_writable()
                 self._heard = None
                 if keep_steps and len(self):
-                    kept = self.writer.restart(keep_steps, empty_write_count)
-                    self.sampler._empty()
-                    self.sampler.extend(kept)
+                    self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
                     return
-                super().empty(empty_write_count)
-                if self._recorder is not None:
-                    self._recorder.reset()
+                self._at_once(partial(self._forget, empty_write_count))
+
+    def _hear_of_kept(self, slots: torch.Tensor) -> None:
+        """Tells the sampler of the only rows that are left."""
+        self._sampler._empty()
+        self._sampler.extend(slots)
+
+    def _forget(self, empty_write_count: bool) -> None:
+        super().empty(empty_write_count)
+        if self._recorder is not None:
+            self._recorder.reset()
 
     # Care
 

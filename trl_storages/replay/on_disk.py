@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trl_storages import arguments
+from trl_storages.interrupts import finish
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
 from trl_storages.samplers import PERSampler, WrappingSampler
@@ -110,7 +111,7 @@ class OnDisk:
             ValueError: as in `CheckpointedBuffer`.
         """
         self._check_writable()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._at_once(partial(super().load_state_dict, state_dict))  # type: ignore[misc]
         self._keep_priorities()
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
@@ -125,8 +126,15 @@ class OnDisk:
             FileNotFoundError, ValueError: as in `CheckpointedBuffer`.
         """
         self._check_writable()
-        super().loads(path, progress=progress)  # type: ignore[misc]
+        self._at_once(partial(super().loads, path, progress=progress))  # type: ignore[misc]
         self._keep_priorities()
+
+    def _at_once(self, act: Callable[[], object]) -> None:
+        """Does what must be done as a whole. Files have ways of their own to stay so."""
+        if self._journal is None:
+            finish(act)
+        else:
+            act()
 
     def _keep_priorities(self) -> None:
         sampler = self._innermost_sampler()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, ClassVar, SupportsFloat, get_args
@@ -18,6 +19,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
+from trl_storages.interrupts import finish
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import Normalization, PriorityTable
 from trl_storages.samplers.drawing import DrawingSampler, Noise
@@ -139,8 +141,11 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     def alpha(self, value: SupportsFloat) -> None:
         alpha = arguments.number("alpha", value, at_least=0, at_most=_HIGHEST_ALPHA)
         if alpha != self._alpha:
-            self._alpha = alpha
-            self._table.rescale(alpha=alpha, eps=self._eps)
+            finish(partial(self._rescale, alpha, self._eps))
+
+    def _rescale(self, alpha: float, eps: float) -> None:
+        self._alpha, self._eps = alpha, eps
+        self._table.rescale(alpha=alpha, eps=eps)
 
     @property
     def beta(self) -> float:
@@ -160,8 +165,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     def eps(self, value: SupportsFloat) -> None:
         eps = arguments.number("eps", value, at_least=_LEAST_EPS, at_most=1)
         if eps != self._eps:
-            self._eps = eps
-            self._table.rescale(alpha=self._alpha, eps=eps)
+            finish(partial(self._rescale, self._alpha, eps))
 
     @property
     def normalize(self) -> Normalization:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex
+from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
@@ -333,16 +335,34 @@ class PackedStorage(LazyTensorStorage):
         """
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
         fitting = layout.fit(entries, batch_size, strict=strict)
+        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else None
+        write = partial(self._put, layout, slots, fitting, batch_size, length, steps)
+        if self.scratch_dir is None:
+            finish(write)
+        else:
+            # Files have ways of their own to stay whole.
+            write()
+
+    def _put(
+        self,
+        layout: Layout,
+        slots: int | slice | torch.Tensor,
+        fitting: Sequence[torch.Tensor],
+        batch_size: torch.Size,
+        length: int | None,
+        steps: Steps | None,
+    ) -> None:
+        """Writes tensors that fit the layout; rows are new where their number is said to be `length`."""
         if not self.initialized:
             self._allocate(layout)
         write = self.row_writer.write  # type: ignore[union-attr]
-        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else 0
         if self._durable is None:
             write(slots, fitting, batch_size)
         else:
-            with self._durable.writing(slots, steps, length, is_new=set_cursor):
+            is_new = length is not None
+            with self._durable.writing(slots, steps, length or 0, is_new=is_new):
                 write(slots, fitting, batch_size)
-        if set_cursor:
+        if length is not None:
             self._set_last_cursor(slots)
             self._len = length
         self._bump_mutation_revision()
