@@ -7,6 +7,9 @@ import torch
 
 __all__ = ["RelabelledRows"]
 
+# `index_copy_` knows these, but not every other dtype.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class RelabelledRows:
     """Narrows a batch down to the samples that are relabelled, and writes what they become.
@@ -53,6 +56,10 @@ class RelabelledRows:
             batch_dims: 1 or 2 accordingly.
         """
         if self.places is not None:
-            return stored.index_copy_(batch_dims - 1, self.places, new.to(stored.dtype))
+            new, into = new.to(stored.dtype), stored
+            if stored.itemsize in _SAME_SIZE:
+                new, into = (each.view(_SAME_SIZE[stored.itemsize]) for each in (new, stored))
+            into.index_copy_(batch_dims - 1, self.places, new)
+            return stored
         mask = self.mask.view(-1, *(1,) * (stored.ndim - batch_dims))
         return torch.where(mask, new.to(stored.dtype), stored)
