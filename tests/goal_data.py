@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from trl_storages import ReplayStorage, ReplayTransform
-from trl_storages.transforms import SeenRows
+from trl_storages.storages import RowView
 
 __all__ = [
     "GOAL_SIZE",
@@ -56,8 +56,8 @@ class AsDrawn(ReplayTransform):
 
     uses_goals = True
 
-    def replay(self, batch: Any, rows: SeenRows) -> Any:
-        return batch
+    def replay(self, rows: RowView) -> None:
+        pass
 
 
 def goal_transitions(lanes: Tensor, steps: Tensor, done: Tensor) -> TensorDict:

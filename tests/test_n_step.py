@@ -204,22 +204,26 @@ class TestFold:
     @each_storage
     def test_one_further_row_of_observations_is_read(self, storage_type, monkeypatch):
         """Of the rows in between only the rewards, however long the window."""
-        from trl_storages.transforms import base
+        from trl_storages.storages import fields
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
-        reads, read_fields = [], base.read_fields
+        reads, read_fields = [], fields.read_fields
+        gets, get = [], storage_type.get
 
         def spy(storage, slots, wanted):
             reads.extend((key, tuple(slots.shape)) for key in wanted)
             return read_fields(storage, slots, wanted)
 
-        monkeypatch.setattr(base, "read_fields", spy)
+        def get_and_note(storage, slots):
+            gets.append(tuple(slots.shape))
+            return get(storage, slots)
+
+        monkeypatch.setattr(fields, "read_fields", spy)
+        monkeypatch.setattr(storage_type, "get", get_and_note)
         buffer.sample(16)
-        assert [key for key, shape in reads if shape == (10, 16)] == [("next", "reward")]
-        rest = {key for key, shape in reads if shape == (16,)}
-        assert {key[0] for key in rest} == {"next"}
-        assert ("next", "observation") in rest
-        assert len(reads) == len(rest) + 1
+        assert reads == [(("next", "reward"), (10, 16))]
+        # The sampled rows, and the last of each window.
+        assert gets == [(16,), (16,)]
 
 
 flags = st.sampled_from([False, False, False, True])
@@ -407,37 +411,19 @@ class TestHindsight:
         relabel = GoalRelabel(reward_fn, info_keys=["effort"])
         buffer, _ = filled(Compose(relabel, NStep(4, 0.9)), "lanes", sampler=HERSampler())
         buffer.sample(10)
-        # Eight windows of four rows are for a drawn goal, all judged at once.
-        assert shapes == [((32, 3), (32, 3), (32, 1))]
+        # Ten windows of four rows, all judged at once.
+        assert shapes == [((40, 3), (40, 3), (40, 1))]
 
 
-class TestWhatIsFetched:
-    """What lies under `next` of the sampled rows is left where it is, if nobody sees it."""
-
-    @pytest.fixture
-    def fetched(self, monkeypatch):
-        """The kind of each fetch of sampled rows."""
-        kinds = []
-
-        def noted(kind):
-            fetch = getattr(PackedStorage, kind)
-
-            def fetch_and_note(storage, slots):
-                kinds.append(kind)
-                return fetch(storage, slots)
-
-            monkeypatch.setattr(PackedStorage, kind, fetch_and_note)
-
-        noted("get")
-        noted("get_root")
-        return kinds
+class TestWhatIsWorkedOut:
+    """What lies under `next` of the sampled rows is left alone, if nobody sees it."""
 
     @pytest.mark.parametrize("ends", [None, reached])
     @pytest.mark.parametrize("with_goals", [False, True])
     @pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)])
-    def test_it_makes_no_difference(self, ends, with_goals, unit, fetched):
+    def test_collating_makes_no_difference(self, ends, with_goals, unit):
         batches = []
-        for collate in (None, lambda batch: batch):
+        for collate in (None, lambda batch: batch.clone()):
             transform = NStep(3, gamma=0.5)
             if with_goals:
                 relabel = GoalRelabel(effort_reward, terminated_fn=ends, info_keys=INFO_KEYS)
@@ -446,7 +432,6 @@ class TestWhatIsFetched:
             options = {"sampler": sampler, "sample_unit": unit, "collate_fn": collate}
             buffer, _ = filled(transform, "wrapped", **options)
             batches.append(buffer.sample(40))
-        assert fetched == ["get_root", "get"]
         assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
         assert (batches[0] == batches[1]).all()
 
@@ -463,36 +448,43 @@ class TestWhatIsFetched:
         ],
         ids=str,
     )
-    def test_whoever_looks_finds_it(self, transform, fetched):
+    def test_whoever_looks_finds_it(self, transform):
         buffer, _ = filled(transform, "wrapped", sampler=HERSampler())
         assert "reward" in buffer.sample(8)["next"]
-        assert fetched == ["get"]
 
-    def test_a_reward_at_the_root_is_worked_out_for_the_sampled_rows(self):
-        relabel = GoalRelabel(distance_reward, reward_key="score")
-        assert not relabel.hides_next(NStep(3))
-        assert GoalRelabel(distance_reward).hides_next(NStep(3))
+    @pytest.mark.parametrize(("key", "sizes"), [(("next", "reward"), [40]), ("score", [40, 8])])
+    def test_a_reward_at_the_root_is_worked_out_for_the_sampled_rows(self, key, sizes):
+        asked = []
+
+        def reward_fn(achieved_goal, desired_goal, transition):
+            asked.append(len(achieved_goal))
+            return distance_reward(achieved_goal, desired_goal, None)
+
+        storage = ReplayStorage(
+            storage=PackedStorage(20),
+            sampler=HERSampler(),
+            transform=Compose(GoalRelabel(reward_fn, reward_key=key), NStep(5)),
+        )
+        steps = torch.arange(10)
+        rows = goal_transitions(torch.zeros_like(steps), steps, steps == 9)
+        storage.extend(rows.set("score", rows["next", "reward"].clone()))
+        storage.sample(8)
+        assert asked == (sizes if key != "score" else sizes[1:])
 
 
 class Clip(ReplayTransform):
     """Shows rewards between -bound and bound, those of further rows too."""
 
-    changed_keys = frozenset({("next", "reward")})
-
     def __init__(self, bound):
         super().__init__()
         self.bound, self.seen = bound, []
 
-    def replay(self, batch, rows):
-        self.seen.append(batch["next", "reward"].clone())
-        batch["next", "reward"].clamp_(-self.bound, self.bound)
-        return batch
+    def replay(self, rows):
+        self.seen.append(rows["next", "reward"])
+        rows.define([("next", "reward")], self.clip)
 
-    def show(self, batch, slots, wanted, rows):
-        fields = rows.read(batch, slots, wanted)
-        if ("next", "reward") in fields:
-            fields["next", "reward"].clamp_(-self.bound, self.bound)
-        return fields
+    def clip(self, rows):
+        return {("next", "reward"): rows["next", "reward"].clamp(-self.bound, self.bound)}
 
 
 class TestTransformsOfOnesOwn:

@@ -19,7 +19,6 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
-from trl_storages._torchrl import set_entry
 from trl_storages.episodes import Lanes, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
@@ -34,13 +33,12 @@ from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
 from trl_storages.step_writer import StepWriter
-from trl_storages.storages import FollowingStorage, PackedStorage
+from trl_storages.storages import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.transforms import (
     ReplayTransform,
-    SeenRows,
     apply_transforms,
-    hide_next,
     parts_of,
+    transform_batch,
 )
 from trl_storages.writers import EpisodeWriter
 
@@ -516,12 +514,11 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            batch = self._fetch(index, parts)
-            if batch.device != index.device:
-                info = {key: value.to(batch.device) for key, value in info.items()}
-            for key, value in info.items():
-                set_entry(batch, key, value)
-            batch = apply_transforms(parts, batch, SeenRows(storage))
+            fields = StoredFields(storage, index, self._collate_fn if self._collates else None)
+            if fields.device != index.device:
+                info = {key: value.to(fields.device) for key, value in info.items()}
+            rows = RowView(fields, storage, info)
+            batch = apply_transforms(parts, rows)
         return batch, info
 
     def _check_goals(self, parts: list[Transform]) -> None:
@@ -536,13 +533,6 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
                 "append_transform() it; set num_goals=0 to draw none. A transform of your own that reads "
                 "goal_index declares it by uses_goals = True."
             )
-
-    def _fetch(self, slots: torch.Tensor, parts: list[Transform]) -> TensorDictBase:
-        """Returns the rows in memory of their own, without `next` where no transform wants it."""
-        storage = self._storage
-        if isinstance(storage, PackedStorage) and not self._collates and hide_next(parts):
-            return storage.get_root(slots)
-        return self._collate_fn(storage.get(slots))
 
     @intact
     def sample_episodes(self, n: int) -> TensorDictBase:
@@ -575,7 +565,7 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             )
             batch.set(keys.INDEX, index.to(batch.device))
             batch.set(keys.MASK, mask)
-            return apply_transforms(parts_of(self._transform), batch, None)
+            return transform_batch(parts_of(self._transform), batch)
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1

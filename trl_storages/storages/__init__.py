@@ -4,12 +4,13 @@ from trl_storages.storages.directory import PROGRESS
 from trl_storages.storages.dumping import RowsCheckpointer
 from trl_storages.storages.durable_lanes import DurableLanes
 from trl_storages.storages.entries import nested_sizes, tensors_of
-from trl_storages.storages.fields import field_keys, nested_under, read_fields
+from trl_storages.storages.fields import StoredFields, field_keys, read_fields
 from trl_storages.storages.following import FollowingStorage
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Field, Layout, nest
 from trl_storages.storages.packed import PackedStorage
 from trl_storages.storages.priority_column import PriorityColumn
+from trl_storages.storages.row_view import RowView
 from trl_storages.storages.row_writer import as_array
 
 __all__ = [
@@ -21,13 +22,14 @@ __all__ = [
     "Layout",
     "PackedStorage",
     "PriorityColumn",
+    "RowView",
     "RowsCheckpointer",
     "Steps",
+    "StoredFields",
     "as_array",
     "field_keys",
     "nest",
     "nested_sizes",
-    "nested_under",
     "read_fields",
     "tensors_of",
 ]

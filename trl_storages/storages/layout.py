@@ -95,8 +95,6 @@ class Layout:
         self.padding = self.row_nbytes - offset
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
-        #: Those of fields that do not lie under `next`.
-        self.root_keys = tuple(key for key in self.keys if key[0] != "next")
         self._by_key = {field.key: field for field in self.fields}
         #: As given.
         self.nested = nested

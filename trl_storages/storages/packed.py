@@ -29,7 +29,7 @@ from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import Nested, nested_sizes, tensors_of
 from trl_storages.storages.files import check_platform
 from trl_storages.storages.journal import Journal, Steps
-from trl_storages.storages.layout import Layout, nest
+from trl_storages.storages.layout import Layout
 from trl_storages.storages.row_writer import RowWriter
 
 if TYPE_CHECKING:
@@ -423,17 +423,6 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
         return super().get(index)
-
-    def get_root(self, slots: torch.Tensor) -> TensorDictBase:
-        """Returns the transitions at int64 slots of any shape B without what lies under `next`."""
-        if self._is_sent_away:
-            return self.get(slots)
-        return nest(
-            self.read(slots, self.layout.root_keys),  # type: ignore[union-attr]
-            slots.shape,
-            self.device,
-            self.layout.nested,  # type: ignore[union-attr]
-        )
 
     @property
     def _is_sent_away(self) -> bool:

@@ -1,7 +1,7 @@
 """How what was drawn is seen."""
 
-from trl_storages.transforms.apply import apply_transforms, hide_next, parts_of
-from trl_storages.transforms.base import ReplayTransform, SeenRows
+from trl_storages.transforms.apply import apply_transforms, parts_of, transform_batch
+from trl_storages.transforms.base import ReplayTransform
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.gym_reward import gym_reward
 from trl_storages.transforms.n_step import NStep
@@ -13,9 +13,8 @@ __all__ = [
     "NStep",
     "RelabelAudit",
     "ReplayTransform",
-    "SeenRows",
     "apply_transforms",
     "gym_reward",
-    "hide_next",
     "parts_of",
+    "transform_batch",
 ]

@@ -1,48 +1,45 @@
-"""Applies transforms to a sampled batch, in their order."""
+"""Shows drawn rows as transforms say, in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages._torchrl import dispatch_td_nn_modules
-from trl_storages.transforms.base import ReplayTransform, SeenRows
+from trl_storages.storages import RowView
+from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["apply_transforms", "hide_next", "parts_of"]
+__all__ = ["apply_transforms", "parts_of", "transform_batch"]
 
 
-def apply_transforms(
-    parts: Sequence[Transform], batch: TensorDictBase, rows: SeenRows | None
-) -> TensorDictBase:
-    """Applies transforms to a batch, and to the rows that later ones read beside it.
+def apply_transforms(parts: Iterable[Transform], rows: RowView) -> TensorDictBase:
+    """Applies transforms to drawn rows.
 
     Args:
         parts: the transforms, as `parts_of` lists them.
-        batch: sampled transitions.
-        rows: of the storage; None leaves out the transforms that read them.
+        rows: what was drawn.
 
     Returns:
         the batch as the last transform shows it.
     """
-    for part, follower in pairwise([*parts, None]):
+    for part in parts:
+        if isinstance(part, ReplayTransform):
+            part.replay(rows)
+        else:
+            with dispatch_td_nn_modules(True):
+                rows.transform(part)
+    return rows.tensordict()
+
+
+def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> TensorDictBase:
+    """Applies those transforms to a batch that need no further rows."""
+    for part in parts:
         if not isinstance(part, ReplayTransform):
             with dispatch_td_nn_modules(True):
                 batch = part(batch)
-        elif rows is not None:
-            rows.follower = follower
-            batch = part.replay(batch, rows)
-        if follower is not None and rows is not None:
-            rows = rows.through(part)
     return batch
-
-
-def hide_next(parts: Sequence[Transform]) -> bool:
-    """Returns whether what is stored under `next` of the sampled rows is never read."""
-    first, second = [*parts[:2], None, None][:2]
-    return isinstance(first, ReplayTransform) and first.hides_next(second)
 
 
 def parts_of(transform: Transform) -> list[Transform]:

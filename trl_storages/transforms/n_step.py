@@ -5,21 +5,18 @@ Letters: B batch, n steps looked ahead at most, m steps taken.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.envs.transforms import Transform
+from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages._torchrl import set_entry
 from trl_storages.functional.returns import discounts, window_length
 from trl_storages.functional.rewards import return_dtype
 from trl_storages.kernels import backend
-from trl_storages.storages import nest, nested_under
-from trl_storages.transforms.base import ReplayTransform, SeenRows
+from trl_storages.storages import RowView
+from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
 
@@ -104,88 +101,63 @@ class NStep(ReplayTransform):
     def gamma(self, value: float) -> None:
         self._gamma = arguments.number("gamma", value, at_least=0, at_most=1)
 
-    def replaces(self, key: NestedKey) -> bool:
-        """Returns whether the key lies under `next`, unless the window is a single step."""
-        return self.n_steps > 1 and key[0] == "next"
-
-    def hides_next(self, follower: Transform | None) -> bool:
-        """Returns whether a window has more steps than one."""
-        return self.n_steps > 1
-
-    def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
-        """Folds the window of each transition of `batch`.
+    def replay(self, rows: RowView) -> None:
+        """Folds the window of each transition.
 
         Raises:
-            KeyError: the rows have no reward, or lack something that the batch has under `next`.
+            KeyError: the rows have no reward, or something was set under `next` that they lack.
             ValueError: the reward is not one value a row, or the rows are n-step transitions already.
             TypeError: the rewards are complex.
         """
-        if batch.get(self.steps_to_next_obs_key, None) is not None:
+        if self.steps_to_next_obs_key in rows:
             raise ValueError(
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
             )
-        index = batch.get(keys.INDEX)
         if self.n_steps == 1:
-            length = torch.ones_like(index)
+            length = torch.ones(rows.batch_size, dtype=torch.int64, device=rows.device)
         else:
-            episodes = rows.episodes
-            window, length = episodes.windows(index.to(episodes.device), self.n_steps)
-            length = self._fold(batch, rows, window, length.to(index.device))
-        set_entry(batch, self.steps_to_next_obs_key, length.unsqueeze(-1))
-        return batch
+            length = self._fold(rows)
+        rows[self.steps_to_next_obs_key] = length.unsqueeze(-1)
 
-    def _fold(
-        self, batch: TensorDictBase, rows: SeenRows, window: torch.Tensor, length: torch.Tensor
-    ) -> torch.Tensor:
-        """Replaces what lies under `next`, and returns how many rows were folded, `[B]`.
-
-        Args:
-            batch: `[B]`.
-            rows: the rows as they are seen.
-            window: `[n, B]` slots; past `length` they repeat the last row.
-            length: `[B]`, from 1 to n.
-        """
-        # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
-        may_end_early = rows.changes(self.terminated_key)
-        wanted = [self.reward_key, self.terminated_key] if may_end_early else [self.reward_key]
-        if self.reward_key not in rows.keys:
+    def _fold(self, rows: RowView) -> torch.Tensor:
+        """Replaces what lies under `next`, and returns how many rows were folded, `[B]`."""
+        # Past `length` the window repeats the last row.
+        window, length = rows.episodes.windows(rows.slots, self.n_steps)
+        length, further = length.to(rows.device), rows.at(window)
+        if self.reward_key not in rows:
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
-                f"{sorted(map(str, rows.keys))}. Name it by NStep(reward_key=...); of several agents, "
+                f"{sorted(map(str, rows.keys()))}. Name it by NStep(reward_key=...); of several agents, "
                 f"{_ONE_FOR_ALL}."
             )
-        light = rows.read(batch, window, wanted)
-        for key, entry in light.items():
-            if key in wanted and entry.shape != (*window.shape, 1):
-                raise ValueError(
-                    f"{key!r} must be one value a row, shape {[*length.shape, 1]}; got "
-                    f"{list(entry.shape[1:])}. Of several agents, {_ONE_FOR_ALL}."
-                )
-        rewards = light[self.reward_key]
-        last = window[-1]
-        if may_end_early:
-            length = window_length(length, light[self.terminated_key].squeeze(-1))
+        rewards, last = self._light(further, self.reward_key), window[-1]
+        # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
+        if rows.is_defined(self.terminated_key):
+            length = window_length(length, self._light(further, self.terminated_key))
             last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
         # In float64: powers in the dtype of the rewards are off by percents, or 0.
-        rewards, dtype = rewards.squeeze(-1), return_dtype(rewards.dtype)
-        fold = backend(rewards.device).fold
-        reward = fold(rewards.double(), length, self._discounts(rewards.device))
-        reward = reward.to(dtype).unsqueeze(-1)
-
-        heavy, names = _under_next(rows.keys, self.reward_key)
-        following = {key[1:]: field for key, field in rows.read(batch, last, heavy).items()}
-        replaced = batch.get("next", None)
-        if replaced is not None and not names.issuperset(replaced.keys()):
-            raise KeyError(
-                f"the batch has {sorted(replaced.keys())} under 'next', the rows have "
-                f"{sorted(names)}: what is not stored cannot be read from a later row; put the "
-                "transform that adds it behind NStep."
-            )
-        following[self.reward_key[1:]] = reward
-        nested = nested_under(rows.storage, "next")
-        set_entry(batch, "next", nest(following, batch.batch_size, batch.device, nested))
+        dtype, fold = return_dtype(rewards.dtype), backend(rewards.device).fold
+        reward = fold(rewards.double(), length, self._discounts(rewards.device)).to(dtype)
+        rows.follow(
+            last,
+            reason=(
+                "NStep folds the sampled rows only: put it behind the transforms that read further "
+                "ones, as in Compose(GoalRelabel(...), NStep(...))."
+            ),
+        )
+        rows[self.reward_key] = reward.unsqueeze(-1)
         return length
+
+    def _light(self, further: RowView, key: NestedKey) -> torch.Tensor:
+        """Returns `[n, B]` an entry that has one value a row."""
+        entry = further[key]
+        if entry.shape != (*further.batch_size, 1):
+            raise ValueError(
+                f"{key!r} must be one value a row, shape {[*further.batch_size[1:], 1]}; got "
+                f"{list(entry.shape[1:])}. Of several agents, {_ONE_FOR_ALL}."
+            )
+        return entry.squeeze(-1)
 
     def _discounts(self, device: torch.device) -> torch.Tensor:
         """Returns the table of `discounts`, which only a new n or γ changes."""
@@ -195,34 +167,5 @@ class NStep(ReplayTransform):
             self._made_for = made_for
         return self._table
 
-    def show(
-        self,
-        batch: TensorDictBase,
-        slots: torch.Tensor,
-        wanted: Collection[NestedKey],
-        rows: SeenRows,
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Refuses to show further rows: only the sampled ones are folded.
-
-        Raises:
-            RuntimeError: what lies under `next` is wanted.
-        """
-        if any(key[0] == "next" for key in wanted):
-            raise RuntimeError(
-                "NStep folds the sampled rows only: put it behind the transforms that read further "
-                "ones, as in Compose(GoalRelabel(...), NStep(...))."
-            )
-        return rows.read(batch, slots, wanted)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
-
-
-@cache
-def _under_next(
-    entries: tuple[NestedKey, ...], reward_key: NestedKey
-) -> tuple[tuple[NestedKey, ...], frozenset[str]]:
-    """Returns the entries under `next` but the reward, and the names right under it, with it."""
-    following = [key for key in entries if key[0] == "next"]
-    others = tuple(key for key in following if key != reward_key)
-    return others, frozenset(key[1] for key in following)

@@ -5,21 +5,18 @@ Letters: B batch, n further rows of each transition, G goal shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.envs.transforms import Transform
+from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments, keys
-from trl_storages._torchrl import set_entry
 from trl_storages.episodes import episodes_of
 from trl_storages.functional.rewards import relabelled_dtype
-from trl_storages.storages import read_fields
-from trl_storages.transforms.base import ReplayTransform, SeenRows
-from trl_storages.transforms.relabelled_rows import RelabelledRows
+from trl_storages.storages import RowView, read_fields
+from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit"]
 
@@ -40,8 +37,8 @@ class GoalRelabel(ReplayTransform):
     The reward of a batch keeps its dtype if that is floating. One that was stored as bool or as an
     integer gets a dtype that holds what `reward_fn` returned as well.
 
-    The functions are asked about the relabelled rows R; on a GPU, where the host cannot know which
-    these are, about all of the batch.
+    The functions are asked about R rows in one call: all of a batch (or of its n-step windows). What
+    they say of rows that keep their own goal is not used.
 
     Args:
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
@@ -92,26 +89,8 @@ class GoalRelabel(ReplayTransform):
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.truncated_key = arguments.key("truncated_key", truncated_key)
 
-        self._flag_keys = frozenset({self.terminated_key, self.done_key})
-        self._always_changed = frozenset(
-            {self.desired_goal_key, self.next_desired_goal_key, self.reward_key}
-        )
-        self._changed_with_flags = self._always_changed | self._flag_keys
-
-    @property
-    def changed_keys(self) -> frozenset[NestedKey]:  # type: ignore[override]
-        """The entries that are seen differently from what is stored."""
-        return self._always_changed if self.terminated_fn is None else self._changed_with_flags
-
-    def hides_next(self, follower: Transform | None) -> bool:
-        """Returns whether the follower overwrites all that is relabelled under `next`, unread."""
-        if not isinstance(follower, ReplayTransform) or not follower.hides_next(None):
-            return False
-        relabelled = self.changed_keys - {self.desired_goal_key}
-        return all(follower.replaces(key) for key in relabelled)
-
-    def replay(self, batch: TensorDictBase, rows: SeenRows) -> TensorDictBase:
-        """Relabels the rows of `batch` where `her_mask` is true.
+    def replay(self, rows: RowView) -> None:
+        """Shows each row with the goal that was drawn for it, and its rewards with it.
 
         Raises:
             KeyError: the batch has no drawn goals, or the rows no goal entries.
@@ -119,156 +98,61 @@ class GoalRelabel(ReplayTransform):
                 reward or flags are stored as more than one value a row.
             TypeError: achieved goals are floating, desired ones are not.
         """
-        goal_index = batch.get(keys.GOAL_INDEX, None)
-        if goal_index is None:
+        if keys.GOAL_INDEX not in rows:
             raise KeyError(
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        relabelled = _relabelled_rows(batch, rows)
-        changed = rows.needed(self.changed_keys)
-        stored = {key: self._stored(batch, key) for key in changed}
-        if relabelled.is_none:
-            return batch
-        wanted = (self.next_achieved_goal_key,)
-        goal = rows.read(batch, relabelled.pick(goal_index), wanted)[self.next_achieved_goal_key]
-        pursued = stored.get(self.desired_goal_key)
-        if pursued is None:
-            pursued = self._entry(batch, self.desired_goal_key)
-        if goal.is_floating_point() and not pursued.is_floating_point():
-            raise TypeError(
-                f"the desired goal must be floating, as the achieved goal is ({goal.dtype}), got "
-                f"{pursued.dtype}: goals that were reached would be truncated."
-            )
-        if goal.shape[1:] != pursued.shape[1:]:
-            raise ValueError(
-                "the achieved goal must have the desired goal's shape "
-                f"{list(pursued.shape[1:])}, got {list(goal.shape[1:])}."
-            )
-        inputs = self._inputs(changed)
-        seen = {key: relabelled.pick(self._entry(batch, key)) for key in inputs}
-        for key, new in self._relabel(seen, changed, goal).items():
-            set_entry(batch, key, relabelled.put(new, self._fitting(key, stored[key], new)))
-        return batch
+        drawn = _DrawnGoals(
+            mask=rows[keys.HER_MASK],
+            goal=rows.at(rows[keys.GOAL_INDEX])[self.next_achieved_goal_key],
+        )
+        drawn.check(rows[self.desired_goal_key])
+        rows.define(
+            (self.desired_goal_key, self.next_desired_goal_key),
+            lambda seen: self._goals(seen, drawn),
+        )
+        rows.define((self.reward_key,), lambda seen: self._rewards(seen, drawn))
+        if self.terminated_fn is not None:
+            flags = self.terminated_key, self.done_key
+            rows.define(flags, lambda seen: self._flags(seen, drawn))
 
-    def show(
-        self,
-        batch: TensorDictBase,
-        slots: torch.Tensor,
-        wanted: Collection[NestedKey],
-        rows: SeenRows,
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Reads further rows of each transition, seen with the goal that it was given.
+    def _goals(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
+        pursued = following = seen[self.desired_goal_key]
+        # Rows without a next desired goal pursue one goal throughout.
+        if self.next_desired_goal_key in seen:
+            following = seen[self.next_desired_goal_key]
+        return {
+            self.desired_goal_key: drawn.put(drawn.goal, pursued),
+            self.next_desired_goal_key: drawn.put(drawn.goal, following),
+        }
 
-        Raises:
-            KeyError, ValueError: as in `replay`.
-        """
-        changed = self.changed_keys.intersection(wanted)
-        if not changed:
-            return rows.read(batch, slots, wanted)
-        dims = slots.ndim
-        relabelled = _relabelled_rows(batch, rows)
-        pursued = batch.get(self.desired_goal_key)
-        lacking = {self.next_desired_goal_key}.difference(rows.keys)
-        inputs = self._inputs(changed)
-        stored = [key for key in wanted if key not in lacking]
-        fields = rows.read(batch, slots, [*stored, *inputs.difference(stored)])
-        for key in lacking.intersection(wanted):
-            fields[key] = pursued.expand(*slots.shape, *pursued.shape[1:]).clone()
-        if relabelled.is_none:
-            return fields
-        seen = {key: relabelled.pick(fields[key], dims) for key in inputs}
-        goal = relabelled.pick(pursued)
-        goal = goal.expand(*slots.shape[:-1], *goal.shape)
-        for key, new in self._relabel(seen, changed, goal, dims).items():
-            fields[key] = relabelled.put(new, self._fitting(key, fields[key], new, dims), dims)
-        return fields
+    def _rewards(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
+        computed = self._ask("reward_fn", self.reward_fn, seen, drawn)
+        stored = _one_a_row(seen, self.reward_key)
+        stored = stored.to(relabelled_dtype(stored.dtype, computed.dtype))
+        return {self.reward_key: drawn.put(computed, stored)}
 
-    def _fitting(
-        self, key: NestedKey, stored: torch.Tensor, new: torch.Tensor, batch_dims: int = 1
-    ) -> torch.Tensor:
-        """Returns an entry as it was stored, in a dtype that holds computed rewards too.
-
-        Raises:
-            ValueError: what was computed would be broadcast.
-        """
-        shape, wanted = list(stored.shape[batch_dims:]), list(new.shape[batch_dims:])
-        if shape != wanted:
-            raise ValueError(
-                f"{key!r} must be stored with shape {wanted} a row, as what is computed for a goal is, "
-                f"got {shape}. Of several agents, store what the team gets as one reward and one flag a "
-                "row."
-            )
-        if key != self.reward_key:
-            return stored
-        return stored.to(relabelled_dtype(stored.dtype, new.dtype))
-
-    def _inputs(self, changed: frozenset[NestedKey]) -> frozenset[NestedKey]:
-        """Returns the entries of a row from which those in `changed` follow, with a goal."""
-        if not self._flag_keys.isdisjoint(changed):
-            return frozenset({self.next_achieved_goal_key, self.truncated_key, *self.info_keys})
-        if self.reward_key in changed:
-            return frozenset({self.next_achieved_goal_key, *self.info_keys})
-        return frozenset()
-
-    def _relabel(
-        self,
-        seen: Mapping[NestedKey, torch.Tensor],
-        changed: Collection[NestedKey],
-        goal: torch.Tensor,
-        batch_dims: int = 1,
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Returns what the entries `changed` of rows `[B]` or `[n, B]` become, for one goal each.
-
-        Args:
-            seen: the entries of `_inputs`.
-            changed: some of `changed_keys`.
-            goal: `[B, *G]` or `[n, B, *G]`.
-            batch_dims: 1 or 2 accordingly.
-        """
-        new = {self.desired_goal_key: goal, self.next_desired_goal_key: goal}
-        if self.reward_key in changed:
-            new[self.reward_key] = self._ask("reward_fn", self.reward_fn, seen, goal, batch_dims)
-        if self.terminated_fn is not None and not self._flag_keys.isdisjoint(changed):
-            reached = self._ask("terminated_fn", self.terminated_fn, seen, goal, batch_dims)
-            terminated = reached.bool()
-            new[self.terminated_key] = terminated
-            new[self.done_key] = terminated | seen[self.truncated_key]
-        return {key: new[key] for key in changed}
+    def _flags(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
+        terminated = self._ask("terminated_fn", self.terminated_fn, seen, drawn).bool()  # type: ignore[arg-type]
+        done = terminated | seen[self.truncated_key]
+        return {
+            self.terminated_key: drawn.put(terminated, _one_a_row(seen, self.terminated_key)),
+            self.done_key: drawn.put(done, _one_a_row(seen, self.done_key)),
+        }
 
     def _ask(
-        self,
-        name: str,
-        function: GoalFunction,
-        seen: Mapping[NestedKey, torch.Tensor],
-        goal: torch.Tensor,
-        batch_dims: int,
+        self, name: str, function: GoalFunction, seen: RowView, drawn: _DrawnGoals
     ) -> torch.Tensor:
-        """Returns what a goal function says of rows `[B]` or `[n, B]`, with a trailing 1."""
-        achieved = seen[self.next_achieved_goal_key]
+        """Returns what a goal function says of all rows, `[*B, 1]`."""
+        achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
+        goal = drawn.goal.expand(achieved.shape)
         infos = {key: seen[key] for key in self.info_keys}
-        if batch_dims == 1:
-            return _judge(name, function, achieved, goal, infos)
-        # The function sees one flat batch, however many rows of a transition there are.
-        infos = {key: info.flatten(0, 1) for key, info in infos.items()}
-        judged = _judge(name, function, achieved.flatten(0, 1), goal.flatten(0, 1), infos)
-        return judged.view(*goal.shape[:2], 1)
-
-    def _stored(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
-        """Returns an entry of the batch that is to be relabelled, made where the rows have none."""
-        entry = batch.get(key, None)
-        if entry is None and key == self.next_desired_goal_key:
-            # Rows without a next desired goal pursue one goal throughout.
-            entry = self._entry(batch, self.desired_goal_key).clone()
-            set_entry(batch, key, entry)
-        return self._entry(batch, key) if entry is None else entry
-
-    def _entry(self, batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
-        entry = batch.get(key, None)
-        if entry is None:
-            there = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-            raise KeyError(f"GoalRelabel needs {key!r} in the stored rows; they have {there}.")
-        return entry
+        if len(batch) > 1:
+            # The function sees one flat batch, however many rows of a transition there are.
+            achieved, goal = achieved.flatten(0, 1), goal.flatten(0, 1)
+            infos = {key: info.flatten(0, 1) for key, info in infos.items()}
+        return _judge(name, function, achieved, goal, infos).view(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with stored rewards: on rows as they are, they must be equal.
@@ -299,6 +183,7 @@ class GoalRelabel(ReplayTransform):
             *self.info_keys,
         ]
         fields = read_fields(storage, slots, wanted)
+        _check_one_a_row(self.reward_key, fields[self.reward_key], slots.shape)
         stored = fields[self.reward_key]
         computed = _judge(
             "reward_fn",
@@ -309,7 +194,7 @@ class GoalRelabel(ReplayTransform):
         )
         # Rounded as they would be stored, but never truncated.
         computed = computed.to(relabelled_dtype(stored.dtype, computed.dtype))
-        stored = self._fitting(self.reward_key, stored, computed)
+        stored = stored.to(computed.dtype)
         near = torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
         # Of integers from 2^53 on, the next one looks the same in float64.
         differs = ~(near if computed.is_floating_point() else computed == stored).reshape(-1)
@@ -354,12 +239,58 @@ class RelabelAudit:
         return "\n".join(lines)
 
 
-def _relabelled_rows(batch: TensorDictBase, rows: SeenRows) -> RelabelledRows:
-    """Returns which samples are relabelled, looking again if the batch has another mask meanwhile."""
-    mask = batch.get(keys.HER_MASK)
-    if rows.found is None or rows.found.mask is not mask:
-        rows.found = RelabelledRows(mask, in_place=rows.untouched)
-    return rows.found
+class _DrawnGoals(NamedTuple):
+    """The goals that were drawn for a batch.
+
+    Attributes:
+        mask: `[B]` bool, the samples that are seen with theirs.
+        goal: `[B, *G]`.
+    """
+
+    mask: torch.Tensor
+    goal: torch.Tensor
+
+    def check(self, pursued: torch.Tensor) -> None:
+        """Checks that the goals can take the place of desired ones, `[B, *G]`."""
+        if self.goal.is_floating_point() and not pursued.is_floating_point():
+            raise TypeError(
+                f"the desired goal must be floating, as the achieved goal is ({self.goal.dtype}), got "
+                f"{pursued.dtype}: goals that were reached would be truncated."
+            )
+        if self.goal.shape != pursued.shape:
+            raise ValueError(
+                "the achieved goal must have the desired goal's shape "
+                f"{list(pursued.shape[1:])}, got {list(self.goal.shape[1:])}."
+            )
+
+    def put(self, new: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """Returns `new` for the samples that are seen with their goal, `stored` for the others.
+
+        Args:
+            new: `[B, ...]` or `[n, B, ...]`; it is brought to the dtype of `stored`.
+            stored: `[B, ...]` or `[n, B, ...]`.
+        """
+        # All that is put has one dimension besides the batch's but goals, which may have any.
+        num_dims = self.goal.ndim if new is self.goal else 2
+        mask = self.mask.view(-1, *(1,) * (num_dims - 1))
+        return torch.where(mask, new.to(stored.dtype), stored)
+
+
+def _one_a_row(seen: RowView, key: NestedKey) -> torch.Tensor:
+    """Returns an entry that has one value a row, `[*B, 1]`."""
+    entry = seen[key]
+    _check_one_a_row(key, entry, seen.batch_size)
+    return entry
+
+
+def _check_one_a_row(key: NestedKey, stored: torch.Tensor, batch: torch.Size) -> None:
+    """Raises a ValueError if what is computed for a goal would be broadcast."""
+    if stored.shape != (*batch, 1):
+        raise ValueError(
+            f"{key!r} must be stored with shape [1] a row, as what is computed for a goal is, got "
+            f"{list(stored.shape[len(batch) :])}. Of several agents, store what the team gets as one "
+            "reward and one flag a row."
+        )
 
 
 def _judge(

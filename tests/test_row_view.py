@@ -1,0 +1,184 @@
+"""Views of drawn rows: what is read and when, what further rows look like, and what they become."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage
+
+from trl_storages.storages import PackedStorage, RowView, StoredFields
+from trl_storages.storages.fields import BatchFields
+
+NUM_ROWS = 12
+REWARD, NEXT = ("next", "reward"), ("next", "observation")
+SLOTS = torch.tensor([3, 0, 7])
+# Long rows are gathered field by field, short ones as a whole.
+STORAGES = {
+    "short rows": (PackedStorage, 3),
+    "long rows": (PackedStorage, 5000),
+    "TorchRL's": (LazyTensorStorage, 3),
+}
+
+
+def rows_of(width):
+    count = torch.arange(NUM_ROWS, dtype=torch.float32).unsqueeze(1)
+    following = {"observation": -count.expand(NUM_ROWS, width), "reward": count / 2}
+    root = {"observation": count.expand(NUM_ROWS, width) + 100, "mark": count.to(torch.uint8)}
+    return TensorDict({**root, "next": TensorDict(following, [NUM_ROWS])}, [NUM_ROWS])
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    make, width = STORAGES[request.param]
+    storage = make(NUM_ROWS)
+    storage.set(range(NUM_ROWS), rows_of(width))
+    return storage
+
+
+def view(storage, **drawn):
+    return RowView(StoredFields(storage, SLOTS), storage, drawn)
+
+
+def expected(storage, slots=SLOTS):
+    return rows_of(storage.get(SLOTS)["observation"].shape[-1])[slots]
+
+
+def assert_same(batch, expected):
+    assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+    assert batch.batch_size == expected.batch_size
+    for key in expected.keys(True, True):
+        assert batch[key].dtype == expected[key].dtype
+        assert torch.equal(batch[key], expected[key]), key
+
+
+def doubled(rows):
+    return {REWARD: rows[REWARD] * 2}
+
+
+def test_rows_as_they_are_stored(storage):
+    rows = view(storage, index=SLOTS.clone())
+    assert rows[REWARD].tolist() == [[1.5], [0.0], [3.5]]
+    assert "mark" in rows
+    assert "goal" not in rows
+    assert set(rows.keys()) == {"observation", "mark", NEXT, REWARD, "index"}
+    batch = rows.tensordict()
+    assert_same(batch, expected(storage).set("index", SLOTS))
+    batch.apply_(torch.zeros_like)
+    assert_same(storage.get(SLOTS), expected(storage))
+
+
+def test_an_entry_that_is_not_there(storage):
+    with pytest.raises(KeyError, match=r"no field .*goal.*mark"):
+        view(storage)["goal"]
+
+
+def test_what_is_set_is_so_for_these_rows(storage):
+    rows = view(storage)
+    rows[REWARD], rows["extra"] = torch.full((3, 1), 9.0), torch.zeros(3)
+    assert rows[REWARD].tolist() == [[9.0]] * 3
+    further = rows.at(SLOTS + 1)
+    assert torch.equal(further["mark"], (SLOTS + 1).to(torch.uint8).unsqueeze(1))
+    with pytest.raises(RuntimeError, match=r"\('next', 'reward'\) was set for the sampled rows"):
+        further[REWARD]
+    rows.define([REWARD], doubled)
+    with pytest.raises(RuntimeError, match="was set for the sampled rows"):
+        rows[REWARD]
+    wanted = expected(storage).set(REWARD, torch.full((3, 1), 9.0)).set("extra", torch.zeros(3))
+    rows = view(storage)
+    rows[REWARD], rows["extra"] = torch.full((3, 1), 9.0), torch.zeros(3)
+    assert_same(rows.tensordict(), wanted)
+
+
+def test_what_is_defined_is_so_for_further_rows_too(storage):
+    rows, bonus = view(storage), torch.tensor([[1.0], [2.0], [3.0]])
+    rows.define([REWARD], doubled)
+    # What is known of each sample broadcasts to its further rows.
+    rows.define([REWARD, "bonus"], lambda seen: {REWARD: seen[REWARD] + bonus, "bonus": bonus})
+    assert rows.is_defined(REWARD)
+    assert not rows.is_defined("mark")
+    assert rows[REWARD].tolist() == [[4.0], [2.0], [10.0]]
+    further = rows.at(torch.stack([SLOTS, SLOTS + 1]))
+    assert further.batch_size == (2, 3)
+    assert further[REWARD].tolist() == [[[4.0], [2.0], [10.0]], [[5.0], [3.0], [11.0]]]
+    wanted = expected(storage).set("bonus", bonus)
+    assert_same(rows.tensordict(), wanted.set(REWARD, wanted[REWARD] * 2 + bonus))
+
+
+def test_a_rule_is_not_applied_before_it_is_asked_for(storage):
+    def fail(seen):
+        raise AssertionError
+
+    rows = view(storage)
+    rows.define([REWARD], fail)
+    rows["extra"] = rows["mark"] * 2
+    rows[REWARD] = torch.zeros(3, 1)
+    assert rows.tensordict()[REWARD].tolist() == [[0.0]] * 3
+
+
+def test_what_follows_is_that_of_other_rows(storage):
+    rows = view(storage)
+    rows.define([REWARD], doubled)
+    assert rows[REWARD].tolist() == [[3.0], [0.0], [7.0]]
+    rows.follow(SLOTS + 2, reason="rows were folded")
+    assert rows[REWARD].tolist() == [[5.0], [2.0], [9.0]]
+    with pytest.raises(RuntimeError, match="rows were folded"):
+        rows.at(SLOTS)
+    with pytest.raises(RuntimeError, match="rows were folded"):
+        rows.follow(SLOTS, reason="again")
+    wanted, later = expected(storage), expected(storage, SLOTS + 2)
+    wanted["next"] = later["next"].set("reward", later[REWARD] * 2)
+    assert_same(rows.tensordict(), wanted)
+
+
+def test_what_was_set_cannot_follow(storage):
+    rows = view(storage)
+    rows["next", "bonus"] = torch.zeros(3, 1)
+    with pytest.raises(KeyError, match=r"\('next', 'bonus'\).*behind NStep"):
+        rows.follow(SLOTS, reason="rows were folded")
+
+
+def test_functions_of_batches(storage):
+    rows = view(storage, index=SLOTS.clone())
+    rows.define([REWARD], doubled)
+    rows.transform(lambda batch: batch.set(REWARD, batch[REWARD] + 1))
+    assert rows[REWARD].tolist() == [[4.0], [1.0], [8.0]]
+    assert set(rows.keys()) == {"observation", "mark", NEXT, REWARD, "index"}
+    with pytest.raises(RuntimeError, match="cannot show further rows"):
+        rows.at(SLOTS)
+    with pytest.raises(KeyError, match=r"no field .*goal"):
+        rows["goal"]
+    rows["extra"] = torch.ones(3)
+    assert rows.tensordict()["extra"].tolist() == [1.0] * 3
+
+
+def test_only_what_is_wanted_is_read():
+    class Counting(PackedStorage):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.fields, self.batches = [], 0
+
+        def read(self, index, keys):
+            self.fields += keys
+            return super().read(index, keys)
+
+        def get(self, index):
+            self.batches += 1
+            return super().get(index)
+
+    storage = Counting(NUM_ROWS)
+    storage.set(range(NUM_ROWS), rows_of(5000))
+    rows = view(storage)
+    rows.at(SLOTS)[REWARD]
+    rows.follow(SLOTS, reason="rows were folded")
+    rows[REWARD] = torch.zeros(3, 1)
+    rows.tensordict()
+    # Of the sampled rows nothing under next, and nothing twice.
+    assert sorted(map(str, storage.fields)) == sorted(
+        map(str, [REWARD, "observation", "mark", NEXT, REWARD])
+    )
+    assert not storage.batches
+
+
+def test_entries_of_a_batch():
+    batch = TensorDict({"a": torch.ones(2)}, [2])
+    assert BatchFields(batch).keys() == ("a",)
+    assert BatchFields(batch).tensordict() is batch

@@ -1,0 +1,204 @@
+"""A batch before it is one: the drawn rows, as transforms show them.
+
+Letters: B samples of a batch, n further rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import Storage
+
+from trl_storages._torchrl import set_entry
+from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.storages.fields import BatchFields, StoredFields
+
+__all__ = ["RowView", "Rule"]
+
+Rule = Callable[["RowView"], Mapping[NestedKey, torch.Tensor]]
+
+
+class _Light(NamedTuple):
+    """How an entry is seen, given how all were seen before; without a rule it was set for one batch."""
+
+    rule: Rule | None
+    before: Mapping[NestedKey, _Light]
+
+
+class RowView:
+    """The rows that were drawn, as the transforms that have run so far show them.
+
+    Entries are read and set as those of a dictionary, and an entry that is replaced before anybody has
+    asked for it is never worked out. `at` looks at further rows in the same light, such as those of an
+    n-step window: a reward that is read ten steps after a sampled row is the one for the goal that
+    this row was given.
+
+    Args:
+        stored: the rows.
+        storage: where they are.
+        drawn: key -> `[*B, ...]` what the sampler drew, on `stored.device`.
+
+    Attributes:
+        slots: `[*B]` int64 where the rows lie, on the device of the storage.
+        device: where entries are.
+    """
+
+    def __init__(
+        self,
+        stored: StoredFields,
+        storage: Storage,
+        drawn: Mapping[NestedKey, torch.Tensor] | None = None,
+    ) -> None:
+        self.slots, self.device = stored.slots, stored.device
+        self._storage = storage
+        self._stored: StoredFields | BatchFields = stored
+        # What was set or worked out.
+        self._entries: dict[NestedKey, torch.Tensor] = dict(drawn or {})
+        # Those that are seen otherwise than they are stored.
+        self._lights: Mapping[NestedKey, _Light] = {}
+        # The rows that lend what lies under `next`, where these are others.
+        self._following: RowView | None = None
+        # Why further rows can't be looked at, where they can't.
+        self._obstacle: str | None = None
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """B."""
+        return self.slots.shape
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The episode index of the storage."""
+        return episodes_of(self._storage)
+
+    # Entries
+
+    def __getitem__(self, key: NestedKey) -> torch.Tensor:
+        """Returns an entry, `[*B, ...]`.
+
+        Raises:
+            KeyError: there is none; the message lists those that are there.
+            RuntimeError: it was set for the sampled rows, and these are others.
+        """
+        if key in self._entries:
+            return self._entries[key]
+        if self._following is not None and key[0] == "next":
+            return self._following[key]
+        light = self._lights.get(key)
+        if light is None:
+            return self._stored[key]
+        if light.rule is None:
+            raise RuntimeError(
+                f"{key!r} was set for the sampled rows, but is wanted of further rows too: the transform "
+                "that sets it must define() it, or come behind those that read further rows "
+                "(GoalRelabel, NStep)."
+            )
+        self._entries.update(light.rule(self._seen(self._stored, light.before)))
+        return self._entries[key]
+
+    def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
+        """Sets an entry of the rows, `[*B, ...]` on `device`."""
+        self._entries[key] = value
+        self._lights = {**self._lights, key: _Light(None, self._lights)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries or key in self._lights or key in self._stored
+
+    def keys(self) -> tuple[NestedKey, ...]:
+        """Returns the keys of all entries, stored or not."""
+        return tuple(dict.fromkeys((*self._stored.keys(), *self._lights, *self._entries)))
+
+    def define(self, keys: Collection[NestedKey], rule: Rule) -> None:
+        """Shows entries in another light, for these rows and for further ones.
+
+        Args:
+            keys: the entries.
+            rule: returns them, when one of them is asked for. It is given rows as they are seen now:
+                these, or further ones `[n, B]` of each sample, to which what is known of the samples
+                broadcasts.
+        """
+        light = _Light(rule, self._lights)
+        self._lights = {**self._lights, **dict.fromkeys(keys, light)}
+        for key in keys:
+            self._entries.pop(key, None)
+
+    def is_defined(self, key: NestedKey) -> bool:
+        """Returns whether an entry is seen in another light than it is stored in."""
+        return key in self._lights
+
+    # Further rows
+
+    def at(self, slots: torch.Tensor) -> RowView:
+        """Looks at further rows as these are seen.
+
+        Args:
+            slots: `[B]` or `[n, B]` int64: rows of each sample, on the device of the storage.
+
+        Raises:
+            RuntimeError: a transform has run that shows the sampled rows only.
+        """
+        stored = self._checked().some(slots.to(self._storage.device))
+        return self._seen(stored, self._lights)
+
+    def _checked(self) -> StoredFields:
+        """Returns the rows, if further ones can be looked at as they are seen."""
+        if self._obstacle is not None:
+            raise RuntimeError(self._obstacle)
+        return self._stored  # type: ignore[return-value]
+
+    def _seen(self, stored: Any, lights: Mapping[NestedKey, _Light]) -> RowView:
+        rows = RowView(stored, self._storage)
+        rows._lights = lights
+        return rows
+
+    def follow(self, slots: torch.Tensor, *, reason: str) -> None:
+        """Lets what lies under `next` be that of other rows.
+
+        Args:
+            slots: `[*B]` int64, a row for each of these.
+            reason: why no further rows can be looked at after that, as the message of the error.
+
+        Raises:
+            RuntimeError: as `at`.
+            KeyError: something was set under `next` that the rows do not hold.
+        """
+        following = self._seen(self._checked().like(slots), self._lights)
+        lost = [key for key, light in self._lights.items() if key[0] == "next" and not light.rule]
+        if lost:
+            raise KeyError(
+                f"{lost} were set for the sampled rows and can't be read from later ones: put the "
+                "transform that sets them behind NStep."
+            )
+        for key in [key for key in self._entries if key[0] == "next"]:
+            del self._entries[key]
+        self._following, self._obstacle = following, reason
+
+    # The batch
+
+    def tensordict(self) -> TensorDictBase:
+        """Returns all entries, as a TensorDict of batch size B in memory of its own."""
+        stored: Any = self._stored
+        if self._following is None:
+            batch = stored.tensordict()
+        else:
+            batch, following = stored.root(), self._following._stored
+            set_entry(batch, "next", following.following())  # type: ignore[union-attr]
+        for key in dict.fromkeys((*self._lights, *self._entries)):
+            set_entry(batch, key, self[key])
+        return batch
+
+    def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Lets a function of batches change all entries; further rows are out of sight then.
+
+        Args:
+            function: takes the batch and returns it, such as a transform of TorchRL's.
+        """
+        self._stored = BatchFields(function(self.tensordict()))
+        self._entries, self._lights, self._following = {}, {}, None
+        self._obstacle = (
+            f"{type(function).__name__} has changed the sampled rows, but it cannot show further rows in "
+            "the same way: put it behind the transforms that read further rows (GoalRelabel, NStep)."
+        )
