@@ -304,7 +304,9 @@ def test_the_state_is_saved_and_loaded():
     other.load_state_dict(state)
     assert other.rows(**step())[1].tolist() == [0]
     assert recorder.rows(**step())[1].tolist() == [0]
-    with pytest.raises(ValueError, match="state must be that of 3 environments"):
+    with pytest.raises(
+        ValueError, match=r"must be of shape \[3\] \(one for each environment\), got \[2\]"
+    ):
         GymRecorder(3).load_state_dict(state)
 
 

@@ -13,9 +13,11 @@ from importlinter.cli import lint_imports
 from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
+    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from torchrl.envs import CatTensors, Compose, GymWrapper
@@ -104,6 +106,8 @@ def owners():
         "TensorStorageCheckpointer": buffer.storage.checkpointer,
         "RoundRobinWriter": buffer.writer,
         "Sampler": buffer.sampler,
+        "PrioritizedSampler": PrioritizedSampler(4, 0.6, 0.4),
+        "SamplerWithoutReplacement": SamplerWithoutReplacement(),
         "CatTensors": CatTensors(["a", "b"], out_key="c"),
         "Compose": Compose(),
         "TensorDict": buffer[:],

@@ -697,16 +697,14 @@ def test_a_state_of_another_size_or_a_torn_file_changes_nothing(tmp_path):
         lambda: sampler.load_state_dict(other.state_dict()),
         lambda: sampler.loads(tmp_path),
     ):
-        with pytest.raises(ValueError, match=r"max_capacity must be 8, .*got 10"):
+        with pytest.raises(ValueError, match=r"max_capacity.* must be 10, .*got 8"):
             load()
     file = tmp_path / "priorities.f32"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(
-        ValueError, match=r"must be 8 numbers of at least 0, got \[7\] with 0 others"
-    ):
+    with pytest.raises(ValueError, match="must have 32 bytes, got 28"):
         other.loads(tmp_path)
     file.write_bytes(np.array([1, 2, -3, math.nan, 5, 6, 7, 8], dtype="<f4").tobytes())
-    with pytest.raises(ValueError, match=r"got \[8\] with 2 others"):
+    with pytest.raises(ValueError, match="at least 0, got 2 others"):
         other.loads(tmp_path)
     assert other.priorities[:3].tolist() == [1.0, 2.0, ABSENT]
     assert torch.equal(sampler.priorities, before)

@@ -76,7 +76,7 @@ def test_a_dump_that_was_interrupted_is_none(storage, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dumping.RowsCheckpointer, "_copy", interrupt)
+        patch.setattr(dumping, "copy_fields", interrupt)
         with pytest.raises(KeyboardInterrupt):
             storage.dumps(tmp_path / "dump")
     other = make(tmp_path / "other", 2, sampler=UniformSampler())

@@ -49,7 +49,7 @@ PRIVATE_ATTRIBUTES = {
         "_futures_lock",
         "_clear_prefetch_queue_locked",
         "_dump_prefetch_state",
-        "_load_prefetch_state",
+        "_restore_prefetch_queue_locked",
         "_start_distributed_service",
     ),
     "TensorStorage": (
@@ -77,6 +77,8 @@ PRIVATE_ATTRIBUTES = {
         "_generation",
         "_mark_update_entities",
     ),
+    "PrioritizedSampler": ("_sum_tree",),
+    "SamplerWithoutReplacement": ("_sample_list",),
     "Sampler": ("_rng", "_empty", "_remaining_batches"),
     "CatTensors": ("_del_keys",),
     "Compose": ("_modules",),

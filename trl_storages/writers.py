@@ -24,6 +24,7 @@ from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.episodes.history import slots_of
 from trl_storages.episodes.index import Kept
 from trl_storages.interrupts import finish
+from trl_storages.saved import DumpFolder, SavedState
 from trl_storages.storages import (
     DurableLanes,
     PackedStorage,
@@ -33,7 +34,12 @@ from trl_storages.storages import (
     tensors_of,
 )
 
-__all__ = ["EpisodeWriter"]
+__all__ = ["EpisodeWriter", "num_slots"]
+
+_NO_EPISODES = (
+    "the saved state must hold an episode index, and that of other writers than EpisodeWriter has none; "
+    "write the rows anew with extend(). Nothing was changed."
+)
 
 #: Takes the slots of rows that were written.
 Then = Callable[[torch.Tensor], object]
@@ -416,19 +422,13 @@ class EpisodeWriter(RoundRobinWriter):
         """Tells TorchRL's counters of rows that were written, and of those that are there now."""
         storage, episodes = self._storage, self._episodes
         self._write_count += num_rows
-        if isinstance(storage, PackedStorage):
-            num_slots = len(episodes)
-        else:
-            # TorchRL's storages read the slots below their length only; lanes of unequal fill reach
-            # beyond the number of rows.
-            steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
-            num_slots = steps * self.num_envs
+        length = num_slots(storage, episodes)
         if last_slot is None:
-            storage._len = num_slots
+            storage._len = length
         elif isinstance(storage, PackedStorage):
-            storage.count_write(num_slots, last_slot)
+            storage.count_write(length, last_slot)
         else:
-            storage._len = num_slots
+            storage._len = length
             storage._set_last_cursor(last_slot)
 
     # TorchRL's own count is one of 32 bits, which a month of training may exceed.
@@ -584,26 +584,55 @@ class EpisodeWriter(RoundRobinWriter):
         state["last_trajectory"] = self._last_trajectory.clone()  # type: ignore[union-attr]
         return state
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            ValueError: it is that of another kind of writer, size or number of lanes.
+            KeyError, TypeError, ValueError: it is that of another kind of writer, size or number of
+                lanes, or damaged.
         """
-        if "episodes" not in state_dict:
-            raise ValueError(
-                "the saved state must hold an episode index, and that of other writers than "
-                "EpisodeWriter has none; write the rows anew with extend()."
-            )
-        self._episodes.check_state_dict(state_dict["episodes"])
+        self.read_state(state_dict)
+
+    def read_state(self, state_dict: Any) -> EpisodeIndex:
+        """Returns the episode index of a saved state, on the CPU.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`.
+        """
+        if isinstance(state_dict, Mapping) and "episodes" not in state_dict:
+            raise ValueError(_NO_EPISODES)
+        keys = ("_cursor", "_write_count", "episodes", "last_trajectory")
+        # Of a writer that counts generations.
+        more = ("_generation",) if self.tracks_generations else ()
+        saved = SavedState(state_dict, "the saved EpisodeWriter", keys, more)
+        index = self._episodes.read_state(saved["episodes"])
+        if len(index):
+            SavedState(state_dict, "the saved EpisodeWriter", (*keys, *more))
+        cursor = index.host_steps.item(0) % index.steps_per_lane * index.num_envs
+        if saved.integer("_cursor") != cursor:
+            raise saved.error("_cursor", f"{cursor}, as in its episode index", saved["_cursor"])
+        saved.integer("_write_count")
+        saved.tensor("last_trajectory", torch.int64, (self.num_envs,))
+        if "_generation" in saved:
+            generation = saved.tensor("_generation", torch.int64)
+            if generation.ndim != 1 or len(generation) > self._storage.max_size:
+                must = f"one number for each of at most {self._storage.max_size} slots"
+                raise saved.error("_generation", must, list(generation.shape))
+            saved.within("_generation", -1, 2**62)
+        return index
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+        """
         self.check_state_dict(state_dict)
         self._episodes.load_state_dict(state_dict["episodes"])
         self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
         super().load_state_dict(state_dict)
-        self._after_load()
+        if self._on_disk is not None:
+            self._storage.restart(None, None, self._write_count)
 
     def dumps(self, path: str | Path) -> None:
         """Saves the writer in the directory `path`, as JSON and raw tensors."""
@@ -611,36 +640,48 @@ class EpisodeWriter(RoundRobinWriter):
         tensors = {**self._episodes.state_dict(), "last_trajectory": self._last_trajectory}
         TensorDict(tensors, []).cpu().memmap(Path(path) / "episodes")
 
-    def check_dump(self, path: str | Path) -> None:
-        """Checks that `loads` can restore what is in the directory, without changing anything.
+    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
+        """Returns the state that a dump holds, unchecked.
 
         Raises:
-            ValueError: as `check_state_dict`.
+            ValueError: a file is missing, cut or damaged.
         """
-        self.check_state_dict(self._read(path))
-
-    def _read(self, path: str | Path) -> dict[str, Any]:
-        directory = Path(path) / "episodes"
-        if not directory.exists():
-            return {}
-        tensors = TensorDict.load_memmap(directory, allow_pickle=False).to_dict()
-        return {"last_trajectory": tensors.pop("last_trajectory"), "episodes": tensors}
+        if not folder.has("episodes"):
+            raise ValueError(_NO_EPISODES)
+        tensors = dict(folder.folder("episodes").tensordict().items())
+        state = {"episodes": tensors, "last_trajectory": tensors.pop("last_trajectory", None)}
+        more = ("generation_shape", "generation_dtype")
+        what = str(folder.path / "metadata.json")
+        saved = SavedState(folder.json("metadata.json"), what, ("cursor", "write_count"), more)
+        state |= {"_cursor": saved["cursor"], "_write_count": saved["write_count"]}
+        if more[0] in saved:
+            size = saved[more[0]][0] if isinstance(saved[more[0]], list) else None
+            if type(size) is not int or not 0 <= size <= self._storage.max_size:
+                raise saved.error(more[0], f"[{self._storage.max_size}] at most", saved[more[0]])
+            state["_generation"] = folder.tensor("generation.memmap", torch.int64, (size,))
+        return state
 
     def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved."""
-        state = self._read(path)
-        self.check_state_dict(state)
-        super().loads(path)
-        self._last_trajectory.copy_(state["last_trajectory"])  # type: ignore[union-attr]
-        self._episodes.load_state_dict(state["episodes"])
-        self._after_load()
+        """Restores what `dumps` saved.
 
-    def _after_load(self) -> None:
-        if self._on_disk is not None:
-            self._storage.restart(None, None, self._write_count)
+        Raises:
+            FileNotFoundError: there is no such directory.
+            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
+        """
+        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
+
+
+def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
+    """Returns what a storage counts as its length, with the rows of an episode index."""
+    if isinstance(storage, PackedStorage):
+        return len(episodes)
+    # TorchRL's storages read the slots below their length only; lanes of unequal fill reach beyond the
+    # number of rows.
+    steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
+    return steps * episodes.num_envs
 
 
 def _in_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -23,8 +23,11 @@ from trl_storages.episodes.lanes import Lanes, named_lanes
 from trl_storages.episodes.whole import draw_whole_episodes, first_of_whole_episodes
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
+from trl_storages.saved import SavedState
 
 __all__ = ["EpisodeIndex", "Kept", "episodes_of"]
+
+_MOST_STEPS = 2**62
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -424,6 +427,11 @@ class EpisodeIndex:
         """Returns whether the slot's episode was ended by `done`, bool."""
         return self._ring.span(_slots("slots", slots))[..., 2].bool()
 
+    def is_newest(self, lane: int, entry: int) -> bool:
+        """Returns whether the episode that a lane began last has this entry in the table."""
+        number = int(self._ring.lanes[lane, 1]) - 1
+        return entry == lane * self.steps_per_lane + number % self.steps_per_lane
+
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been overwritten, bool."""
         slots = _slots("slots", slots)
@@ -576,25 +584,42 @@ class EpisodeIndex:
         """Returns copies of all tensors of the index."""
         return {name: tensor.clone() for name, tensor in self._ring.tensors.items()}
 
-    def check_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+    def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            ValueError: the state is that of an index of another size or number of lanes.
+            KeyError, TypeError, ValueError: it is that of an index of another size or number of
+                lanes, or damaged.
         """
-        for name, tensor in self._ring.tensors.items():
-            if name not in state_dict or state_dict[name].shape != tensor.shape:
-                got = list(state_dict[name].shape) if name in state_dict else "nothing"
-                raise ValueError(
-                    f"the saved index must have {name} of shape {list(tensor.shape)}, got {got}: "
-                    "capacity and num_envs must be those it was saved with."
-                )
+        self.read_state(state_dict)
+
+    def read_state(self, state_dict: Any) -> EpisodeIndex:
+        """Returns an index on the CPU that a saved state describes. Walks all rows of it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`.
+        """
+        read = EpisodeIndex(self.capacity, self.num_envs)
+        tables = read._ring.tensors
+        saved = SavedState(state_dict, "the saved episode index", [*tables])
+        for name, table in tables.items():
+            hint = "capacity and num_envs must be those it was saved with"
+            tensor = saved.tensor(name, table.dtype, table.shape, hint)
+            saved.within(name, -1, self.capacity - 1 if name == "episode" else _MOST_STEPS)
+            table.copy_(tensor)
+        try:
+            read.validate()
+        except RuntimeError as error:
+            raise ValueError(
+                f"the saved episode index is damaged: {error} Nothing was changed."
+            ) from error
+        return read
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Restores what `state_dict` returned.
 
         Raises:
-            ValueError: the state is that of an index of another size or number of lanes.
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
         """
         self.check_state_dict(state_dict)
         for name, tensor in self._ring.tensors.items():

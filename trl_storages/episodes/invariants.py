@@ -48,3 +48,13 @@ def check_invariants(index: EpisodeIndex) -> None:
                 )
         if entry[begins].unique().numel() != int(begins.sum()):
             raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
+        if not len(steps):
+            if bool(index.is_open[lane]):
+                raise RuntimeError(f"lane {lane} has an open episode without a row.")
+            continue
+        if bool(index.is_open[lane] & index.is_finished(slots[-1])):
+            raise RuntimeError(f"the newest episode of lane {lane} is finished, yet goes on.")
+        if not index.is_newest(lane, int(entry[-1])):
+            raise RuntimeError(
+                f"the newest episode of lane {lane} has another number than its entry."
+            )

@@ -21,6 +21,7 @@ from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn
 from trl_storages.gym.resets import Ends, ResetWatch, check_last_observations
 from trl_storages.gym.trees import leaves
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
+from trl_storages.saved import SavedState
 from trl_storages.storages import nest
 
 __all__ = ["GymRecorder", "Memory"]
@@ -260,19 +261,25 @@ class GymRecorder:
         """Returns which environments ended with the last step."""
         return {"ended": torch.from_numpy(self._ended.copy())}
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is of another number of environments, or damaged.
+        """
+        saved = SavedState(state_dict, "the saved recorder", ("ended",))
+        hint = "one for each environment"
+        saved.tensor("ended", torch.bool, (self.num_envs,), hint)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of environments.
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
         """
-        ended = torch.as_tensor(state_dict["ended"]).bool().cpu().numpy().copy()
-        if ended.shape != (self.num_envs,):
-            raise ValueError(
-                f"the state must be that of {self.num_envs} environments, got {list(ended.shape)}"
-            )
-        self._ended = ended
+        self.check_state_dict(state_dict)
         self._watch.forget()
+        self._ended = state_dict["ended"].cpu().numpy().copy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension, as the flags tell most surely."""

@@ -311,7 +311,7 @@ class PriorityTable:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. All rows count as written anew."""
         self._plant(state_dict["num_lanes"])
-        self._fill(state_dict["priorities"], state_dict["largest"])
+        self._fill(state_dict["priorities"], float(state_dict["largest"]))
         self.has_rows = bool((self._rows.priorities < ABSENT).any())
 
     # Compiled loops hold arrays on the memory of tensors, and trees are derived: copies and pickles have

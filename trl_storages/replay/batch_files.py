@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from trl_storages.saved import DumpFolder, SavedState
+
 __all__ = ["dump_batches", "load_batches"]
 
 _INDEX_FILE = "batches.json"
@@ -36,19 +38,25 @@ def dump_batches(directory: Path, batches: Sequence[Batch]) -> None:
     index.write_text(json.dumps({"devices": devices}))
 
 
-def load_batches(directory: Path) -> list[Batch]:
-    """Returns the batches that `dump_batches` saved, none if the directory holds none."""
-    index = directory / _INDEX_FILE
-    if not index.exists():
-        return []
+def load_batches(folder: DumpFolder) -> list[Batch]:
+    """Returns the batches that `dump_batches` saved.
+
+    Raises:
+        ValueError: a file is missing, cut or damaged, or a batch was on a device that is not here.
+    """
+    what = str(folder.path / _INDEX_FILE)
+    saved = SavedState(folder.json(_INDEX_FILE), what, ("devices",))
+    if not isinstance(saved["devices"], list):
+        raise saved.error("devices", "a list", saved["devices"])
     batches: list[Batch] = []
-    for place, device in enumerate(json.loads(index.read_text())["devices"]):
-        batch, info = (
-            TensorDict.load_memmap(directory / f"{place}-{part}", allow_pickle=False)
-            .clone()
-            .to(device or "cpu")
-            for part in ("batch", "info")
-        )
+    for place, device in enumerate(saved["devices"]):
+        try:
+            batch, info = (
+                folder.folder(f"{place}-{part}").tensordict().clone().to(device or "cpu")
+                for part in ("batch", "info")
+            )
+        except (RuntimeError, TypeError) as error:
+            raise saved.error("devices", "of devices that are here", repr(device)) from error
         entries = info.items(include_nested=True, leaves_only=True)
         batches.append((batch, dict(entries)))
     return batches

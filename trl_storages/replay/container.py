@@ -642,7 +642,7 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
 
     @intact
     def validate(self, *, progress: bool = False) -> None:
-        """Checks the invariants of storage and index, walking all rows, and those on disk by checksum.
+        """Checks what must hold of rows, index and priorities, and rows on disk by their checksums.
 
         Args:
             progress: whether to show how far the rows on disk are checked.
@@ -655,7 +655,25 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             self.episodes.validate()
             if isinstance(self._writer, EpisodeWriter):
                 self._writer.validate()
+            self._check_priorities()
             self._check_rows(progress)
+
+    def _check_priorities(self) -> None:
+        """Raises a RuntimeError if priorities are not those of the rows, or such as can't be drawn by."""
+        sampler = self._innermost_sampler()
+        if not isinstance(sampler, PERSampler):
+            return
+        if self.shared:
+            self._hear_of_writes()
+        if self._is_reader:
+            sampler.attach(self._storage)  # it hears of what was read last
+        sampler.validate()
+        episodes = self.episodes
+        live = episodes.slots_by_age(torch.arange(len(episodes), device=episodes.device)).cpu()
+        if wrong := sampler.slots_amiss(sampler.state_dict()["priorities"], live):
+            raise RuntimeError(
+                f"the slots {wrong[:5]} have a priority without a row, or a row without a priority."
+            )
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]

@@ -9,7 +9,6 @@ import base64
 import copy
 from collections.abc import Callable
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +88,7 @@ class OnDisk:
         # The environments of a writer that was killed later are gone, and those without rows unknown.
         is_last = progress.get("sequence") == sequence and len(self._storage)
         if self._recorder is not None and is_last and "ended" in progress:
-            self._recorder.load_state_dict({"ended": progress["ended"]})
+            self._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
 
     def _initialize_prioritized_sampler(self) -> None:
         # TorchRL would give rows that are there already new priorities, where these have their own.
@@ -108,25 +107,10 @@ class OnDisk:
 
         Raises:
             RuntimeError: the rows are in a directory that this process may not write.
-            ValueError: as in `CheckpointedBuffer`.
+            KeyError, TypeError, ValueError: as in `CheckpointedBuffer`. Nothing is changed then.
         """
         self._check_writable()
         self._at_once(partial(super().load_state_dict, state_dict))  # type: ignore[misc]
-        self._keep_priorities()
-
-    def loads(self, path: str | Path, *, progress: bool = False) -> None:
-        """Restores what `dumps` saved. Rows in a directory are forgotten before they come.
-
-        Args:
-            path: the directory of the dump.
-            progress: whether to show how far the copying of packed rows is.
-
-        Raises:
-            RuntimeError: the rows are in a directory that this process may not write.
-            FileNotFoundError, ValueError: as in `CheckpointedBuffer`.
-        """
-        self._check_writable()
-        self._at_once(partial(super().loads, path, progress=progress))  # type: ignore[misc]
         self._keep_priorities()
 
     def _at_once(self, act: Callable[[], object]) -> None:
@@ -269,12 +253,15 @@ class OnDisk:
     def _check_rows(self, progress: bool) -> None:
         """Raises a RuntimeError if a row on disk does not match its checksum."""
         journal, storage = self._journal, self._storage
-        if journal is None or self._is_reader or not isinstance(storage, PackedStorage):
+        if journal is None or not isinstance(storage, PackedStorage):
             return
         episodes = storage.episodes
         rows = torch.arange(len(storage))
         slots = rows if episodes is None else episodes.slots_by_age(rows)
         bad = journal.damaged_slots(slots.numpy(), tracker("checking rows", progress))
+        if isinstance(storage, FollowingStorage):
+            # A row that the writer has begun to overwrite meanwhile is none.
+            bad = bad[storage.is_there(torch.from_numpy(bad)).numpy()]
         if len(bad):
             raise RuntimeError(
                 f"{len(bad)} rows in {journal.directory} do not match their checksums, those in the "

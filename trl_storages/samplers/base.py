@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.samplers.drawing import DrawingSampler, noise_of
 from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.saved import DumpFolder, SavedState, check_part, read_part
 
 __all__ = ["WrappingSampler"]
 
@@ -97,6 +98,9 @@ class WrappingSampler(DrawingSampler):
         """Returns the state of this sampler without the base's, in plain values."""
         return {}
 
+    def _check_own_state(self, saved: SavedState) -> None:
+        """Raises what is wrong with a state that `_own_state` returned elsewhere."""
+
     def _load_own_state(self, state: dict[str, Any]) -> None:
         """Restores what `_own_state` returned."""
 
@@ -128,8 +132,24 @@ class WrappingSampler(DrawingSampler):
         """Returns the state of the sampler and of its base."""
         return {**self._own_state(), "base": self.base.state_dict()}
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is that of another sampler or base, or damaged.
+        """
+        what = f"the saved {type(self).__name__}"
+        saved = SavedState(state_dict, what, (*self._own_state(), "base"))
+        self._check_own_state(saved)
+        check_part(self.base, saved["base"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+        """
+        self.check_state_dict(state_dict)
         self._load_own_state({key: state_dict[key] for key in self._own_state()})
         self.base.load_state_dict(state_dict["base"])
 
@@ -140,10 +160,22 @@ class WrappingSampler(DrawingSampler):
         (path / "sampler.json").write_text(json.dumps(self._own_state()))
         self.base.dumps(path / "base")
 
+    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
+        """Returns the state that a dump holds, unchecked.
+
+        Raises:
+            ValueError: a file is missing, cut or damaged, or the base has none.
+        """
+        return {**folder.json("sampler.json"), "base": read_part(self.base, folder, "base")}
+
     def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved."""
-        self._load_own_state(json.loads((Path(path) / "sampler.json").read_text()))
-        self.base.loads(Path(path) / "base")
+        """Restores what `dumps` saved.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
+        """
+        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def _empty(self) -> None:
         self.base._empty()

@@ -18,6 +18,7 @@ from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.functional.emphasis import window_size
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
+from trl_storages.saved import SavedState
 
 __all__ = ["ERESampler", "WindowSampler"]
 
@@ -249,8 +250,10 @@ class ERESampler(WrappingSampler):
 
     def _resume_own(self, progress: dict[str, Any]) -> None:
         # A sampler of another kind may have been saved.
-        self._update = progress.get("update", self._update)
-        self._num_updates = progress.get("num_updates", self._num_updates)
+        if progress.keys() == self._own_progress().keys():
+            saved = SavedState(progress, "the saved ERESampler", self._own_progress())
+            update, num_updates = saved.integer("update"), saved.integer("num_updates")
+            self._update, self._num_updates = update, num_updates
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -261,6 +264,16 @@ class ERESampler(WrappingSampler):
             "update": self._update,
             "num_updates": self._num_updates,
         }
+
+    def _check_own_state(self, saved: SavedState) -> None:
+        if not saved.number("eta", 0, 1):
+            raise saved.error("eta", "above 0", saved["eta"])
+        saved.integer("c_min", 1)
+        if saved["updates_per_phase"] is not None:
+            saved.integer("updates_per_phase", 1)
+        saved.one_of("reference", get_args(Reference))
+        saved.integer("update")
+        saved.integer("num_updates")
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.eta, self.c_min = state["eta"], state["c_min"]

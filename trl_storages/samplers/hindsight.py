@@ -17,12 +17,14 @@ from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
+from trl_storages.saved import SavedState
 
 __all__ = ["GoalStrategy", "HERSampler"]
 
 GoalStrategy = Literal["future", "final", "episode", "random"]
 
 _MANY = 2**40  # more than a batch has rows
+_ALL = "inf"  # saved where all transitions are relabelled
 
 
 class HERSampler(WrappingSampler):
@@ -153,10 +155,17 @@ class HERSampler(WrappingSampler):
         return self._prepared.clone()
 
     def _own_state(self) -> dict[str, Any]:
-        return {"strategy": self.strategy, "num_goals": self.num_goals}
+        # JSON has no infinity.
+        num_goals = self.num_goals if self.num_goals < math.inf else _ALL
+        return {"strategy": self.strategy, "num_goals": num_goals}
+
+    def _check_own_state(self, saved: SavedState) -> None:
+        saved.one_of("strategy", get_args(GoalStrategy))
+        if saved["num_goals"] != _ALL:
+            saved.integer("num_goals")
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.strategy, self.num_goals = state["strategy"], state["num_goals"]
+        self.strategy, self.num_goals = state["strategy"], float(state["num_goals"])
 
     def __repr__(self) -> str:
         return (

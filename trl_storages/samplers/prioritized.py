@@ -12,7 +12,6 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, ClassVar, SupportsFloat, get_args
 
-import numpy as np
 import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
@@ -21,10 +20,11 @@ from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.interrupts import finish
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
-from trl_storages.priorities import Normalization, PriorityTable
+from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
+from trl_storages.saved import DumpFolder, SavedState
 
 __all__ = ["REDUCTIONS", "PERSampler"]
 
@@ -380,38 +380,69 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters and raw priorities; trees are derived from them."""
+        return {**self._parameters(), **self._table.state_dict()}
+
+    def _parameters(self) -> dict[str, Any]:
         return {
             "max_capacity": self._max_capacity,
             "alpha": self._alpha,
             "beta": self._beta,
             "eps": self._eps,
             "normalize": self._normalize,
-            **self._table.state_dict(),
         }
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged: a
+                priority is negative or NaN, ...
+        """
+        saved = self._saved(state_dict, "priorities")
+        size = self._max_capacity
+        if saved.integer("max_capacity", 1) != size:
+            raise saved.error("max_capacity", f"{size}, as here", saved["max_capacity"])
+        saved.number("alpha", 0.0, _HIGHEST_ALPHA)
+        saved.number("beta", 0.0, 1.0)
+        saved.number("eps", _LEAST_EPS, 1.0)
+        saved.one_of("normalize", get_args(Normalization))
+        saved.number("largest", 0.0, torch.finfo(torch.float32).max)
+        saved.integer("num_lanes", 1, size)
+        # Where there is no row it is infinite.
+        priorities = saved.tensor("priorities", torch.float32, (size,))
+        if bad := int((~(priorities >= 0)).sum()):
+            raise saved.error("priorities", "finite and at least 0", f"{bad} others")
+
+    def slots_amiss(self, priorities: torch.Tensor, live: torch.Tensor) -> list[int]:
+        """Returns which slots have a priority without a row, or a row without a priority.
+
+        Args:
+            priorities: `[N]`, of a state of this sampler.
+            live: int64 slots of all rows, on the CPU.
+
+        Returns:
+            none either if there is no priority at all: rows are taken in with the next draw then.
+        """
+        has_row = torch.zeros(self._max_capacity, dtype=torch.bool)
+        has_row[live] = True
+        has_priority = priorities.cpu() != ABSENT
+        if not has_priority.any():
+            return []
+        return (has_priority != has_row).nonzero().squeeze(1).tolist()
+
+    def _saved(self, state: Any, *keys: str) -> SavedState:
+        what = f"the saved {type(self).__name__}"
+        return SavedState(state, what, (*self._parameters(), "largest", "num_lanes", *keys))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Batches drawn before are gone.
 
         Raises:
-            ValueError: the state is of another capacity, or damaged. Nothing has changed then.
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing has changed then.
         """
-        if state_dict["max_capacity"] != self._max_capacity:
-            raise ValueError(
-                f"max_capacity must be {state_dict['max_capacity']}, as it was when the state was "
-                f"saved, got {self._max_capacity}."
-            )
-        priorities = state_dict["priorities"]
-        # Where there is no row it is infinite.
-        if priorities.shape != (self._max_capacity,) or not (priorities >= 0).all():
-            raise ValueError(
-                f"the saved priorities must be {self._max_capacity} numbers of at least 0, got "
-                f"{list(priorities.shape)} with {int((~(priorities >= 0)).sum())} others."
-            )
-        alpha = arguments.number("alpha", state_dict["alpha"], at_least=0, at_most=_HIGHEST_ALPHA)
-        beta = arguments.number("beta", state_dict["beta"], at_least=0, at_most=1)
-        normalize = arguments.choice("normalize", state_dict["normalize"], get_args(Normalization))
-        self._eps = arguments.number("eps", state_dict["eps"], at_least=_LEAST_EPS, at_most=1)
-        self._alpha, self._beta, self._normalize = alpha, beta, normalize
+        self.check_state_dict(state_dict)
+        self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
+        self._eps, self._normalize = state_dict["eps"], state_dict["normalize"]
         self._marked = None
         self._table.normalize = self._normalize
         self._table.rescale(alpha=self._alpha, eps=self._eps)
@@ -425,16 +456,27 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         state.pop("priorities").cpu().numpy().astype("<f4").tofile(path / "priorities.f32")
         (path / "sampler.json").write_text(json.dumps(state))
 
+    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
+        """Returns the state that a dump holds, unchecked.
+
+        Raises:
+            ValueError: a file is missing, cut or damaged.
+        """
+        state = folder.json("sampler.json")
+        size = self._saved(state).integer("max_capacity", 1)
+        return {
+            **state,
+            "priorities": folder.tensor("priorities.f32", torch.float32, (size,)).clone(),
+        }
+
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved.
 
         Raises:
-            ValueError: the files are of another capacity, or damaged. Nothing has changed then.
+            FileNotFoundError: there is no such directory.
+            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing has changed then.
         """
-        state = json.loads((Path(path) / "sampler.json").read_text())
-        column = np.fromfile(Path(path) / "priorities.f32", dtype="<f4")
-        state["priorities"] = torch.from_numpy(column.astype(np.float32))
-        self.load_state_dict(state)
+        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __repr__(self) -> str:
         return (

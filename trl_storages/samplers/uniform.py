@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torchrl.data import RandomSampler, Storage
 from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise, check_not_empty
+from trl_storages.saved import DumpFolder, SavedState
 
 __all__ = ["UniformSampler"]
 
@@ -58,3 +60,44 @@ class UniformSampler(DrawingSampler, RandomSampler):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws rows with replacement, see `DrawingSampler.draw`."""
         return episodes_of(storage).draw(noise[0], window), {}
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that a state is that of such a sampler, which has none: it must be empty.
+
+        Raises:
+            TypeError, ValueError: it is not.
+        """
+        SavedState(state_dict, f"the saved {type(self).__name__}", ())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing, as each draw is as likely as any other."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` returned.
+
+        Raises:
+            TypeError, ValueError: as `check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Notes in the directory `path` that there is no state."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "sampler.json").write_text("{}")
+
+    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
+        """Returns the state that a dump holds, unchecked.
+
+        Raises:
+            ValueError: a file is missing, cut or damaged.
+        """
+        return folder.json("sampler.json")
+
+    def loads(self, path: str | Path) -> None:
+        """Takes what `dumps` saved.
+
+        Raises:
+            FileNotFoundError, TypeError, ValueError: as `read_dump` and `check_state_dict`.
+        """
+        self.load_state_dict(self.read_dump(DumpFolder(path)))

@@ -12,6 +12,7 @@ from trl_storages.storages.packed import PackedStorage
 from trl_storages.storages.priority_column import PriorityColumn
 from trl_storages.storages.row_view import RowView
 from trl_storages.storages.row_writer import as_array
+from trl_storages.storages.stock_rows import load_rows_state, read_rows_dump, read_rows_state
 
 __all__ = [
     "PROGRESS",
@@ -28,8 +29,11 @@ __all__ = [
     "StoredFields",
     "as_array",
     "field_keys",
+    "load_rows_state",
     "nest",
     "nested_sizes",
     "read_fields",
+    "read_rows_dump",
+    "read_rows_state",
     "tensors_of",
 ]

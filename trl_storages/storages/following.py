@@ -156,18 +156,23 @@ class FollowingStorage(PackedStorage):
 
     def _are_there(self, seen: list[torch.Tensor]) -> bool:
         """Returns whether the writer has not begun to change any of the rows that were read."""
-        index: EpisodeIndex = self.episodes  # type: ignore[assignment]
         header = self.journal.header  # type: ignore[union-attr]
         fence()
         if header.rewrites != self._rewrites:
             return False
-        reserved = header.reserved
+        return all(bool(self.is_there(slots).all()) for slots in seen)
+
+    def is_there(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether the writer has not begun to overwrite each of some rows, bool.
+
+        Args:
+            slots: int64 of rows that were there at the last look.
+        """
+        index: EpisodeIndex = self.episodes  # type: ignore[assignment]
+        fence()
+        reserved = self.journal.header.reserved  # type: ignore[union-attr]
         oldest = torch.from_numpy(np.asarray(reserved) - index.steps_per_lane)
-        for slots in seen:
-            lanes = slots % index.num_envs
-            if bool((index.steps(slots) < oldest[lanes]).any()):
-                return False
-        return True
+        return index.steps(slots) >= oldest[slots % index.num_envs]
 
     def get(self, index: Any) -> Any:
         """Returns the transitions at `index`; see `PackedStorage.get`."""

@@ -257,20 +257,19 @@ class Layout:
         try:
             layout = cls(
                 {
-                    tuple(field["key"]): (_DTYPES[field["dtype"]], field["shape"])
+                    _key(field["key"]): (_DTYPES[field["dtype"]], _shape(field["shape"]))
                     for field in description["fields"]
                 },
                 tuple(
                     (tuple(path), torch.Size(size)) for path, size in description.get("nested", ())
                 ),
             )
-            row_nbytes = description["row_nbytes"]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the description of the rows is damaged: {error!r}.") from error
-        if layout.row_nbytes != row_nbytes:
+        if layout.to_json() != description:
             raise ValueError(
-                f"the description says {row_nbytes} bytes a row, its fields need "
-                f"{layout.row_nbytes}."
+                f"the description of the rows is damaged: of these fields it would be "
+                f"{layout.to_json()}, got {description}."
             )
         return layout
 
@@ -305,6 +304,18 @@ _DTYPES = {
 
 def _dtype_of(field: Field) -> torch.dtype:
     return field.dtype
+
+
+def _key(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not names or not all(isinstance(it, str) for it in names):
+        raise ValueError(f"a key must be a list of names, got {names!r}")
+    return tuple(names)
+
+
+def _shape(sizes: Any) -> list[int]:
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"a shape must be a list of sizes, got {sizes!r}")
+    return sizes
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
@@ -23,8 +23,9 @@ from trl_storages.episodes import EpisodeIndex
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
+from trl_storages.saved import DumpFolder, SavedState
 from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
-from trl_storages.storages.dumping import RowsCheckpointer
+from trl_storages.storages.dumping import RowsCheckpointer, copy_fields, read_rows
 from trl_storages.storages.durable import Durable, Track, check_same
 from trl_storages.storages.entries import Nested, nested_sizes, tensors_of
 from trl_storages.storages.files import check_platform
@@ -523,47 +524,98 @@ class PackedStorage(LazyTensorStorage):
             "_len": self._len,
         }
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: layout or number of rows differ, or it is damaged.
+        """
+        self.read_state(state_dict)
+
+    def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
+        """Returns the fields `[N, ...]` of a saved state, which share its memory; none if it has no rows.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`.
+        """
+        keys = ("layout", "_storage", "initialized", "_len")
+        saved = SavedState(state_dict, "the saved PackedStorage", keys)
+        if saved["layout"] is None:
+            if saved.flag("initialized") or saved["_storage"] is not None:
+                raise saved.error("layout", "that of the rows, as there are some", None)
+            saved.integer("_len", 0, 0)
+            return {}
+        if not saved.flag("initialized"):
+            raise saved.error("initialized", "True, as there is a layout", False)
+        saved.integer("_len", 0, self.max_size)
+        layout = Layout.from_json(saved["layout"])
+        self._check_layout(layout)
+        rows = saved["_storage"]
+        if not isinstance(rows, TensorDictBase):
+            shape = (self.max_size, layout.num_words)
+            hint = "the size of the storage must be that of the saved one"
+            rows = layout.tensordict(saved.tensor("_storage", torch.int64, shape, hint))
+        fields = tensors_of(rows)
+        found = Layout.of(fields, batch_dims=1)
+        if rows.batch_size != (self.max_size,) or found.described != layout.described:
+            must = f"{self.max_size} rows of {layout}"
+            raise saved.error("_storage", must, f"{list(rows.batch_size)} of {found}")
+        return fields
+
+    def _check_layout(self, layout: Layout) -> None:
+        """Raises a ValueError if saved rows are others than those of this storage."""
+        if self.layout is not None and layout.described != self.layout.described:
+            raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
+        declared = {unravel_key(key): field for key, field in self._declared.items()}
+        wrong = [
+            key
+            for key, (dtype, shape) in layout.described.items()
+            if (declared and key not in declared)
+            or ((field := declared.get(key)) and (field[0], torch.Size(field[1])) != (dtype, shape))
+        ]
+        if wrong or not declared.keys() <= layout.described.keys():
+            raise ValueError(
+                f"the saved rows are {layout}, this storage was made for rows of "
+                f"{ {key: field and (field[0], [*field[1]]) for key, field in declared.items()} }. "
+                "Nothing was changed."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, into rows of the same layout and number.
 
         Raises:
-            ValueError: layout or number of rows differ. Nothing is changed then.
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
         """
-        if state_dict["layout"] is not None:
-            layout, rows = Layout.from_json(state_dict["layout"]), state_dict["_storage"]
-            if self.layout is not None and layout != self.layout:
-                raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
-            if rows.shape[0] != self.max_size:
-                raise ValueError(
-                    f"the saved storage has {rows.shape[0]} rows, this one {self.max_size}."
-                )
-            if self.rows is None:
-                self._allocate(layout)
-            if self._durable is not None:
-                self._durable.clear()
-            self.rows.copy_(rows)  # type: ignore[union-attr]
+        fields = self.read_state(state_dict)
+        if fields and self.rows is None:
+            self._allocate(Layout.from_json(state_dict["layout"]))
+        if self._durable is not None:
+            self._durable.clear()
+        if fields:
+            progress = getattr(self.checkpointer, "progress", False)
+            target = tensors_of(self._storage)
+            copy_fields(fields, target, self.row_nbytes, "loading rows", progress)
         self._len = state_dict["_len"]
         self._bump_mutation_revision()
+
+    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
+        """Returns the state that a dump holds, unchecked; its rows are read when they are copied.
+
+        Raises:
+            ValueError: a file is missing, cut or damaged.
+        """
+        rows, length = read_rows(self, folder)
+        layout = Layout.of(tensors_of(rows), batch_dims=1).to_json()
+        return {"layout": layout, "_storage": rows, "initialized": True, "_len": length}
 
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved, into rows of the same fields and number.
 
         Raises:
-            ValueError: fields or number of rows differ. Nothing is changed then.
+            FileNotFoundError: there is no such directory.
+            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
         """
-        # Other checkpointers write something else than the fields.
-        if type(self.checkpointer) is RowsCheckpointer and self.layout is not None:
-            saved = TensorDict.load_memmap(path, allow_pickle=False)
-            layout = Layout.of(tensors_of(saved), batch_dims=1)
-            if layout.described != self.layout.described:
-                raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
-            if saved.batch_size[0] != self.max_size:
-                raise ValueError(
-                    f"the saved storage has {saved.batch_size[0]} rows, this one {self.max_size}."
-                )
-        if self._durable is not None:
-            self._durable.clear()
-        super().loads(path)
+        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

@@ -5,6 +5,8 @@ Letters: N rows, n of them.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import torch
 
@@ -95,11 +97,17 @@ class PriorityColumn:
 
         Returns:
             `[n]` float32; NaN where the row has none yet.
+
+        Raises:
+            ValueError: the file is damaged: a priority is negative or not finite.
         """
         at = slots.numpy()
         words = self._column.take(at)
         priority = words.astype(np.uint32).view(np.float32)
         known = words >> _HALF == self._generations(at)
+        wrong = known & ~((priority >= 0) & (priority < np.inf))
+        if wrong.any():
+            self._refuse(f"that of the row in slot {at[wrong][0]} is {priority[wrong][0]}")
         return torch.from_numpy(np.where(known, priority, np.float32(np.nan)))
 
     def clear(self) -> None:
@@ -109,9 +117,22 @@ class PriorityColumn:
 
     @property
     def largest(self) -> float:
-        """The largest priority reported so far; 0 if there was none."""
-        return float(self._largest[0])
+        """The largest priority reported so far; 0 if there was none.
+
+        Raises:
+            ValueError: the file is damaged: it is negative or not finite.
+        """
+        largest = float(self._largest[0])
+        if not 0 <= largest < np.inf:
+            self._refuse(f"the largest is {largest}")
+        return largest
 
     @largest.setter
     def largest(self, value: float) -> None:
         self._largest[0] = value
+
+    def _refuse(self, found: str) -> NoReturn:
+        raise ValueError(
+            f"{self._journal.directory / PRIORITIES} is damaged: priorities must be finite and at least "
+            f"0, {found}. Bring it back from a copy, or delete it: all rows then get the same priority."
+        )

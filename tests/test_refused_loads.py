@@ -1,0 +1,311 @@
+"""A load that is refused says why, and leaves rows, index, sampler, recorder, generator and files alone.
+
+Every entry of every state and every file of every dump is damaged in every way that `damages` knows.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from damages import damaged_states, files_in
+from goal_data import distance_reward, goal_transitions
+from gymnasium import spaces
+from snapshots import assert_unchanged, files_of, snapshot
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+)
+from torchrl.envs.transforms import Compose, RewardScaling
+
+from trl_storages import (
+    EREReplayStorage,
+    HERReplayStorage,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    UniformReplayStorage,
+)
+from trl_storages.replay import ReplayStorage
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
+from trl_storages.storages import PackedStorage
+from trl_storages.transforms import GoalRelabel, NStep
+from trl_storages.writers import EpisodeWriter
+
+pytestmark = pytest.mark.requirement("refused-is-unchanged")
+
+SIZE, LANES = 12, 2
+REFUSED = (KeyError, OSError, TypeError, ValueError)
+GOALS = spaces.Dict(
+    {
+        "observation": spaces.Box(-np.inf, np.inf, (4,), np.float32),
+        "achieved_goal": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+        "desired_goal": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    }
+)
+
+
+def recipe(kind, **defaults):
+    if kind is HERReplayStorage:
+        defaults["reward_fn"] = distance_reward
+
+    def make(**options):
+        options = {"storage_size": SIZE, "num_envs": LANES, "batch_size": 4, "seed": 1} | options
+        return kind(GOALS, spaces.Discrete(9), **defaults, **options)
+
+    return make
+
+
+def over(rows, sampler, *, tracks=False, **given):
+    """Storages that are put together by hand."""
+
+    def make(**options):
+        return ReplayStorage(
+            storage=rows(SIZE),
+            sampler=sampler(),
+            writer=EpisodeWriter(LANES, track_generations=tracks),
+            batch_size=4,
+            generator=torch.Generator().manual_seed(1),
+            **(given | options),
+        )
+
+    return make
+
+
+def all_parts():
+    return HERSampler(base=ERESampler(0.99, 4, base=PERSampler(SIZE)))
+
+
+# Each part at least once, and each way to put samplers upon one another.
+MAKERS = {
+    "uniform": recipe(UniformReplayStorage, autoreset_mode="NextStep"),
+    "n-step": recipe(NStepReplayStorage),
+    "prioritized": recipe(PrioritizedReplayStorage),
+    "recency": recipe(EREReplayStorage, c_min=4),
+    "hindsight": recipe(HERReplayStorage),
+    "all of them": recipe(HERReplayStorage, n_step=3, alpha=0.6, eta=0.99, c_min=4),
+    "over TorchRL's rows": over(
+        LazyTensorStorage,
+        all_parts,
+        transform=Compose(GoalRelabel(distance_reward), NStep(2, 0.9)),
+    ),
+    "over files of TorchRL's": over(LazyMemmapStorage, UniformSampler),
+    "transforms of TorchRL's": over(
+        PackedStorage,
+        UniformSampler,
+        transform=RewardScaling(0.5, 2.0, in_keys=[("next", "reward")]),
+    ),
+    "without replacement": over(
+        PackedStorage,
+        lambda: HERSampler(base=SamplerWithoutReplacement()),
+        transform=GoalRelabel(distance_reward),
+    ),
+    "priorities of TorchRL's": over(PackedStorage, lambda: PrioritizedSampler(SIZE, 0.6, 0.4)),
+    "drawn ahead": over(PackedStorage, UniformSampler, prefetch=2),
+    "counting generations": over(PackedStorage, UniformSampler, tracks=True),
+}
+
+
+def filled(make, num_steps, **options):
+    """A storage in the middle of its work, after the ring has wrapped."""
+    storage = make(**options)
+    steps = torch.arange(num_steps).expand(storage.episodes.num_envs, -1)
+    lanes = torch.arange(len(steps)).unsqueeze(1).expand_as(steps)
+    done = (steps + 2 * lanes) % 5 == 4
+    for step in range(num_steps):
+        at = slice(step, step + 1)
+        storage.extend(goal_transitions(lanes[:, at], steps[:, at], done[:, at]))
+        if step == num_steps // 2:
+            batch = storage.sample()
+            batch["td_error"] = torch.arange(len(batch)).float() + 0.5
+            storage.update_tensordict_priority(batch)
+    return storage
+
+
+class Walk:
+    """Loads what is damaged into one storage after another, and keeps what went wrong."""
+
+    def __init__(self, make):
+        self._make, self.wrong, self.tried = make, [], 0
+        self._renew()
+
+    def _renew(self):
+        self.storage = self._make()
+        self.storage.synchronize()  # draws that are under way take numbers from the generator
+        self._before = snapshot(self.storage)
+
+    def load(self, name, load):
+        self.tried += 1
+        try:
+            load(self.storage)
+        except REFUSED as error:
+            if len(str(error)) < 40:
+                self.wrong.append(f"{name}: says only {error!r}")
+        except Exception as error:  # the walk is to go on
+            self.wrong.append(f"{name}: raises {type(error).__name__}: {error}")
+        else:
+            self.wrong.append(f"{name}: is loaded")
+            self._renew()
+            return
+        try:
+            assert_unchanged(self._before, self.storage)
+        except AssertionError as error:
+            self.wrong.append(f"{name}: {error}")
+            self._renew()
+
+    def close(self):
+        self.storage.validate()
+        self.storage.sample()
+        assert not self.wrong, f"{len(self.wrong)} of {self.tried}:\n" + "\n".join(self.wrong)
+
+
+# What may well be so: numbers that any row may hold, counters, and what was not there to be saved.
+def is_harmless(name):
+    entry, _, damage = name.partition(": ")
+    inner = entry.rpartition(".")[2]
+    return (
+        damage == "None"
+        or (damage in ("negative", "huge", "NaN") and entry.startswith("_storage._storage"))
+        or (inner == "last_trajectory" and damage in ("negative", "huge"))
+        or (entry.startswith("_transforms.") and damage in ("NaN", "negative"))
+        or (inner == "_generation" and damage == "huge")
+        or name == "transform.t: longer"
+        or inner == "_schema_version"
+        or (damage == "a list" and entry.startswith("_storage._storage."))
+        or entry.startswith("_rng")
+        or (entry, damage) == ("_prefetch_state.queue", "shorter")
+        or (inner == "largest" and damage == "huge")
+        or (inner in ("len_storage", "drop_last", "_ran_out") and damage in ("huge", "other flag"))
+        or (inner == "_sample_list" and damage == "another shape")
+        or (inner in ("_write_count", "write_count") and damage == "huge")
+    )
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_entry_of_a_state(kind):
+    make = MAKERS[kind]
+    state, walk = filled(make, 8).state_dict(), Walk(lambda: filled(make, 3))
+    for name, damaged in damaged_states(state):
+        if not is_harmless(name):
+            walk.load(name, lambda storage, damaged=damaged: storage.load_state_dict(damaged))
+    walk.close()
+
+
+# What each dump holds is damaged once.
+WALKED_WHOLE = ("all of them", "over TorchRL's rows")
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_file_of_a_dump(kind, tmp_path):
+    make, dump, known = MAKERS[kind], tmp_path / "dump", tmp_path / "known"
+    filled(make, 8).dumps(dump)
+    if kind not in WALKED_WHOLE:
+        filled(MAKERS["all of them"], 8).dumps(known)
+    walk = Walk(lambda: filled(make, 3))
+    for file, name, damage in files_in(dump):
+        path = file.relative_to(dump)
+        if (known / path).exists() or is_harmless(f"{path}: {name}".replace(".json: ", ".json.")):
+            continue
+        data = file.read_bytes()
+        damage(file)
+        before = files_of(dump)
+        walk.load(f"{path}: {name}", lambda storage: storage.loads(dump))
+        assert files_of(dump) == before, f"{path}: {name} changes the dump"
+        for left in (file, file.with_name("elsewhere"), file.with_suffix(".pickle")):
+            if left.is_dir():
+                left.rmdir()
+            left.unlink(missing_ok=True)
+        file.write_bytes(data)
+    walk.storage.loads(dump)
+    walk.close()
+
+
+def test_a_field_can_not_leave_the_directory_of_a_dump(tmp_path):
+    dump, storage = tmp_path / "dump", filled(MAKERS["uniform"], 8)
+    storage.dumps(dump)
+    (tmp_path / "secret.memmap").write_bytes((dump / "storage" / "action.memmap").read_bytes())
+    meta = dump / "storage" / "meta.json"
+    for name in ("../../secret", str(tmp_path / "secret"), "..", "", "shape/x"):
+        text = json.loads(meta.read_text())
+        text[name] = text["action"]
+        changed = shutil.copytree(dump, tmp_path / "changed", dirs_exist_ok=True)
+        (changed / "storage" / "meta.json").write_text(json.dumps(text))
+        before = snapshot(storage)
+        with pytest.raises(ValueError, match="must not lead elsewhere"):
+            storage.loads(changed)
+        assert_unchanged(before, storage)
+        rows = goal_transitions(torch.zeros(2).long(), torch.arange(2), torch.zeros(2).bool())
+        if not name:
+            continue
+        rows[name] = torch.ones(2)
+        named = ReplayStorage(storage=PackedStorage(4))
+        named.extend(rows)
+        with pytest.raises(ValueError, match="must not lead elsewhere"):
+            named.dumps(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+# What fits although it is called otherwise: these two differ in how batches are seen alone.
+ALIKE = {"uniform", "n-step"}
+OTHERS = {
+    **{kind: MAKERS[kind] for kind in list(MAKERS)[:6]},
+    "other lanes": lambda: MAKERS["all of them"](num_envs=3),
+    "other size": lambda: MAKERS["all of them"](storage_size=SIZE + 4),
+    "no goals": lambda: UniformReplayStorage(
+        GOALS["observation"], spaces.Discrete(9), storage_size=SIZE, num_envs=LANES, batch_size=4
+    ),
+}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_another_storage_saved(on_disk, tmp_path):
+    """Into storages in memory, and into directories, whose files stay as they are."""
+    places = iter(range(100))
+    saved = {}
+    for kind, make in OTHERS.items():
+        storage = make()
+        if kind != "no goals":
+            storage = filled(lambda make=make: make(), 8)
+        saved[kind] = storage
+        storage.dumps(tmp_path / f"dump {kind}")
+    for kind in ("uniform", "all of them"):
+        options = {"path": tmp_path / f"rows {next(places)}"} if on_disk else {}
+        walk = Walk(lambda kind=kind, options=options: filled(MAKERS[kind], 3, **options))
+        for other, storage in saved.items():
+            if other == kind or {other, kind} == ALIKE:
+                continue
+            state, dump = storage.state_dict(), tmp_path / f"dump {other}"
+            walk.load(f"{kind} <- {other}", lambda it, state=state: it.load_state_dict(state))
+            walk.load(f"{kind} <- dump of {other}", lambda it, dump=dump: it.loads(dump))
+        walk.close()
+
+
+@pytest.mark.parametrize("by", ["state", "dump"])
+def test_into_a_directory(by, tmp_path):
+    """Refused before a byte of its files is touched; a whole state is taken, and outlives the process."""
+    make = MAKERS["all of them"]
+    saved = filled(make, 8)
+    saved.dumps(tmp_path / "dump")
+    storage = filled(make, 3, path=tmp_path / "rows")
+    storage.flush()
+    before = snapshot(storage)
+    if by == "state":
+        state = saved.state_dict()
+        state["_sampler"]["base"]["base"]["priorities"][3] = -1
+        with pytest.raises(ValueError, match="at least 0"):
+            storage.load_state_dict(state)
+    else:
+        file = tmp_path / "dump" / "sampler" / "sampler.json"
+        whole = file.read_text()
+        file.write_text(whole[:-5])
+        with pytest.raises(ValueError, match=r"sampler\.json' is cut"):
+            storage.loads(tmp_path / "dump")
+        file.write_text(whole)
+    assert_unchanged(before, storage)
+    storage.loads(tmp_path / "dump")
+    storage.close()
+    again = make(path=tmp_path / "rows")
+    assert (again[:] == saved[:]).all()
+    again.validate()
