@@ -605,7 +605,7 @@ class PackedStorage(LazyTensorStorage):
             ValueError: a file is missing, cut or damaged.
         """
         rows, length = read_rows(self, folder)
-        layout = Layout.of(tensors_of(rows), batch_dims=1).to_json()
+        layout = Layout.of(tensors_of(rows), 1, nested_sizes(rows, 1)).to_json()
         return {"layout": layout, "_storage": rows, "initialized": True, "_len": length}
 
     def loads(self, path: str | Path) -> None:
