@@ -1,9 +1,9 @@
 """What type checkers see of the public names: a file that uses them, and one that uses them wrongly."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -67,26 +67,33 @@ storage.sample("4")
 """
 
 
-def checked(source: str, directory: Path) -> list[str]:
-    """Returns what mypy says of a source, a line for each error."""
-    file = directory / "snippet.py"
-    file.write_text(source)
+def by_mypy(file: Path) -> list[str]:
     options = ["--config-file", str(Path(__file__).parents[1] / "pyproject.toml")]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "--no-error-summary", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options.append("--no-error-summary")
+    return told([sys.executable, "-m", "mypy", *options, str(file)])
+
+
+def by_pyright(file: Path) -> list[str]:
+    if shutil.which("pyright") is None:
+        pytest.skip("pyright is not installed")
+    return told(["pyright", "--pythonpath", sys.executable, str(file)])
+
+
+def told(command: list[str]) -> list[str]:
+    """Returns the lines with errors that a type checker writes."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert not done.stderr, done.stderr
     return [line for line in done.stdout.splitlines() if " error: " in line]
 
 
 @pytest.mark.slow
-def test_what_is_right_passes_and_what_is_wrong_does_not(tmp_path):
-    right = dedent(HEADER) + RIGHT
+@pytest.mark.parametrize("checker", [by_mypy, by_pyright])
+def test_what_is_right_passes_and_what_is_wrong_does_not(checker, tmp_path):
+    right = HEADER + RIGHT
     first = len(right.splitlines()) + 1
     wrong = [line for line in WRONG.splitlines() if line]
-    told = checked(right + "\n".join(wrong) + "\n", tmp_path)
-    lines = {int(line.split(":")[1]) for line in told}
-    assert lines == {*range(first, first + len(wrong))}, told
+    file = tmp_path / "snippet.py"
+    file.write_text(right + "\n".join(wrong) + "\n")
+    errors = checker(file)
+    lines = {int(line.split(".py:")[1].split(":")[0]) for line in errors}
+    assert lines == {*range(first, first + len(wrong))}, errors

@@ -14,6 +14,7 @@ from trl_storages.transforms import parts_of
 __all__ = ["Parameter", "Parameters"]
 
 Value = TypeVar("Value")
+Made = TypeVar("Made")
 
 
 @runtime_checkable
@@ -50,8 +51,9 @@ class Parameter(Generic[Value]):
 class _Settled(ReplayBufferMeta):
     """Makes storages that take no new attributes once they are made."""
 
-    def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: N805
-        storage = super().__call__(*args, **options)
+    # Type checkers then ask the constructor.
+    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:  # noqa: N805
+        storage = super().__call__(*args, **options)  # type: ignore[misc]
         # Where it is made in another process, this is not one.
         if issubclass(type(storage), cls):
             storage._is_settled = True
