@@ -135,8 +135,9 @@ class OnDisk:
     def flush(self) -> None:
         """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
 
-        A killed process loses nothing that was written; a machine that loses its power may lose what
-        was written since the last flush. Rows in memory are left alone.
+        A killed process loses nothing that was written. A machine that loses its power loses nothing
+        that was flushed, unless rows were written since: the directory may then open with wrong rows,
+        so keep a `dumps` where that matters. Rows in memory are left alone.
         """
         with self._replay_lock, self._write_lock:
             journal = self._journal
