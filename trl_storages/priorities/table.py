@@ -133,7 +133,7 @@ class PriorityTable:
         if episodes.num_envs != self._order.num_lanes:
             finish(partial(self._arrange, episodes.num_envs))
         start, stop = self._order.newest(episodes, window)
-        return self._drawn(noise, beta, (stop - start).sum(), start, stop)
+        return self._drawn(noise, beta, None, start, stop)
 
     def _arrange(self, num_lanes: int) -> None:
         self._plant(num_lanes)
@@ -143,7 +143,7 @@ class PriorityTable:
         self,
         noise: torch.Tensor,
         beta: float,
-        num_rows: int | torch.Tensor,
+        num_rows: int | torch.Tensor | None,
         *ranges: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws from all leaves, or those of ranges: `[R]` first leaves and `[R]` ends."""
@@ -152,9 +152,11 @@ class PriorityTable:
             reference = weights.amin()
         elif self._normalize == "storage":
             reference = self._tree.least(*ranges)
+        elif ranges:
+            start, stop = ranges
+            reference = self._tree.range_sums(start, stop).sum() / (stop - start).sum()
         else:
-            total = self._tree.range_sums(*ranges).sum() if ranges else self._tree.total
-            reference = total / num_rows
+            reference = self._tree.total / num_rows
         slots = self._order.slots(leaves)
         weights = importance_weight(weights, reference, beta=beta).float()
         return slots, weights, self._rows.generations.index_select(0, slots)

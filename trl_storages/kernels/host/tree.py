@@ -299,12 +299,15 @@ def _draw_within(
         leaves[i] = 0
     for level in range(1, depth + 1):
         for i in range(batch):
-            node, r = leaves[i], which[i]
-            if node == nodes[0, level - 1, r]:
-                at = ((level - 1) * num_ranges + r) * FAN_OUT
-                chosen, begins = _child_at(parts, at, rest[i])
-            elif node == nodes[1, level - 1, r]:
-                at = ((depth + level - 1) * num_ranges + r) * FAN_OUT
+            node, r, at = leaves[i], which[i], -1
+            if r >= 0:
+                if node == nodes[0, level - 1, r]:
+                    at = ((level - 1) * num_ranges + r) * FAN_OUT
+                elif node == nodes[1, level - 1, r]:
+                    at = ((depth + level - 1) * num_ranges + r) * FAN_OUT
+                else:
+                    which[i] = -1  # All below lies within the range.
+            if at >= 0:
                 chosen, begins = _child_at(parts, at, rest[i])
             else:
                 chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
