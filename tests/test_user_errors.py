@@ -202,7 +202,7 @@ class TestResetsOfAVector:
             (np.float32([[1], [2]]), 0.0, no),
         ):
             storage = UniformReplayStorage(
-                Box(-9, 9, (1,)), Discrete(2), storage_size=20, num_envs=2
+                Box(-9, 9, (1,)), Discrete(2), storage_size=20, num_envs=2, on_gap="ignore"
             )
 
             def record(observations, reward, flags, storage=storage):
@@ -292,7 +292,7 @@ class TestArguments:
         assert not len(storage)
 
     def test_a_collector_s_stack_of_batches(self):
-        storage = storage_for(4)
+        storage = storage_for(4, on_gap="ignore")
         whole = storage_for(1)
         whole.record(**transition())
         stack = whole[:].expand(2, 2, 3, 1).squeeze(-1)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from trl_storages.replay import ReplayStorage
 from trl_storages.storages import PackedStorage
 from trl_storages.writers import EpisodeWriter
+
+# The rows of this file tell who they are, and do not begin where the row before them ended.
+writer_of_any_rows = partial(EpisodeWriter, on_gap="ignore")
 
 
 def transitions(tags, done, trajectories=None):
@@ -64,7 +68,7 @@ class WriterMachine(RuleBasedStateMachine):
 
     def make_buffer(self):
         # Trajectory ids are told to the writer but not stored.
-        writer = EpisodeWriter(self.oracle.num_envs, keys=self.keys)
+        writer = writer_of_any_rows(self.oracle.num_envs, keys=self.keys)
         return self.buffer_type(storage=self.storage_type(self.size), writer=writer)
 
     def block(self, data, lanes, steps):
@@ -108,8 +112,14 @@ class WriterMachine(RuleBasedStateMachine):
     def extend_by_one_step(self, data):
         lanes = list(range(self.oracle.num_envs))
         rows = self.block(data, lanes, 1)[:, 0]
-        self.check_slots(self.buffer.extend(rows), lanes, 1)
+        if self.trajectory is None:
+            slots = self.buffer.extend(rows)
+        else:
+            # Flat rows that name their trajectories find their lanes themselves, unless these are told.
+            slots = self.buffer.writer.extend(rows, lanes=lanes)
+        self.check_slots(slots, lanes, 1)
 
+    @precondition(lambda self: self.oracle.num_envs == 1 or self.trajectory is None)
     @rule(data=st.data())
     def add(self, data):
         """[] of one lane, [E] of several."""
@@ -217,7 +227,7 @@ def block(*shape, first_lane=0):
 class TestTrajectoryIds:
     def test_whole_trajectories_one_after_another(self):
         """What a collector with `trajs_per_batch` sends: the last row of each may lack `done`."""
-        buffer = ReplayStorage(storage=PackedStorage(10))
+        buffer = ReplayStorage(storage=PackedStorage(10), writer=writer_of_any_rows())
         data = block(7)
         data["collector", "traj_ids"] = torch.tensor([4, 4, 4, 9, 9, 2, 2])
         buffer.writer.keys = None
@@ -227,7 +237,7 @@ class TestTrajectoryIds:
         assert not buffer.episodes.is_finished(slots).any()
 
     def test_a_trajectory_goes_on_in_the_next_batch(self):
-        buffer = ReplayStorage(storage=PackedStorage(10))
+        buffer = ReplayStorage(storage=PackedStorage(10), writer=writer_of_any_rows())
         for ids in ([3, 3, 5], [5, 5, 8]):
             data = block(3)
             data["collector", "traj_ids"] = torch.tensor(ids)
@@ -235,14 +245,14 @@ class TestTrajectoryIds:
         assert buffer.episodes.behind(slots).tolist() == [1, 2, 0]
 
     def test_of_several_lanes(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
         data = block(2, 3)
         data["collector", "traj_ids"] = torch.tensor([[0, 0, 0], [1, 2, 2]])
         slots = buffer.extend(data)
         assert buffer.episodes.behind(slots).tolist() == [[0, 1, 2], [0, 0, 1]]
 
     def test_of_a_collector_that_names_them_otherwise(self):
-        writer = EpisodeWriter(traj_key="run", done_key=("next", "over"))
+        writer = writer_of_any_rows(traj_key="run", done_key=("next", "over"))
         buffer = ReplayStorage(storage=PackedStorage(10), writer=writer)
         data = block(4).rename_key_(("next", "done"), ("next", "over"))
         data["next", "over"][1] = True
@@ -273,18 +283,18 @@ class TestRefused:
             (1, (4, 5), "num_envs=4"),
             (3, (4, 5), "num_envs=4"),
             (3, (2, 3), "num_envs=2"),
-            (3, (5,), r"\[3, T\].*\[3\].*\[5\].*num_envs=1"),
+            (3, (5,), r"\[3, T\].*\[3\].*\[5\].*traj_ids.*lanes=.*num_envs=1"),
             (3, (3, 2, 2), r"\[3, 2, 2\]"),
         ],
     )
     def test_wrong_number_of_lanes(self, storage_type, num_envs, shape, match):
-        buffer = ReplayStorage(storage=storage_type(12), writer=EpisodeWriter(num_envs))
+        buffer = ReplayStorage(storage=storage_type(12), writer=writer_of_any_rows(num_envs))
         buffer.extend(block(num_envs, 2) if num_envs > 1 else block(2))
         data = block(3, 2).unsqueeze(-1).expand(shape) if len(shape) == 3 else block(*shape)
         self.check(buffer, lambda: buffer.extend(data), ValueError, match)
 
     def test_a_single_transition_for_several_lanes(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(3))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(3))
         buffer.extend(block(3, 2))
         self.check(buffer, lambda: buffer.add(block(1)[0]), ValueError, "lanes")
 
@@ -306,14 +316,14 @@ class TestRefused:
         ids=str,
     )
     def test_lanes_that_do_not_match_the_rows(self, lanes):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(3))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(3))
         buffer.extend(block(3, 2))
         data = block(2, 2)
         self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lane")
 
     @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
     def test_without_done(self, storage_type):
-        buffer = ReplayStorage(storage=storage_type(12))
+        buffer = ReplayStorage(storage=storage_type(12), writer=writer_of_any_rows())
         buffer.extend(block(2))
         data = block(2).exclude(("next", "done"))
         self.check(buffer, lambda: buffer.extend(data), KeyError, r"done[\s\S]*observation")
@@ -322,7 +332,7 @@ class TestRefused:
         "done", [torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.bool)], ids=["float", "two"]
     )
     def test_done_that_is_no_flag(self, done):
-        buffer = ReplayStorage(storage=PackedStorage(12))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows())
         buffer.extend(block(2))
         data = block(2)
         data["next", "done"] = done
@@ -339,7 +349,7 @@ class TestRefused:
         ids=["missing key", "extra key", "wrong dtype", "wrong shape"],
     )
     def test_rows_that_do_not_fit(self, spoil, named):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
         buffer.extend(block(2, 3))
         data = spoil(block(2, 2))
         errors = (KeyError, TypeError, ValueError)
@@ -347,7 +357,7 @@ class TestRefused:
         self.check(buffer, lambda: buffer.add(data[:, 0]), errors, named)
 
     def test_a_first_write_that_is_refused_fixes_nothing(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
         with pytest.raises(ValueError, match="num_envs=3"):
             buffer.extend(block(3, 2))
         with pytest.raises(KeyError, match="done"):
@@ -358,28 +368,28 @@ class TestRefused:
         assert len(buffer) == 4
 
     def test_no_rows(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=EpisodeWriter(2))
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
         buffer.extend(block(2, 2))
         self.check(buffer, lambda: buffer.extend(block(2, 2)[:, :0]), ValueError, "nothing")
 
     def test_storage_smaller_than_the_number_of_lanes(self):
         with pytest.raises(ValueError, match=r"num_envs.*2.*3"):
-            ReplayStorage(storage=PackedStorage(2), writer=EpisodeWriter(3))
+            ReplayStorage(storage=PackedStorage(2), writer=writer_of_any_rows(3))
 
     def test_no_lanes(self):
         with pytest.raises(ValueError, match=r"num_envs.*0"):
-            EpisodeWriter(0)
+            writer_of_any_rows(0)
 
     def test_storages_of_more_dimensions(self):
         with pytest.raises(ValueError, match=r"ndim=1.*num_envs"):
-            ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=EpisodeWriter(3))
+            ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=writer_of_any_rows(3))
         with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*EpisodeWriter\(num_envs\)"):
             PackedStorage(12, ndim=2)
 
 
 @pytest.mark.parametrize("copied", [lambda made: made, copy.deepcopy, reloaded])
 def test_more_rows_may_be_written_than_32_bits_count(copied):
-    storage = ReplayStorage(storage=PackedStorage(3), writer=EpisodeWriter())
+    storage = ReplayStorage(storage=PackedStorage(3), writer=writer_of_any_rows())
     storage.writer._write_count = 2**31 - 1
     storage = copied(storage)
     storage.extend(transitions(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2).bool()))

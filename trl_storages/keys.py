@@ -1,5 +1,7 @@
 """The TensorDict keys of a transition, as TorchRL's collectors and losses name them."""
 
+from collections.abc import Collection
+
 from tensordict import NestedKey
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "TRAJECTORY_IDS",
     "TRUNCATED",
     "VALIDITY_MASK",
+    "continued_keys",
     "next_key",
 ]
 
@@ -48,6 +51,10 @@ LEARNING_MASK: NestedKey = "learning_mask"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 
+# What bears these names is of one step, and does not go on from one step to the next.
+_OF_A_STEP = frozenset({"reward", "done", "terminated", "truncated"})
+
+
 def next_key(key: NestedKey) -> NestedKey:
     """Returns the key of the same entry one step later.
 
@@ -55,3 +62,24 @@ def next_key(key: NestedKey) -> NestedKey:
     (('next', 'observation'), ('next', 'goals', 'achieved'))
     """
     return ("next", key) if isinstance(key, str) else ("next", *key)
+
+
+def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
+    """Returns the entries whose next value is the value of the next row, within an episode.
+
+    Args:
+        keys: of a row.
+
+    >>> continued_keys(["pixels", ("next", "pixels"), "done", ("next", "done")])
+    ['pixels']
+    """
+    if OBSERVATION in keys and next_key(OBSERVATION) in keys:
+        return [OBSERVATION]
+    # A goal may be drawn anew within an episode.
+    return [
+        key
+        for key in keys
+        if key != DESIRED_GOAL
+        and (key if isinstance(key, str) else key[-1]) not in _OF_A_STEP
+        and next_key(key) in keys
+    ]

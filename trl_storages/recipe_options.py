@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit
 from trl_storages.gym.fields import InfoKeys
 from trl_storages.other_names import meant
 from trl_storages.priorities import Normalization
+from trl_storages.writing import OnGap
 
 __all__ = ["DEFAULTS", "Options", "check_names", "with_options"]
 
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     extra_fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]]
     sample_unit: SampleUnit | None
     autoreset_mode: AutoresetMode | str | None
+    on_gap: OnGap
 
 
 DEFAULTS: Options = {
@@ -63,6 +65,7 @@ DEFAULTS: Options = {
     "extra_fields": {},
     "sample_unit": None,
     "autoreset_mode": None,
+    "on_gap": "warn",
 }
 
 

@@ -38,6 +38,7 @@ from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
 from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import OnGap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,6 +88,8 @@ class UniformReplayStorage(ReplayStorage):
         sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments by themselves.
+        on_gap: "warn" once of a step that does not begin with the observation that the step before it
+            in its lane led to, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
 
     `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
     `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn.
@@ -145,6 +148,7 @@ class UniformReplayStorage(ReplayStorage):
         extra_fields: Mapping[NestedKey, Field],
         sample_unit: SampleUnit | None,
         autoreset_mode: AutoresetMode | str | None,
+        on_gap: OnGap,
     ) -> None:
         """Puts the parts together."""
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
@@ -165,8 +169,11 @@ class UniformReplayStorage(ReplayStorage):
             )
         fields = transition_fields(observation_space, action_space, info_keys)
         # Of infos without a space the first write says more.
-        stored = {**dict.fromkeys(info_key_names(info_keys)), **fields}
+        infos = info_key_names(info_keys)
+        stored = {**dict.fromkeys(infos), **fields}
         stored |= _extra_fields(extra_fields, stored)
+        # An info may be stored at the root and under `next`, and is the same at both.
+        observations = keys.continued_keys([key for key in fields if key not in infos])
         capacity = storage_size // num_envs * num_envs
         # All are made, so that an option out of its range is an error, and used where they do something.
         draws = {"alpha": alpha, "beta": beta, "eps": eps, "normalize": normalize}
@@ -193,7 +200,9 @@ class UniformReplayStorage(ReplayStorage):
             ReplayStorage.__init__(
                 self,
                 storage=storage,
-                writer=EpisodeWriter(num_envs, keys=list(stored)),
+                writer=EpisodeWriter(
+                    num_envs, keys=list(stored), on_gap=on_gap, observation_keys=observations
+                ),
                 sampler=sampler,
                 transform=Compose(*transforms) if transforms else None,
                 batch_size=batch_size,
@@ -293,6 +302,9 @@ class EpisodeReplayStorage(UniformReplayStorage):
                 could stay whole. Nothing is written then.
         """
         steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
+        if len(tensordicts.batch_size) == 1 and lanes is None:
+            # One step of each lane, or trajectories that are shared out among them.
+            steps = -(-steps // self.episodes.num_envs)
         if steps > room:
             raise ValueError(
                 f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "

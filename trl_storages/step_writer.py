@@ -20,9 +20,17 @@ from trl_storages.gym.layout import Layout
 from trl_storages.gym.recorder import Memory
 from trl_storages.gym.trees import Leaf, TreeReader
 from trl_storages.interrupts import complete
-from trl_storages.keys import DONE, MASK, OBSERVATION, REWARD, TERMINATED, TRUNCATED
+from trl_storages.keys import (
+    DONE,
+    MASK,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    next_key,
+)
+from trl_storages.storages import Field, PackedStorage
 from trl_storages.storages import Layout as RowLayout
-from trl_storages.storages import PackedStorage
 from trl_storages.writers import EpisodeWriter
 
 __all__ = ["StepWriter"]
@@ -59,7 +67,7 @@ class StepWriter:
     ) -> None:
         self._recorder, self._storage, self._writer = recorder, storage, writer
         self._episodes, self._num_envs = episodes_of(storage), writer.num_envs
-        self._plan, self._rows = plan, storage.row_writer
+        self._plan, self._rows, self._gaps = plan, storage.row_writer, writer.gaps
         layout: RowLayout = storage.layout  # type: ignore[assignment]
         words: Any = storage.rows.numpy()  # type: ignore[union-attr]
         self._num_words, self._words = layout.num_words, words
@@ -86,6 +94,12 @@ class StepWriter:
         keys = [*self._vector.keys, REWARD, DONE, TERMINATED, TRUNCATED]
         self._in_order = itemgetter(*(keys.index(key) for key in layout.keys), len(keys))
         self._one_reward, self._padding = np.zeros(1, self._reward.dtype), bytes(layout.padding)
+        # Where a row says what its step began with, and what it led to, in bytes.
+        place = {field.key: _bytes_of(field) for field in layout.fields}
+        compared = writer.gaps.compared(layout.keys) if writer.gaps.is_looking else []
+        self._compared = [(place[key], place[next_key(key)]) for key in compared]
+        self._step_bytes, self._row_bytes = steps.view(np.uint8), words.view(np.uint8)
+        self._ring_bytes = self._ring.cast("B")
 
     @classmethod
     def of(cls, recorder: GymRecorder, storage: Any, writer: Any) -> StepWriter | None:
@@ -147,6 +161,8 @@ class StepWriter:
         memory = None
         if self._has_flags or lanes is not None or recorder.is_watching:
             memory = recorder.settle(self._columns, infos, is_vector=is_vector)
+        if self._gaps.is_looking:
+            self._look_for_gaps(lanes)
         episodes, num_rows = self._episodes, self._num_envs if lanes is None else len(lanes)
         point, count = episodes.counters(), self._writer._write_count + num_rows
         try:
@@ -158,6 +174,42 @@ class StepWriter:
                 partial(episodes.recount, point),
             )
             raise
+
+    def _look_for_gaps(self, lanes: np.ndarray | None) -> None:
+        """Warns of lanes that do not go on from their newest rows, or ends their episodes there."""
+        found = self._gap_of_the_only_lane() if self._num_envs == 1 else self._gaps_of(lanes)
+        if not found:
+            return
+        if self._gaps.on_gap == "cut":
+            self._episodes.end_episodes(found)
+        else:
+            self._gaps.has_warned = self._gaps.warn([torch.ones(len(found))], stacklevel=5)
+
+    def _gap_of_the_only_lane(self) -> list[int]:
+        episodes = self._episodes
+        if not episodes.is_open.item():
+            return []
+        step, ring, width = self._bytes, self._ring_bytes, len(self._bytes)
+        row = episodes.newest_slot() * width
+        for begin, end in self._compared:
+            # As bytes they are compared at once, as views one by one.
+            before = ring[row + end.start : row + end.stop].tobytes()
+            if step[begin].tobytes() != before:
+                return [0]
+        return []
+
+    def _gaps_of(self, lanes: np.ndarray | None) -> list[int]:
+        """Returns those of some lanes, or of all, whose step does not continue their newest row."""
+        episodes = self._episodes
+        which = np.arange(self._num_envs) if lanes is None else lanes
+        steps = self._step_bytes if lanes is None else self._step_bytes[lanes]
+        before = episodes.newest_slots(None if lanes is None else torch.from_numpy(lanes)).numpy()
+        gap = np.zeros(len(which), bool)
+        for begin, end in self._compared:
+            differs = steps[:, begin] != self._row_bytes[before, end]
+            if differs.any():
+                gap |= differs.any(1)
+        return which[gap & episodes.is_open.numpy()[which]].tolist() if gap.any() else []
 
     def _put(
         self, lanes: np.ndarray | None, write_count: int, memory: Memory | None
@@ -310,3 +362,8 @@ def _fits(plan: Layout, storage: PackedStorage, writer: EpisodeWriter) -> bool:
         # NumPy has no bfloat16.
         and not any(dtype is torch.bfloat16 for dtype, _ in fields.values())
     )
+
+
+def _bytes_of(field: Field) -> slice:
+    """Where a field lies in a row."""
+    return slice(field.start_byte, field.start_byte + field.size * field.dtype.itemsize)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,14 @@ from trl_storages.storages import (
     read_fields,
     tensors_of,
 )
+from trl_storages.writing import (
+    GapWatch,
+    OnGap,
+    end_flags,
+    lanes_and_steps,
+    refuse_padding,
+    route,
+)
 
 __all__ = ["EpisodeWriter", "num_slots"]
 
@@ -45,12 +54,30 @@ _NO_EPISODES = (
 Then = Callable[[torch.Tensor], object]
 
 
+class _Write(NamedTuple):
+    """`[L, T]` steps that are about to be written, and what is known of them."""
+
+    data: TensorDictBase
+    entries: Mapping[NestedKey, torch.Tensor]
+    lanes: Lanes
+    shape: tuple[int, int]
+    done: torch.Tensor
+    cut: torch.Tensor | None
+    last_trajectory: torch.Tensor | None
+    gap: torch.Tensor | None
+
+
 class EpisodeWriter(RoundRobinWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
     after another, `[E, T]` steps of several (time last, dense or lazily stacked), and single steps
-    `[E]`. The storage gets an `EpisodeIndex` as its attribute `episodes`.
+    `[E]`. Flat rows `[N]` of several environments, such as `data.reshape(-1)`, find their lanes by
+    `traj_key`. The storage gets an `EpisodeIndex` as its attribute `episodes`.
+
+    A row goes on where its lane stands, unless the row before it was `done` or was of another
+    trajectory. Where its observation is not that row's next one, environments were reset without a
+    word, or another stream began: see `on_gap`.
 
     Args:
         num_envs: E, the lanes of the ring.
@@ -59,9 +86,18 @@ class EpisodeWriter(RoundRobinWriter):
             may be absent.
         keys: entries to store, the others are left out; None stores all.
         track_generations: as in TorchRL's `RoundRobinWriter`.
+        on_gap: what happens to a row that does not begin, bit for bit, with the next observation of
+            the row before it: "warn" says so once, before the row is stored as its continuation; "cut"
+            begins an episode with it; "ignore" does not look. Rows on a GPU are warned of a little
+            later, so that nothing waits for it.
+        observation_keys: entries that are compared with what lies under `next`; None compares
+            `observation`, or, where that is missing, all that have a twin under `next` (other than
+            the desired goal, rewards and flags).
 
     Raises:
-        ValueError: `num_envs` is below 1.
+        ValueError: `num_envs` is below 1, `on_gap` is something else, or `observation_keys` are not
+            stored.
+        TypeError: `observation_keys` is not a sequence of keys.
     """
 
     def __init__(
@@ -72,6 +108,8 @@ class EpisodeWriter(RoundRobinWriter):
         traj_key: NestedKey = default_keys.TRAJECTORY_IDS,
         keys: Sequence[NestedKey] | None = None,
         track_generations: bool = False,
+        on_gap: OnGap = "warn",
+        observation_keys: Sequence[NestedKey] | None = None,
     ) -> None:
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         track_generations = arguments.flag("track_generations", track_generations)
@@ -83,8 +121,23 @@ class EpisodeWriter(RoundRobinWriter):
         self.done_key = arguments.key("done_key", done_key)
         self.traj_key = arguments.key("traj_key", traj_key)
         self.keys = None if keys is None else arguments.keys("keys", keys)
+        #: Looks for rows that do not continue the row before them.
+        self.gaps = GapWatch(on_gap, observation_keys)
+        self._check_stored(self.gaps.observation_keys)
         self._last_trajectory: torch.Tensor | None = None
+        # When each lane was written last, in rows written.
+        self._last_written = np.zeros(num_envs, np.int64)
         self._on_disk: DurableLanes | None = None
+
+    def _check_stored(self, observation_keys: Sequence[NestedKey] | None) -> None:
+        if self.keys is None or observation_keys is None:
+            return
+        wanted = [name for key in observation_keys for name in (key, default_keys.next_key(key))]
+        if missing := [key for key in wanted if key not in self.keys]:
+            raise ValueError(
+                f"observation_keys are compared with the rows that are stored, and {missing} are not: "
+                f"keys must name them, got {self.keys}."
+            )
 
     def register_storage(self, storage: Storage) -> None:
         """Gives `storage` its episode index.
@@ -164,42 +217,118 @@ class EpisodeWriter(RoundRobinWriter):
         """Writes steps of all lanes, or of `lanes`.
 
         Args:
-            data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
+            data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows `[N]` for
+                several lanes that hold `traj_key` may be of any trajectories: each goes on in its
+                lane, and a new one begins in a lane whose episode is over, else in the one that was
+                longest not written, whose episode is cut.
             lanes: the L distinct lanes that are written; None is all of them.
             then: called with the slots, as a part of the write: after an interrupt all of it is done, or
                 nothing.
 
         Returns:
-            int64 slots of the batch size of `data`; -1 for rows that found no room because more
-            than the whole ring was written at once.
+            int64 slots of the batch size of `data`, in its order; -1 for rows that found no room
+            because more than the whole ring was written at once.
 
         Raises:
-            ValueError: the batch does not match the lanes. Nothing is written then.
+            ValueError: the batch does not match the lanes, or more trajectories run side by side than
+                there are lanes. Nothing is written then.
             KeyError: `done_key` is missing. Nothing is written then.
         """
-        shape = self._shape(arguments.steps("data", data).batch_size, lanes)
-        return self._extend(data, lanes, shape, then)
+        arguments.steps("data", data)
+        self.gaps.warn_late()
+        if self._is_routed(data, lanes):
+            return self._extend_flat(data, then)
+        return self._extend(data, lanes, self._shape(data, lanes), then)
 
     def _extend(
         self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int], then: Then | None
     ) -> torch.Tensor:
+        """Writes `[L, T]` steps, in whatever batch size they come."""
+        return self._write([self._checked(data, lanes, shape)], itemgetter(0), then)
+
+    def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
+        """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
+        return (
+            lanes is None
+            and data.ndim == 1
+            and self.num_envs > 1
+            and data.get(self.traj_key, None) is not None
+        )
+
+    def _extend_flat(self, data: TensorDictBase, then: Then | None) -> torch.Tensor:
+        """Writes rows `[N]` of several lanes, each trajectory to a lane."""
+        shape = 1, len(data)
+        if not len(data):
+            self._shape(data, None)
+        if self.keys is not None:
+            # The others need not be copied.
+            wanted = [*self.keys, self.done_key, self.traj_key, default_keys.MASK]
+            data = data.select(*wanted, strict=False)
         entries = self._entries(data)
-        _refuse_padding(entries)
+        refuse_padding(entries)
+        blocks = route(
+            _on_host(entries[self.traj_key].reshape(-1)),
+            _on_host(end_flags(entries, self.done_key, shape)[0]),
+            held=_on_host(self._last_trajectory),  # type: ignore[arg-type]
+            is_open=_on_host(self._episodes.is_open),
+            last_written=self._last_written,
+        )
+        writes = []
+        for lanes, rows in blocks:
+            named = None if len(lanes) == self.num_envs else lanes.tolist()
+            writes.append(self._checked(data[torch.from_numpy(rows)], named, rows.shape))
+
+        def in_order(written: list[torch.Tensor]) -> torch.Tensor:
+            slots = torch.empty(len(data), dtype=torch.int64, device=self._episodes.device)
+            for (_, rows), some in zip(blocks, written, strict=True):
+                slots[torch.from_numpy(rows)] = some
+            return slots
+
+        return self._write(writes, in_order, then)
+
+    def _checked(self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]) -> _Write:
+        """Finds out all about `[L, T]` steps that must be known before they are written."""
+        entries = self._entries(data)
+        refuse_padding(entries)
         if self._on_disk is not None:
             self._catch_up()
-        done = self._flag(entries, self.done_key, shape)
+        done = end_flags(entries, self.done_key, shape)
         cut, last_trajectory = self._cuts(entries, lanes, shape)
+        if self._on_disk is not None:
+            cut = self._on_disk.cut_where_reset(data, done, cut, lanes)
+        gap = None
+        if self.gaps.is_looking:
+            stored = entries
+            if self.keys is not None:
+                stored = {key: entries[key] for key in self.keys if key in entries}
+            is_open = self._is_continued(lanes)
+            gap = self.gaps.find(self._storage, stored, done, cut, lanes, is_open)
+            if gap is not None and self.gaps.on_gap == "cut":
+                cut = gap if cut is None else cut | gap
+        return _Write(data, entries, lanes, shape, done, cut, last_trajectory, gap)
+
+    def _write(
+        self,
+        writes: Sequence[_Write],
+        join: Callable[[list[torch.Tensor]], torch.Tensor],
+        then: Then | None,
+    ) -> torch.Tensor:
+        """Writes what was checked, each to lanes of its own, and returns the slots as `join` does."""
+        warned = self.gaps.warn([write.gap for write in writes if write.gap is not None])
 
         def write() -> torch.Tensor:
-            slots = self._write_steps(data, entries, lanes, shape, done, cut, last_trajectory)
+            slots = join([self._write_steps(*each[:-1]) for each in writes])
             if then is not None:
                 then(slots)
             return slots
 
         if self._on_disk is not None:
             # Files have ways of their own to stay whole.
-            return write()
-        return finish(write, partial(self._go_back, self._point()))
+            slots = write()
+        else:
+            slots = finish(write, partial(self._go_back, self._point()))
+        self.gaps.has_warned |= warned
+        return slots
 
     def _point(self) -> tuple:
         """Returns all that a write goes on from."""
@@ -239,7 +368,7 @@ class EpisodeWriter(RoundRobinWriter):
             entries = self._entries(rows)
         steps = None
         if self._on_disk is not None:
-            cut, steps = self._on_disk.steps(data, done, cut, lanes, last_trajectory)
+            steps = self._on_disk.steps(done, cut, lanes, last_trajectory)
         # Rows first: if they do not fit the storage, nothing has changed.
         at = slots if run is None else slice(run.start, run.stop)
         self._set(at, rows, entries, steps)
@@ -250,6 +379,10 @@ class EpisodeWriter(RoundRobinWriter):
             self._last_trajectory[which] = last_trajectory  # type: ignore[index]
         # Known to the host without waiting for the device, as TorchRL would.
         self._count(num_lanes * num_steps, episodes.newest_slot(lanes))
+        if lanes is None:
+            self._last_written.fill(self._write_count)
+        else:
+            self._last_written[episodes.named_lanes(lanes)] = self._write_count
         slots = slots if slots.ndim == 1 else slots.reshape(-1)
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
@@ -308,40 +441,11 @@ class EpisodeWriter(RoundRobinWriter):
             at = slots if isinstance(slots, slice) else slots.reshape(-1)
             storage.set(at, rows.reshape(-1), set_cursor=False)
 
-    def _shape(self, batch_size: torch.Size, lanes: Lanes) -> tuple[int, int]:
+    def _shape(self, data: TensorDictBase, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
         num_lanes = len(self._episodes.named_lanes(lanes))
-        if 0 in batch_size:
-            raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
-        if len(batch_size) == 1 and num_lanes == 1:
-            return 1, batch_size[0]
-        if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
-            return num_lanes, batch_size[1] if len(batch_size) == 2 else 1
-        if len(batch_size) > 2:
-            joined = f"data.flatten(0, {len(batch_size) - 2})"
-            remedy = f"join its leading dimensions for num_envs={batch_size[:-1].numel()}: {joined}"
-        elif len(batch_size) == 2 and lanes is None:
-            remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
-        else:
-            remedy = "pass num_envs=1 to store one stream of transitions or whole trajectories"
-        raise ValueError(
-            f"a batch for {num_lanes} lanes must be [{num_lanes}, T] (time last) or [{num_lanes}] (one "
-            f"step of each), got {list(batch_size)}; {remedy}."
-        )
-
-    def _flag(
-        self, entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, shape: tuple[int, int]
-    ) -> torch.Tensor:
-        flag = entries.get(key)
-        if flag is None:
-            there = sorted(map(str, entries))
-            raise KeyError(f"the data lacks {key!r}, which ends episodes; its keys are {there}.")
-        if flag.dtype is not torch.bool or flag.numel() != shape[0] * shape[1]:
-            raise ValueError(
-                f"{key!r} must be one bool a row, for {shape[0] * shape[1]} rows; got "
-                f"{flag.dtype} {list(flag.shape)}."
-            )
-        return _in_shape(flag, shape)
+        is_for_all = lanes is None
+        return lanes_and_steps(data, num_lanes, is_for_all=is_for_all, traj_key=self.traj_key)
 
     def _cuts(
         self, entries: Mapping[NestedKey, torch.Tensor], lanes: Lanes, shape: tuple[int, int]
@@ -355,13 +459,19 @@ class EpisodeWriter(RoundRobinWriter):
         before = self._last_trajectory[written].unsqueeze(1)  # type: ignore[index]
         return trajectory != torch.cat([before, trajectory[:, :-1]], 1), trajectory[:, -1]
 
+    def _is_continued(self, lanes: Lanes) -> torch.Tensor:
+        """Returns `[L]` whether the next row of each of the lanes may continue its last episode."""
+        is_open, which = self._episodes.is_open, self._episodes.lane_ids(lanes)
+        is_open = is_open if lanes is None else is_open[which]
+        if self._last_process is not None:
+            is_open = is_open & (self._last_process[which] == os.getpid())
+        return is_open
+
     def _cut_between_processes(self, lanes: Lanes) -> None:
         """Cuts the lanes that another process wrote last: it has environments of its own."""
         if self._last_process is None:
             return
-        this_process = os.getpid()
-        which = torch.arange(self.num_envs)
-        which = which if lanes is None else which[torch.as_tensor(lanes)]
+        this_process, which = os.getpid(), self._episodes.lane_ids(lanes)
         cut = which[self._last_process[which] != this_process]
         if len(cut):
             self._episodes.end_episodes(cut)
@@ -489,7 +599,7 @@ class EpisodeWriter(RoundRobinWriter):
         slots, data = index.reshape(-1), data.reshape(-1)
         entries = self._entries(data)
         if self.done_key in entries:
-            done = self._flag(entries, self.done_key, (1, slots.shape[0])).to(slots.device)
+            done = end_flags(entries, self.done_key, (1, slots.shape[0])).to(slots.device)
             if not torch.equal(done[0], self._episodes.is_end(slots)):
                 raise ValueError(
                     f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
@@ -689,10 +799,5 @@ def _in_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
-def _refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:
-    mask = entries.get(default_keys.MASK)
-    if mask is not None and not mask.all():
-        raise ValueError(
-            f"all rows must be transitions, but {default_keys.MASK} says that {int((~mask).sum())} are "
-            "padding: pass traj_format='cat' to the collector, or extend with data[mask]."
-        )
+def _on_host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()

@@ -201,6 +201,12 @@ class EpisodeIndex:
         lane = self.named_lanes(lanes)[-1]
         return (self.host_steps.item(lane) - 1) % self.steps_per_lane * self.num_envs + lane
 
+    def newest_slots(self, lanes: Lanes = None) -> torch.Tensor:
+        """Returns `[L]` the slot of the newest row of each of `lanes`; of an empty lane any slot."""
+        lane = self.lane_ids(lanes)
+        newest = (self.cursors if lanes is None else self.cursors[lane]) - 1
+        return newest % self.steps_per_lane * self.num_envs + lane
+
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written after so many steps.
 

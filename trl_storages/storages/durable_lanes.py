@@ -5,14 +5,12 @@ Letters: T steps, E lanes (environments), L lanes written now.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 
 from trl_storages.episodes import EpisodeIndex, Lanes
-from trl_storages.keys import DESIRED_GOAL, OBSERVATION, next_key
+from trl_storages.keys import continued_keys, next_key
 from trl_storages.storages.durable import Durable
 from trl_storages.storages.journal import Steps
 from trl_storages.storages.packed import PackedStorage
@@ -52,29 +50,42 @@ class DurableLanes:
         """Rows written, as TorchRL's writers count them."""
         return 0 if self._storage.journal is None else self._storage.journal.state.write_count
 
-    def steps(
+    def cut_where_reset(
         self,
         data: TensorDictBase,
         done: torch.Tensor,
         cut: torch.Tensor | None,
         lanes: Lanes,
-        last_trajectory: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Steps]:
-        """Returns what the files are told of the rows to be written.
+    ) -> torch.Tensor | None:
+        """Returns `cut`, with a cut where an episode does not go on after reopening.
 
         Args:
             data: the rows, `[L, T]`, `[T]` or `[L]`.
             done: `[L, T]` bool.
             cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
             lanes: the lanes, as the writer takes them.
-            last_trajectory: `[L]` int64, or None.
+        """
+        if not self._unsure.any():
+            return cut
+        lane = self._episodes.lane_ids(lanes).numpy()
+        return self._cut_where_reset(data, done, cut, lane)
 
-        Returns:
-            `cut`, with a cut where an episode does not go on after reopening, and the steps.
+    def steps(
+        self,
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        lanes: Lanes,
+        last_trajectory: torch.Tensor | None,
+    ) -> Steps:
+        """Returns what the files are told of the rows to be written.
+
+        Args:
+            done: `[L, T]` bool.
+            cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
+            lanes: the lanes, as the writer takes them.
+            last_trajectory: `[L]` int64, or None.
         """
         lane = self._episodes.lane_ids(lanes).numpy()
-        if self._unsure.any():
-            cut = self._cut_where_reset(data, done, cut, lane)
         ends = done.numpy()
         begins = np.empty_like(ends)
         begins[:, 1:] = ends[:, :-1]
@@ -82,7 +93,7 @@ class DurableLanes:
         if cut is not None:
             begins |= cut.numpy()
         trajectories = None if last_trajectory is None else last_trajectory.numpy()
-        return cut, Steps(lane, begins, ends, trajectories)
+        return Steps(lane, begins, ends, trajectories)
 
     def catch_up(self) -> torch.Tensor | None:
         """Takes in a write that was committed when an interrupt kept it from the index.
@@ -108,11 +119,9 @@ class DurableLanes:
         lane: np.ndarray,
     ) -> torch.Tensor:
         cut = torch.zeros_like(done) if cut is None else cut.clone()
-        keys = self._continued_keys()
+        keys = continued_keys(self._storage.layout.keys)  # type: ignore[union-attr]
         rows = data.reshape(done.shape)[:, 0]
-        newest = self._episodes.cursors[lane] - 1
-        slots = newest % self._episodes.steps_per_lane * self._episodes.num_envs
-        slots += torch.from_numpy(lane)
+        slots = self._episodes.newest_slots(torch.from_numpy(lane))
         before = self._storage.read(slots, [next_key(key) for key in keys])
         goes_on = torch.full((len(lane),), bool(keys))
         for key in keys:
@@ -121,11 +130,3 @@ class DurableLanes:
         cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & ~goes_on
         self._unsure[lane] = False
         return cut
-
-    def _continued_keys(self) -> Sequence[NestedKey]:
-        """Returns the entries whose next value is the value of the next row, within an episode."""
-        known = self._storage.layout.keys  # type: ignore[union-attr]
-        if OBSERVATION in known and next_key(OBSERVATION) in known:
-            return [OBSERVATION]
-        # A goal may be drawn anew within an episode.
-        return [key for key in known if key != DESIRED_GOAL and next_key(key) in known]

@@ -1,0 +1,140 @@
+"""Finds the lane of each row of a flat batch by the trajectory that it is of.
+
+Letters: N rows, E lanes, U trajectories among the rows, L lanes that get S rows each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["Block", "route"]
+
+# `[L]` lanes, and `[L, S]` which rows they get, in the order of time.
+Block = tuple[np.ndarray, np.ndarray]
+
+
+def route(
+    trajectories: np.ndarray,
+    done: np.ndarray,
+    *,
+    held: np.ndarray,
+    is_open: np.ndarray,
+    last_written: np.ndarray,
+) -> list[Block]:
+    """Gives each trajectory of a flat batch to one lane.
+
+    A trajectory goes on in the lane that holds it. A new one goes to a lane whose episode is over, else
+    to the one that was longest not written. Of several lanes that are over, it is the one of the
+    trajectory before it in the batch while that has no more than its share of the rows, then the one
+    with the fewest: so a batch `[E, T]` that was made flat fills the lanes as `[E, T]` does.
+
+    Args:
+        trajectories: `[N]` integers, one number a trajectory; the rows of each in the order of time.
+        done: `[N]` bool, the episode ends with this row.
+        held: `[E]` the number of the last trajectory of each lane.
+        is_open: `[E]` bool, whether it goes on.
+        last_written: `[E]` when each lane was written last, by any clock.
+
+    Returns:
+        which rows go to which lanes: a block for each number of rows that lanes get.
+
+    Raises:
+        ValueError: more trajectories go on after the batch than there are lanes.
+
+    >>> from numpy import array
+    >>> two = {"held": array([0, 0]), "is_open": array([False, False]), "last_written": array([0, 0])}
+    >>> route(array([4, 4, 5, 5]), array([False] * 4), **two)
+    [(array([0, 1]), array([[0, 1],
+           [2, 3]]))]
+    """
+    number, first, of_row = np.unique(trajectories, return_index=True, return_inverse=True)
+    # Trajectories are counted in the order in which they appear.
+    order = first.argsort()
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    unit = rank[of_row.reshape(-1)]
+    size = np.bincount(unit)
+    goes_on = ~done[unit.argsort(kind="stable")[size.cumsum() - 1]]
+    number = number[order]
+    if (num_open := int(goes_on.sum())) > len(held):
+        raise ValueError(_too_many(num_open, len(held)))
+    lane, place = _lanes(number, size, goes_on, held, is_open, last_written)
+
+    # The rows of each lane: trajectories by their place in it, and then by time.
+    turn = np.empty(len(number), np.int64)
+    turn[np.lexsort((np.arange(len(number)), place, lane))] = np.arange(len(number))
+    rows = turn[unit].argsort(kind="stable")
+    count = np.bincount(lane, size, minlength=len(held)).astype(np.int64)
+    start = count.cumsum() - count
+    blocks = []
+    for num_rows in np.unique(count[count > 0]).tolist():
+        lanes = np.flatnonzero(count == num_rows)
+        blocks.append((lanes, rows[start[lanes, None] + np.arange(num_rows)]))
+    return blocks
+
+
+def _lanes(
+    number: np.ndarray,
+    size: np.ndarray,
+    goes_on: np.ndarray,
+    held: np.ndarray,
+    is_open: np.ndarray,
+    last_written: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `[U]` the lane of each trajectory, and `[U]` its place there.
+
+    Args:
+        number: `[U]` the numbers of the trajectories.
+        size: `[U]` their rows in the batch.
+        goes_on: `[U]` bool, whether they have not ended with these.
+        held: as in `route`, as all that follow.
+        is_open: likewise.
+        last_written: likewise.
+    """
+    num_envs, share = len(held), -(-int(size.sum()) // len(held))
+    holders = {int(held[lane]): lane for lane in np.flatnonzero(is_open)[::-1].tolist()}
+    rows = [0] * num_envs
+    # Lanes whose episode would be cut, and those whose last trajectory is known.
+    is_cut, is_taken, is_held = is_open.tolist(), [False] * num_envs, [False] * num_envs
+    lanes, places = np.full(len(number), -1), np.ones(len(number), np.int64)
+    for at, name in enumerate(number.tolist()):
+        lane = holders.get(name)
+        if lane is not None:
+            # First of all: it goes on from the row before.
+            lanes[at], places[at] = lane, 0
+            rows[lane] += int(size[at])
+            is_cut[lane] = False
+            is_taken[lane] = is_held[lane] = bool(goes_on[at])
+    when = last_written.tolist()
+    before = -1
+    for at, (num_rows, is_last) in enumerate(zip(size.tolist(), goes_on.tolist(), strict=True)):
+        if lanes[at] < 0:
+            # A trajectory that ended may come before one that goes on, if this is a new one too.
+            barred = is_taken if is_last else is_held
+            free = [lane for lane in range(num_envs) if not barred[lane]]
+            if not free:
+                raise ValueError(_too_many(num_envs + 1, num_envs))
+            is_next = before in free and not is_cut[before] and rows[before] + num_rows <= share
+            if not is_next:
+                before = min(
+                    free,
+                    key=lambda lane: (
+                        is_cut[lane],
+                        when[lane] if is_cut[lane] else rows[lane],
+                        when[lane],
+                    ),
+                )
+            lanes[at], places[at] = before, 2 if is_last else 1
+            rows[before] += num_rows
+            is_cut[before] = False
+            is_taken[before] |= is_last
+        before = int(lanes[at])
+    return lanes, places
+
+
+def _too_many(num_trajectories: int, num_envs: int) -> str:
+    return (
+        f"rows of {num_trajectories} trajectories that run side by side need as many lanes, and there "
+        f"are {num_envs}: pass num_envs={num_trajectories}, one for each environment, where the storage "
+        "or its writer is made; or end those that are over, with a `done`."
+    )
