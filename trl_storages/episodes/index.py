@@ -90,6 +90,7 @@ class EpisodeIndex:
                 f"{capacity} for {num_envs} lanes."
             )
         self.device = arguments.device("device", device)
+        self._on_host = self.device.type == "cpu"
         self._ring = backend(self.device).Ring(capacity, num_envs, self.device)
         self.num_envs = num_envs
         self.steps_per_lane: int = self._ring.steps_per_lane
@@ -133,8 +134,7 @@ class EpisodeIndex:
     def host_steps(self) -> np.ndarray:
         """`[E]` int64, the cursors as the host knows them without asking the device."""
         # On the CPU they are the same memory.
-        on_host = self.device.type == "cpu"
-        return self.cursors.numpy() if on_host else np.zeros(self.num_envs, np.int64)
+        return self.cursors.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
 
     # Lanes and slots
 
@@ -262,13 +262,9 @@ class EpisodeIndex:
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
         """Does what `append` does with `[L, S]` flags that fit."""
-        if self.device.type != "cpu":
+        if not self._on_host:
             self.host_steps[list(self.named_lanes(lanes))] += done.shape[1]
-        return self._ring.append(
-            done.to(self.device),
-            None if cut is None else cut.to(self.device),
-            None if lanes is None else self.lane_ids(lanes),
-        )
+        return self._ring.append(done, cut, None if lanes is None else self.lane_ids(lanes))
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -635,7 +631,7 @@ class EpisodeIndex:
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
         self._ring.share_memory_()
-        if self.device.type == "cpu":
+        if self._on_host:
             # A view of where they were.
             self.__dict__.pop("host_steps", None)
         return self
@@ -644,7 +640,7 @@ class EpisodeIndex:
         if get_spawning_popen() is not None:
             self.share_memory_()
         state = self.__dict__.copy()
-        if self.device.type == "cpu":
+        if self._on_host:
             # A view would be pickled as a copy.
             state.pop("host_steps", None)
         return state

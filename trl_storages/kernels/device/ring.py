@@ -25,13 +25,14 @@ class Ring(RingTables):
         """Takes S further steps of L lanes."""
         if lanes is None:
             lanes = torch.arange(self.num_envs, device=self.device)
+        done = done.to(self.device)
         room, num_steps = self.steps_per_lane, done.shape[1]
         slots, lane = self.next_slots(lanes, num_steps), lanes.unsqueeze(1)
         cursor, begun, is_open = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
-            begins = begins | cut
+            begins = begins | cut.to(self.device)
         number = begun + begins.cumsum(1) - 1
         step = cursor + torch.arange(num_steps, device=self.device)
         first_step = torch.where(begins, step, -1).cummax(1).values

@@ -62,23 +62,18 @@ class Ring(RingTables):
         """Takes S further steps of L lanes.
 
         Args:
-            done: `[L, S]` bool: the episode ends with this row.
+            done: `[L, S]` bool, on any device: the episode ends with this row.
             cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
             lanes: `[L]` int64, distinct; None is all of them.
 
         Returns:
             `[L, S]` int64 slots; -1 for steps that find no room, as more than T are written.
         """
-        slots = np.empty(done.shape, np.int64)
-        cuts = _NO_CUTS if cut is None else cut.contiguous().numpy()
-        _append(
-            *self._arrays,
-            self.steps_per_lane,
-            self._all_lanes if lanes is None else lanes.numpy(),
-            done.contiguous().numpy(),
-            cuts,
-            slots,
-        )
+        ends = done.cpu().contiguous().numpy()
+        cuts = _NO_CUTS if cut is None else cut.cpu().contiguous().numpy()
+        written = self._all_lanes if lanes is None else lanes.numpy()
+        slots = np.empty(ends.shape, np.int64)
+        _append(*self._arrays, self.steps_per_lane, written, ends, cuts, slots)
         return torch.from_numpy(slots)
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
@@ -105,9 +100,10 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots.
         """
-        slots = np.empty(noise.shape, np.int64)
+        numbers = noise.contiguous().numpy()
+        slots = np.empty(numbers.shape, np.int64)
         num_newest = self.capacity if window is None else int(window)
-        _draw(self._arrays[2], self.steps_per_lane, noise.contiguous().numpy(), num_newest, slots)
+        _draw(self._arrays[2], self.steps_per_lane, numbers, num_newest, slots)
         return torch.from_numpy(slots)
 
     def goals(
@@ -124,11 +120,12 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots.
         """
-        goals = np.empty(slots.shape, np.int64)
+        anchors = slots.contiguous().numpy()
+        goals = np.empty(anchors.shape, np.int64)
         _goals(
             *self._arrays,
             self.steps_per_lane,
-            slots.contiguous().numpy(),
+            anchors,
             noise.contiguous().numpy(),
             mask.contiguous().numpy(),
             _STRATEGIES[strategy],
@@ -147,9 +144,9 @@ class Ring(RingTables):
             `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        windows = np.empty((num_rows, slots.shape[0]), np.int64)
-        lengths = np.empty(slots.shape, np.int64)
         anchors = slots.contiguous().numpy()
+        windows = np.empty((num_rows, len(anchors)), np.int64)
+        lengths = np.empty(anchors.shape, np.int64)
         _windows(*self._arrays, self.steps_per_lane, anchors, windows, lengths)
         return torch.from_numpy(windows), torch.from_numpy(lengths)
 
@@ -167,9 +164,9 @@ class Ring(RingTables):
             `[B, S]` int64 slots, in time order; the first or last surviving row stands for those beyond
             it. And `[B, S]` bool: whether the row is the one asked for.
         """
-        rows = np.empty((slots.shape[0], num_steps), np.int64)
-        valid = np.empty(rows.shape, bool)
         anchors = slots.contiguous().numpy()
+        rows = np.empty((len(anchors), num_steps), np.int64)
+        valid = np.empty(rows.shape, bool)
         _sequences(*self._arrays, self.steps_per_lane, anchors, burn_in, rows, valid)
         return torch.from_numpy(rows), torch.from_numpy(valid)
 
