@@ -42,8 +42,14 @@ MODES = [None, "NextStep", "SameStep", "Disabled"]
 
 
 def make(kind="dict", num_envs=1, mode=None, size=12, **options):
+    """A storage for steps that are drawn at random, and do not begin where the one before ended."""
     return PrioritizedReplayStorage(
-        *SPACES[kind], storage_size=size, num_envs=num_envs, autoreset_mode=mode, **options
+        *SPACES[kind],
+        storage_size=size,
+        num_envs=num_envs,
+        autoreset_mode=mode,
+        on_gap="ignore",
+        **options,
     )
 
 
@@ -352,11 +358,11 @@ class TestOtherStorages:
         assert not is_short(storage, monkeypatch, *step)
 
     def test_generations(self, monkeypatch):
-        writer = EpisodeWriter(track_generations=True)
+        writer = EpisodeWriter(track_generations=True, on_gap="ignore")
         self.check(ReplayStorage(storage=PackedStorage(12), writer=writer), monkeypatch)
 
     def test_other_processes(self, monkeypatch):
-        storage = UniformReplayStorage(*SPACES["dict"], storage_size=12)
+        storage = UniformReplayStorage(*SPACES["dict"], storage_size=12, on_gap="ignore")
         storage.record(*step_of("dict", 1, 0, **ORDINARY))
         storage.share()
         self.check(storage, monkeypatch)
