@@ -18,6 +18,7 @@ from torchrl.data import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 from torchrl.envs import CatTensors, Compose, GymWrapper
@@ -108,6 +109,7 @@ def owners():
         "Sampler": buffer.sampler,
         "PrioritizedSampler": PrioritizedSampler(4, 0.6, 0.4),
         "SamplerWithoutReplacement": SamplerWithoutReplacement(),
+        "SliceSampler": SliceSampler(num_slices=1),
         "CatTensors": CatTensors(["a", "b"], out_key="c"),
         "Compose": Compose(),
         "TensorDict": buffer[:],

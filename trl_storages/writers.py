@@ -26,6 +26,7 @@ from trl_storages.episodes.history import slots_of
 from trl_storages.episodes.index import Kept
 from trl_storages.interrupts import finish
 from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.stock_parts import check_buffers, check_draws
 from trl_storages.storages import (
     DurableLanes,
     PackedStorage,
@@ -145,7 +146,8 @@ class EpisodeWriter(RoundRobinWriter):
         Raises:
             TypeError: the storage keeps no tensors on a device.
             ValueError: the storage has more dimensions than one, fewer rows than lanes, an index of
-                another number of lanes, or rows without an index.
+                another number of lanes, or rows without an index; or its buffer has a sampler or a sample
+                unit of TorchRL's that can't be right over the lanes.
         """
         if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
             raise TypeError(
@@ -164,6 +166,7 @@ class EpisodeWriter(RoundRobinWriter):
                 f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
                 "without episodes: make an empty storage, and extend the buffer with the rows."
             )
+        check_buffers(storage, self.num_envs)
         journal = getattr(storage, "journal", None)
         if journal is not None:
             journal.set_lanes(self.num_envs)
@@ -499,10 +502,21 @@ class EpisodeWriter(RoundRobinWriter):
         return super().__getstate__()
 
     @property
+    def tracks_generations(self) -> bool:
+        """Whether the rows that a slot ever held are counted.
+
+        TorchRL's buffers ask for it between a draw and the gather. They have handed their sampler the
+        storage as it is, so this is where a sampler is refused that was wrong about its lanes.
+        """
+        if self._storage is not None:
+            check_draws(self._storage, self)
+        return self._track_generations
+
+    @property
     def is_plain(self) -> bool:
         """Whether a write changes rows, episodes and counters only."""
         return (
-            self._generation is None and not self.tracks_generations and self._last_process is None
+            self._generation is None and not self._track_generations and self._last_process is None
         )
 
     def count_step(self, slots: torch.Tensor, write_count: int) -> torch.Tensor:

@@ -111,6 +111,19 @@ class EpisodeIndex:
         return len(self) == self.capacity
 
     @property
+    def is_level(self) -> bool:
+        """Whether all lanes hold equally many rows, so that the live slots are the first ones."""
+        fill = np.minimum(self.host_steps, self.steps_per_lane)
+        return self.num_envs == 1 or not np.count_nonzero(fill != fill[0])
+
+    @property
+    def num_slots_reached(self) -> int:
+        """How many slots there are up to the last live one."""
+        fill = np.minimum(self.host_steps, self.steps_per_lane)
+        last = (fill - 1) * self.num_envs + np.arange(self.num_envs)
+        return int(last[fill > 0].max(initial=-1)) + 1
+
+    @property
     def num_rows(self) -> torch.Tensor:
         """`[]` int64, on the device: rows that are live now."""
         return self._ring.fill.sum()

@@ -33,6 +33,7 @@ from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
 from trl_storages.step_writer import StepWriter
+from trl_storages.stock_parts import check_sampler, draw, expand
 from trl_storages.storages import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.transforms import (
     ReplayTransform,
@@ -58,7 +59,8 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
 
     Args:
         storage: where the rows live, ndim 1.
-        sampler: who is drawn; None draws uniformly over the live rows.
+        sampler: who is drawn; None draws uniformly over the live rows. TorchRL's own samplers of single
+            rows are right over lanes of any fill, but for those that say so when they draw.
         writer: keeps the episodes; None is `EpisodeWriter()`, for one environment.
         transform: how a batch is seen.
         recorder: turns steps of gymnasium loops into transitions, for `record`; None takes steps as
@@ -66,9 +68,12 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
 
     Raises:
-        ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, or
-            the writer does not fit it.
+        ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, the
+            writer does not fit it, or a sampler or unit of TorchRL's can't be right over its lanes.
     """
+
+    #: Tells the writer that samplers are shown the live rows only, however the lanes are filled.
+    draws_live_rows = True
 
     def __init__(
         self,
@@ -450,8 +455,14 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
 
         Returns:
             the sampler that drew until now.
+
+        Raises:
+            ValueError: the sampler is one of TorchRL's that can't draw from these lanes. Nothing is
+                changed then.
         """
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
+        if isinstance(self._writer, EpisodeWriter):
+            check_sampler(sampler, self._writer.num_envs)
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
@@ -505,12 +516,12 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             parts = parts_of(self._transform)
             self._check_goals(parts)
             storage = self._storage
-            index, info = self._sampler.sample(storage, batch_size)
+            index, info = draw(self._sampler, storage, batch_size)
             if isinstance(index, tuple):
                 # TorchRL's slice samplers name a coordinate for each dimension; there is one.
                 (index,) = index
             if self._sample_unit is not None:
-                index, info = self._sample_unit.expand(index, info, storage)
+                index, info = expand(self._sample_unit, index, info, storage)
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)

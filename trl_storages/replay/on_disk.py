@@ -19,6 +19,7 @@ from trl_storages.interrupts import finish
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
 from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.stock_parts import take_in_rows
 from trl_storages.storages import PROGRESS, FollowingStorage, Journal, PackedStorage
 
 __all__ = ["OnDisk", "intact"]
@@ -94,7 +95,7 @@ class OnDisk:
         # TorchRL would give rows that are there already new priorities, where these have their own.
         if isinstance(self._sampler, PERSampler):
             self._sampler.attach(self._storage)
-        else:
+        elif not take_in_rows(self._innermost_sampler(), self._storage):
             super()._initialize_prioritized_sampler()  # type: ignore[misc]
 
     def _check_writable(self) -> None:

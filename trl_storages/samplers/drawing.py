@@ -17,6 +17,7 @@ from trl_storages import arguments
 from trl_storages.episodes import episodes_of
 from trl_storages.functional.draws import random_noise
 from trl_storages.signatures import ShownSignature
+from trl_storages.stock_parts import draw
 
 __all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
 
@@ -90,7 +91,7 @@ def draw_from(
         return sampler.draw(storage, batch_size, noise, *window)
     if window:
         return sampler.sample_window(storage, batch_size, *window)
-    return sampler.sample(storage, batch_size)
+    return draw(sampler, storage, batch_size)
 
 
 def check_not_empty(storage: Storage) -> None:

@@ -19,6 +19,10 @@ class ReplayTransform(Transform):
     lock. A transform of one's own that reads further rows subclasses this and implements `replay`.
     """
 
+    #: Whether this transform makes use of the goal rows that a `HERSampler` draws. Where none does, a
+    #: `ReplayStorage` refuses to draw them.
+    uses_goals = False
+
     @abstractmethod
     def replay(self, rows: RowView) -> None:
         """Changes how the sampled rows are seen.

@@ -1,0 +1,568 @@
+"""Every sampler and sample unit, TorchRL's and ours, over lanes of equal and of unequal fill.
+
+A batch never holds a slot without a row, and never joins two episodes; where a part can't keep that, it
+is refused with the part to use.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torchrl.data.replay_buffers
+import torchrl.data.replay_buffers.sample_units
+import torchrl.data.replay_buffers.samplers
+from goal_data import HISTORIES, AsDrawn, History, episode_flags, goal_transitions, write
+from oracles import RingOracle
+from scipy import stats
+from torchrl.data import (
+    ConsumingSampler,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    PromptGroupSampler,
+    RandomSampler,
+    SamplerEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
+    StreamingSliceSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence, Transition
+from torchrl.data.replay_buffers.samplers import Sampler, SumSegmentTreeFp32
+
+import trl_storages
+import trl_storages.sample_units
+import trl_storages.samplers
+from trl_storages import (
+    EpisodeSequence,
+    EpisodeWriter,
+    ERESampler,
+    HERSampler,
+    PackedStorage,
+    PERSampler,
+    ReplayStorage,
+    UniformSampler,
+)
+from trl_storages.samplers import WrappingSampler
+
+pytestmark = [
+    pytest.mark.requirement("nothing-crosses"),
+    pytest.mark.filterwarnings("ignore:A group .* was smaller:UserWarning"),
+]
+
+ONE_LANE = HISTORIES["wrapped"]
+LEVEL = [
+    HISTORIES["lanes"],
+    History(24, 2, [([episode_flags([3], 2), episode_flags([1, 4])], None)]),
+]
+UNEQUAL = [HISTORIES["lanes of unequal fill"], HISTORIES["a lane wrapped, the others not"]]
+STORAGES = [PackedStorage, LazyTensorStorage]
+BUFFERS = [ReplayStorage, TensorDictReplayBuffer]
+
+ROWS = r"UniformSampler\(\)|PERSampler"
+SEQUENCES = r"EpisodeSequence\(length\).*sample_episodes"
+DONE = ("next", "done")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A part, and what it does over lanes.
+
+    `lanes` and `unequal` are None where it is right, else what the error says: over several lanes, and
+    once they hold unequally many rows. `refused` says it of any storage with episodes.
+    """
+
+    make: Callable[[int], Sampler | SampleUnit]
+    refused: str | None = None
+    lanes: str | None = None
+    unequal: str | None = None
+    # Whether neighbours in the batch are neighbours in time, `slice_len` of them.
+    slice_len: int = 1
+    # Whether the batch must hold every live row, after enough draws.
+    reaches_all: bool = True
+    needs_tree: bool = False
+
+
+def slices(kind, **options):
+    return Case(
+        lambda capacity: kind(slice_len=2, end_key=DONE, **options),
+        lanes=SEQUENCES,
+        slice_len=2,
+        # Episodes of one row have no slice of two.
+        reaches_all=False,
+    )
+
+
+def staleness(capacity):
+    return StalenessAwareSampler(staleness_weight_fn=torch.ones_like, version_key="action")
+
+
+SAMPLERS = {
+    "RandomSampler": Case(lambda capacity: RandomSampler()),
+    "SamplerWithoutReplacement": Case(lambda capacity: SamplerWithoutReplacement()),
+    "PrioritizedSampler": Case(
+        lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5), needs_tree=True
+    ),
+    "StalenessAwareSampler": Case(staleness, unequal=ROWS),
+    "PromptGroupSampler": Case(
+        lambda capacity: PromptGroupSampler(samples_per_group=1, group_key=DONE), unequal=ROWS
+    ),
+    "SliceSampler": slices(SliceSampler),
+    "SliceSamplerWithoutReplacement": slices(SliceSamplerWithoutReplacement),
+    "StreamingSliceSampler": slices(StreamingSliceSampler),
+    "PrioritizedSliceSampler": Case(
+        lambda capacity: PrioritizedSliceSampler(
+            capacity, 0.7, 0.5, slice_len=2, end_key=DONE, strict_length=False
+        ),
+        lanes=SEQUENCES,
+        slice_len=2,
+        reaches_all=False,
+        needs_tree=True,
+    ),
+    "ConsumingSampler": Case(lambda capacity: ConsumingSampler(), refused="UniformSampler"),
+    "SamplerEnsemble": Case(
+        lambda capacity: SamplerEnsemble(RandomSampler(), RandomSampler()),
+        refused=r"sample each storage by itself.*torch\.cat.*UniformSampler",
+    ),
+    "UniformSampler": Case(lambda capacity: UniformSampler()),
+    "PERSampler": Case(PERSampler),
+    "ERESampler": Case(lambda capacity: ERESampler(1.0)),
+    "HERSampler": Case(lambda capacity: HERSampler()),
+}
+UNITS = {
+    "Transition": Case(lambda capacity: Transition()),
+    "Sequence": Case(lambda capacity: Sequence(3, burn_in=1), lanes=SEQUENCES),
+    "Sequence, stop": Case(lambda capacity: Sequence(3, "stop", burn_in=1), lanes=SEQUENCES),
+    # It crosses ends because it is told to.
+    "Sequence, include_reset": Case(lambda capacity: Sequence(3, "include_reset"), lanes=SEQUENCES),
+    "Sequence, dilation": Case(lambda capacity: Sequence(2, dilation=2), lanes=SEQUENCES),
+    "EpisodeSequence": Case(lambda capacity: EpisodeSequence(3, burn_in=1)),
+}
+#: Not parts to draw with: what a subclass implements.
+ABSTRACT = {"WrappingSampler"}
+
+each_unit = pytest.mark.parametrize("name", UNITS)
+each_buffer = pytest.mark.parametrize("kind", BUFFERS)
+each_storage = pytest.mark.parametrize("storage_type", STORAGES)
+#: A sampler, and what stands on it.
+WRAPS = {"alone": lambda it: it, "under HERSampler": lambda it: HERSampler(base=it)}
+each_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def exported(base):
+    """Returns the names of the samplers or units that TorchRL and this package export."""
+    modules = [
+        torchrl.data,
+        torchrl.data.replay_buffers,
+        torchrl.data.replay_buffers.samplers,
+        torchrl.data.replay_buffers.sample_units,
+        trl_storages,
+        trl_storages.samplers,
+        trl_storages.sample_units,
+    ]
+    return {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, base) and not inspect.isabstract(value)
+    }
+
+
+def test_every_sampler_is_in_the_table():
+    assert exported(Sampler) - ABSTRACT == set(SAMPLERS)
+    assert inspect.isabstract(WrappingSampler)
+
+
+def test_every_unit_is_in_the_table():
+    assert exported(SampleUnit) == {name.partition(",")[0] for name in UNITS}
+
+
+def make(kind, storage_type, history, sampler=None, unit=None, **options):
+    if kind is ReplayStorage:
+        options.setdefault("transform", AsDrawn())
+    return kind(
+        storage=storage_type(history.capacity),
+        sampler=sampler or UniformSampler(),
+        sample_unit=unit,
+        writer=EpisodeWriter(history.num_envs),
+        generator=torch.Generator().manual_seed(0),
+        batch_size=6,
+        **options,
+    )
+
+
+def part(case, capacity):
+    if case.needs_tree and SumSegmentTreeFp32 is None:
+        pytest.skip("needs TorchRL's native part")
+    return case.make(capacity)
+
+
+def drawn(buffer, oracle, num_batches=60):
+    """Samples batches, and checks that each row is a live one. Returns them as rows of the model."""
+    live, batches = oracle.live(), []
+    for _ in range(num_batches):
+        batch = buffer.sample()
+        # TorchRL's buffers keep the coordinates of slices apart.
+        rows = [live[slot] for slot in batch["index"].flatten().tolist()]
+        assert batch["action"].tolist() == [row.payload * 10 + row.lane for row in rows]
+        batches.append((batch, rows))
+    return batches
+
+
+def assert_in_time(rows, valid=None):
+    """Each row is the next of its episode, as far as rows are valid."""
+    for at, (row, after) in enumerate(pairwise(rows)):
+        if valid is None or (valid[at] and valid[at + 1]):
+            assert (after.lane, after.episode, after.step) == (row.lane, row.episode, row.step + 1)
+
+
+def assert_sequences(batch, rows):
+    """The rows of each sequence are the next of its episode, as far as they are valid."""
+    numbers = batch.get("sequence_id", torch.arange(len(rows)))
+    for number in numbers.unique():
+        of_it = (numbers == number).nonzero().flatten().tolist()
+        valid = [bool(batch["validity_mask"][at]) for at in of_it] if len(of_it) > 1 else None
+        assert_in_time([rows[at] for at in of_it], valid)
+
+
+def check(buffer, history, case):
+    oracle = history.write(buffer)
+    batches = drawn(buffer, oracle)
+    for _, rows in batches:
+        for at in range(0, len(rows), case.slice_len):
+            if case.slice_len > 1 and len(rows) == 6:
+                assert_in_time(rows[at : at + case.slice_len])
+    if case.reaches_all:
+        seen = {oracle.slot(row) for _, rows in batches for row in rows}
+        assert seen == set(oracle.live())
+    buffer.shutdown()
+
+
+def refuses_unequal(buffer, history, message):
+    history.write(buffer)
+    with pytest.raises(RuntimeError, match=message):
+        buffer.sample()
+    buffer.shutdown()
+
+
+@each_buffer
+@each_storage
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        pytest.param(name, wrap, id=f"{name} {how}")
+        for name in SAMPLERS
+        for how, wrap in WRAPS.items()
+        # HERSampler refuses slices, whatever the storage.
+        if how == "alone" or "Slice" not in name
+    ],
+)
+class TestSamplers:
+    def wrapped(self, name, wrap, capacity):
+        case = SAMPLERS[name]
+        return case, wrap(part(case, capacity))
+
+    def test_one_lane(self, name, wrap, storage_type, kind):
+        case, sampler = self.wrapped(name, wrap, ONE_LANE.capacity)
+        if case.refused:
+            with pytest.raises(ValueError, match=case.refused):
+                make(kind, storage_type, ONE_LANE, sampler)
+        else:
+            check(make(kind, storage_type, ONE_LANE, sampler), ONE_LANE, case)
+
+    def test_lanes_of_equal_fill(self, name, wrap, storage_type, kind):
+        for history in LEVEL:
+            case, sampler = self.wrapped(name, wrap, history.capacity)
+            if case.refused or case.lanes:
+                with pytest.raises(ValueError, match=case.refused or case.lanes):
+                    make(kind, storage_type, history, sampler)
+            else:
+                check(make(kind, storage_type, history, sampler), history, case)
+
+    def test_lanes_of_unequal_fill(self, name, wrap, storage_type, kind):
+        for history in UNEQUAL:
+            case, sampler = self.wrapped(name, wrap, history.capacity)
+            if case.refused or case.lanes:
+                continue
+            buffer = make(kind, storage_type, history, sampler)
+            # TorchRL's own buffer hands TorchRL's own sampler the storage as it is, which draws for
+            # the one by itself if it is packed, and knows all slots for the other if it is not.
+            message = case.unequal
+            if kind is TensorDictReplayBuffer and wrap is WRAPS["alone"]:
+                right = {"RandomSampler": PackedStorage, "PrioritizedSampler": LazyTensorStorage}
+                stock = type(sampler).__module__.startswith("torchrl")
+                if stock and right.get(name) is not storage_type:
+                    message = ROWS
+            if message:
+                refuses_unequal(buffer, history, message)
+            else:
+                check(buffer, history, case)
+
+
+@each_buffer
+@each_storage
+@each_unit
+class TestUnits:
+    def test_one_lane(self, name, storage_type, kind):
+        case = UNITS[name]
+        buffer = make(kind, storage_type, ONE_LANE, unit=case.make(0))
+        for batch, rows in drawn(buffer, ONE_LANE.write(buffer), 20):
+            if "include" not in name and "dilation" not in name:
+                assert_sequences(batch, rows)
+
+    def test_lanes(self, name, storage_type, kind):
+        case = UNITS[name]
+        for history in LEVEL + UNEQUAL:
+            if case.lanes:
+                with pytest.raises(ValueError, match=case.lanes):
+                    make(kind, storage_type, history, unit=case.make(0))
+                continue
+            buffer = make(kind, storage_type, history, unit=case.make(0))
+            for batch, rows in drawn(buffer, history.write(buffer), 20):
+                assert_sequences(batch, rows)
+
+
+ONE_OF_A_LATER_RELEASE = type("Newest", (Sampler,), dict(vars(RandomSampler)))
+
+
+def test_a_sampler_that_nobody_knows_yet():
+    """TorchRL's next one may take neighbours for steps: it must be looked at first."""
+    sampler = ONE_OF_A_LATER_RELEASE()
+    with pytest.raises(ValueError, match=f"Newest is not known to be right over 3 lanes.*{ROWS}"):
+        make(ReplayStorage, PackedStorage, LEVEL[0], sampler)
+    check(make(ReplayStorage, PackedStorage, ONE_LANE, sampler), ONE_LANE, Case(Sampler))
+
+
+class OwnSampler(RandomSampler):
+    """A user's, who is trusted."""
+
+    def sample(self, storage, batch_size):
+        return storage.episodes.random_slots(batch_size, self._rng), {}
+
+
+@each_buffer
+def test_a_sampler_of_one_s_own(kind):
+    check(make(kind, LazyTensorStorage, UNEQUAL[0], OwnSampler()), UNEQUAL[0], Case(Sampler))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_emphasis_over_it(name):
+    """It keeps to a window only what can be told to."""
+    sampler = part(SAMPLERS[name], 24)
+    if name in ("UniformSampler", "PERSampler"):
+        history = UNEQUAL[0]
+        emphasis = ERESampler(1.0, base=sampler)
+        check(make(ReplayStorage, PackedStorage, history, emphasis), history, SAMPLERS[name])
+    else:
+        with pytest.raises(TypeError, match=r"PERSampler.*sample_window"):
+            ERESampler(base=sampler)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "Slice" in name])
+def test_hindsight_over_slices(name):
+    with pytest.raises(TypeError, match="EpisodeSequence"):
+        HERSampler(base=part(SAMPLERS[name], 24))
+
+
+class TestLater:
+    """What is set, or written, after buffer and storage have met."""
+
+    @pytest.mark.parametrize("name", [name for name, case in SAMPLERS.items() if case.lanes])
+    def test_a_sampler_is_refused_when_it_is_set(self, name):
+        storage = make(ReplayStorage, PackedStorage, LEVEL[0])
+        before, sampler = storage.sampler, part(SAMPLERS[name], 24)
+        with pytest.raises(ValueError, match=SEQUENCES):
+            storage.set_sampler(sampler)
+        assert storage.sampler is before
+
+    @each_storage
+    @pytest.mark.parametrize("name", [name for name, case in SAMPLERS.items() if case.lanes])
+    def test_or_when_it_draws(self, name, storage_type):
+        """TorchRL's own buffer takes anything."""
+        buffer, sampler = (
+            make(TensorDictReplayBuffer, storage_type, LEVEL[0]),
+            part(SAMPLERS[name], 26),
+        )
+        buffer.set_sampler(sampler)
+        LEVEL[0].write(buffer)
+        with pytest.raises(ValueError, match=SEQUENCES):
+            buffer.sample()
+
+    def test_rows_that_can_be_consumed_only(self):
+        storage = make(ReplayStorage, PackedStorage, ONE_LANE)
+        with pytest.raises(ValueError, match="consumed"):
+            storage.set_sampler(ConsumingSampler())
+
+    @each_storage
+    @each_wrap
+    def test_prefetch(self, storage_type, wrap):
+        history = UNEQUAL[0]
+        storage = make(
+            ReplayStorage, storage_type, history, wrap(SamplerWithoutReplacement()), prefetch=2
+        )
+        check(storage, history, Case(Sampler))
+        storage = make(ReplayStorage, storage_type, history, wrap(staleness(24)), prefetch=2)
+        history.write(storage)
+        with pytest.raises(RuntimeError, match=ROWS):
+            storage.sample()
+        storage.shutdown()
+
+
+class TestUnequalFill:
+    @pytest.mark.parametrize("history", UNEQUAL, ids=["two lanes", "three lanes"])
+    @each_storage
+    @each_wrap
+    def test_an_epoch_is_each_row_once(self, history, storage_type, wrap):
+        """Also where a full lane is written on meanwhile, which changes no slot that is live."""
+        sampler = wrap(SamplerWithoutReplacement(drop_last=True))
+        storage = make(ReplayStorage, storage_type, history, sampler)
+        oracle = history.write(storage)
+        size = len(storage.episodes)
+        for _ in range(2):
+            epoch = [storage.sample(1)["index"].item() for _ in range(size // 2)]
+            full = [
+                lane for lane in range(oracle.num_envs) if len(oracle.lanes[lane]) >= oracle.places
+            ]
+            if full:
+                write(storage, oracle, [[False]], full[:1])
+            epoch += [storage.sample(1)["index"].item() for _ in range(size - size // 2)]
+            assert sorted(epoch) == sorted(oracle.live())
+
+    @pytest.mark.skipif(SumSegmentTreeFp32 is None, reason="needs TorchRL's native part")
+    @pytest.mark.parametrize("history", UNEQUAL, ids=["two lanes", "three lanes"])
+    @each_storage
+    @each_wrap
+    def test_priorities(self, history, storage_type, wrap):
+        """Every live row by its priority, those that were stored before the sampler came included."""
+        rows = make(ReplayStorage, storage_type, history)
+        live = sorted(history.write(rows).live())
+        sampler = PrioritizedSampler(history.capacity, 1.0, 1.0)
+        storage = ReplayStorage(
+            storage=rows.storage,
+            sampler=wrap(sampler),
+            transform=AsDrawn(),
+            writer=EpisodeWriter(history.num_envs),
+            generator=torch.Generator().manual_seed(1),
+        )
+        drawn = Counter(storage.sample(4000)["index"].tolist())
+        assert stats.chisquare([drawn[slot] for slot in live]).pvalue > 1e-4
+        slots = torch.tensor(live)
+        sampler.update_priority(slots, (slots + 1).float())
+        batch = storage.sample(20_000)
+        drawn = Counter(batch["index"].tolist())
+        expected = (slots + 1) / (slots + 1).sum() * 20_000
+        assert stats.chisquare([drawn[slot] for slot in live], expected).pvalue > 1e-4
+        torch.testing.assert_close(batch["priority_weight"], 1.0 / (batch["index"] + 1.0))
+
+
+class TestCuts:
+    """An episode that ends without a flag, of which TorchRL's parts read nothing."""
+
+    PARTS = {
+        "slices": {"sampler": lambda: SliceSampler(slice_len=2, end_key=DONE)},
+        "slices, several keys": {
+            "sampler": lambda: SliceSampler(slice_len=2, end_keys=[DONE, ("next", "truncated")])
+        },
+        "stream": {"sampler": lambda: StreamingSliceSampler(slice_len=2, end_key=DONE)},
+        "all slices": {
+            "sampler": lambda: SliceSamplerWithoutReplacement(slice_len=2, end_key=DONE)
+        },
+        "pad": {"unit": lambda: Sequence(3)},
+        "stop": {"unit": lambda: Sequence(3, "stop")},
+    }
+
+    def storage(self, parts, kind=ReplayStorage):
+        parts = {name: made() for name, made in parts.items()}
+        storage = make(kind, PackedStorage, ONE_LANE, **parts, transform=None)
+        oracle = RingOracle(ONE_LANE.capacity)
+        write(storage, oracle, [episode_flags([3, 4], 2)])
+        return storage, oracle
+
+    @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+    @each_buffer
+    def test_it_is_told(self, parts, kind):
+        storage, oracle = self.storage(parts, kind)
+        storage.sample()
+        storage.storage.episodes.end_episodes()
+        write(storage, oracle, [[False, False, True]])
+        with pytest.raises(RuntimeError, match=f"would join episodes: .*{SEQUENCES}"):
+            storage.sample()
+        # Once the cut episode is overwritten there is nothing to join.
+        write(storage, oracle, [episode_flags([4, 4, 4, 4])])
+        storage.sample()
+
+    def test_crossing_was_asked_for(self):
+        storage, oracle = self.storage({"unit": lambda: Sequence(3, "include_reset")})
+        write(storage, oracle, [[False, False, True]], anew=True)
+        storage.sample()
+
+    @pytest.mark.parametrize("key", [("collector", "traj_ids"), None])
+    def test_trajectory_ids_say_so_too(self, key):
+        """As a collector's do, whose batch goes on with another worker."""
+        storage = make(
+            ReplayStorage, PackedStorage, ONE_LANE, SliceSampler(slice_len=2, traj_key=key)
+        )
+        for number, first in ((3, 0), (4, 0), (4, 3)):
+            steps = torch.arange(first, first + 3)
+            rows = goal_transitions(torch.zeros(3).long(), steps, steps < 0)
+            rows["collector", "traj_ids"] = torch.full((3,), number)
+            storage.extend(rows)
+        ids = storage.sample(60)["collector", "traj_ids"].view(-1, 2)
+        assert torch.equal(ids[:, 0], ids[:, 1])
+        storage.end_episodes()
+        rows["collector", "traj_ids"] = torch.full((3,), 4)
+        storage.extend(rows)
+        with pytest.raises(RuntimeError, match="would join episodes"):
+            storage.sample(60)
+
+
+class TestFragmented:
+    """Slices that ask each row for its trajectory and step are right over lanes, if these are unique."""
+
+    def storage(self, kind=ReplayStorage, num_envs=2):
+        sampler = SliceSampler(slice_len=2, fragmented=True, traj_key="number", step_key="step")
+        history = History(24, num_envs, [])
+        return make(kind, PackedStorage, history, sampler, transform=None)
+
+    def rows(self, numbers, first=0):
+        steps = torch.arange(first, first + 3).expand(len(numbers), -1)
+        lanes = torch.arange(len(numbers)).unsqueeze(1).expand_as(steps)
+        rows = goal_transitions(lanes, steps, torch.zeros_like(steps, dtype=torch.bool))
+        rows["number"] = torch.tensor(numbers).unsqueeze(1).expand_as(steps).clone()
+        rows["step"] = steps.clone()
+        return rows
+
+    @each_buffer
+    def test_lanes(self, kind):
+        storage = self.storage(kind)
+        for first in (0, 3):
+            storage.extend(self.rows([5, 7], first))
+        slices = torch.cat([storage.sample() for _ in range(10)]).reshape(-1, 2)
+        assert torch.equal(slices["number"][:, 0], slices["number"][:, 1])
+        assert torch.equal(slices["step"][:, 0] + 1, slices["step"][:, 1])
+
+    def test_numbers_that_come_again(self):
+        storage = self.storage()
+        storage.extend(self.rows([5, 7]))
+        storage.end_episodes()
+        storage.extend(self.rows([5, 8], first=3))
+        with pytest.raises(RuntimeError, match="the same 'number'"):
+            storage.sample(60)
+
+    def test_unequal_fill(self):
+        storage = self.storage()
+        storage.extend(self.rows([5, 7]))
+        storage.extend(self.rows([5, 7], first=3)[:1], lanes=[0])
+        with pytest.raises(RuntimeError, match=r"equally many, got \[6, 3\]"):
+            storage.sample()
+        stock = self.storage(TensorDictReplayBuffer)
+        stock.extend(self.rows([5, 7]))
+        stock.writer.extend(self.rows([5, 7], first=3)[:1], lanes=[0])
+        with pytest.raises(RuntimeError, match=r"equally many, got \[6, 3\]"):
+            stock.sample()

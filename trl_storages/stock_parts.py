@@ -1,0 +1,373 @@
+"""Samplers and sample units of TorchRL's own, over rows that lie in lanes.
+
+They take the slots below the length of a storage for its rows, and the next slot for the next step. In a
+ring of one lane that is so. With several, neighbours belong to different environments, and where lanes
+hold unequally many rows, some of the first slots hold none. What can be made right is shown the storage
+in another light here; the rest is refused, with the part of this package to use.
+
+Letters: B batch, E lanes (environments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+from tensordict import NestedKey
+from torchrl.data import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    PromptGroupSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StalenessAwareSampler,
+    Storage,
+    Writer,
+)
+from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages.episodes import EpisodeIndex
+from trl_storages.storages import PackedStorage, read_fields
+
+__all__ = [
+    "check_buffers",
+    "check_draws",
+    "check_sampler",
+    "check_unit",
+    "draw",
+    "expand",
+    "take_in_rows",
+]
+
+_USE_SEQUENCES = (
+    "pass sample_unit=EpisodeSequence(length) for sequences, or draw whole episodes with "
+    "ReplayStorage.sample_episodes(n)"
+)
+_USE_SINGLE_ROWS = "pass UniformSampler(), or PERSampler(capacity) for priorities"
+
+# Single rows, drawn below the length of the storage.
+_BY_SLOT = (
+    RandomSampler,
+    SamplerWithoutReplacement,
+    PrioritizedSampler,
+    StalenessAwareSampler,
+    PromptGroupSampler,
+)
+
+
+@runtime_checkable
+class _Wraps(Protocol):
+    """A sampler that adds to what another one draws."""
+
+    base: Sampler
+
+
+def _is_stock(method: Callable) -> bool:
+    """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
+    return method.__module__.partition(".")[0] == "torchrl"
+
+
+# What does not depend on the rows: checked where parts meet.
+
+
+def check_sampler(sampler: Sampler, num_envs: int) -> None:
+    """Checks that a sampler, and those below it, can be right over lanes.
+
+    Args:
+        sampler: anybody's; only TorchRL's own are looked at.
+        num_envs: E.
+
+    Raises:
+        ValueError: it can't. The message names what to use instead.
+    """
+    name = type(sampler).__name__
+    if isinstance(sampler, _Wraps):
+        check_sampler(sampler.base, num_envs)
+    if not _is_stock(sampler.sample):
+        return
+    if isinstance(sampler, ConsumingSampler):
+        raise ValueError(
+            f"rows with episodes can't be consumed, got {name}: they leave in the order in which they "
+            "came. Pass UniformSampler(), or use a TensorDictReplayBuffer with TorchRL's own writer."
+        )
+    if isinstance(sampler, SamplerEnsemble):
+        raise ValueError(
+            f"the sampler must draw from one storage, got {name}: sample each storage by itself, and "
+            f"join the batches with torch.cat; for one, {_USE_SINGLE_ROWS}."
+        )
+    if num_envs == 1:
+        return
+    if isinstance(sampler, SliceSampler):
+        # Such a one asks each row for its trajectory and its step.
+        if not sampler.fragmented:
+            _refuse_neighbours(name, num_envs)
+    elif not isinstance(sampler, _BY_SLOT):
+        raise ValueError(
+            f"{name} is not known to be right over {num_envs} lanes of rows: {_USE_SINGLE_ROWS}; "
+            f"{_USE_SEQUENCES}."
+        )
+
+
+def check_unit(unit: SampleUnit | None, num_envs: int) -> None:
+    """Checks that a sample unit can be right over lanes.
+
+    Args:
+        unit: anybody's; only TorchRL's own are looked at.
+        num_envs: E.
+
+    Raises:
+        ValueError: it can't. The message names what to use instead.
+    """
+    if num_envs > 1 and isinstance(unit, Sequence) and _is_stock(unit.expand):
+        _refuse_neighbours(type(unit).__name__, num_envs)
+
+
+def _refuse_neighbours(name: str, num_envs: int) -> NoReturn:
+    raise ValueError(
+        f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie in "
+        f"turn, so that it would mix them: {_USE_SEQUENCES}."
+    )
+
+
+def check_buffers(storage: Storage, num_envs: int) -> None:
+    """Checks the samplers and sample units of all buffers that a storage is part of.
+
+    Raises:
+        ValueError: as `check_sampler` and `check_unit`.
+    """
+    for buffer in _buffers(storage):
+        check_sampler(buffer._sampler, num_envs)
+        check_unit(buffer._sample_unit, num_envs)
+
+
+def _buffers(storage: Storage) -> Iterator[ReplayBuffer]:
+    return (buffer for buffer in storage._attached_entities if isinstance(buffer, ReplayBuffer))
+
+
+# What depends on the rows: checked with each draw.
+
+
+class _Seen:
+    """What TorchRL's samplers of single rows ask of a storage, with another length."""
+
+    ndim = 1
+
+    def __init__(self, storage: Storage, length: int) -> None:
+        self._storage, self._length = storage, length
+        self.device = storage.device
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    """Draws with any sampler, from the live rows whatever the fill of each lane.
+
+    Args:
+        sampler: anybody's.
+        storage: holds the rows, and their episode index if there is one.
+        batch_size: B.
+
+    Returns:
+        what the sampler returns: slots and its info.
+
+    Raises:
+        ValueError: as `check_sampler`.
+        RuntimeError: the rows are such that the sampler would join episodes, or draw slots without a
+            row. The message names what to use instead.
+    """
+    episodes = getattr(storage, "episodes", None)
+    if episodes is None or not _is_stock(sampler.sample):
+        return sampler.sample(storage, batch_size)
+    check_sampler(sampler, episodes.num_envs)
+    if isinstance(sampler, SliceSampler):
+        _check_level(sampler, episodes)
+        index, info = sampler.sample(storage, batch_size)
+        (slots,) = index if isinstance(index, tuple) else (index,)
+        _check_slices(sampler, storage, slots)
+        return index, info
+    if episodes.is_level or not len(episodes):
+        return sampler.sample(storage, batch_size)
+    if isinstance(sampler, RandomSampler):
+        return episodes.random_slots(batch_size, sampler._rng), {}
+    if isinstance(sampler, PrioritizedSampler):
+        return sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
+    if isinstance(sampler, SamplerWithoutReplacement):
+        ranks, info = sampler.sample(_Seen(storage, len(episodes)), batch_size)
+        return _live_slots(episodes, ranks), info
+    _check_level(sampler, episodes)
+    return sampler.sample(storage, batch_size)
+
+
+def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
+    """Numbers the live slots so that only a lane that grows changes the numbers.
+
+    Args:
+        episodes: knows how many rows each lane holds.
+        ranks: `[B]` int64, below the number of live rows.
+
+    Returns:
+        `[B]` int64 slots.
+    """
+    fill, lanes = torch.sort(episodes.cursors.clamp(max=episodes.steps_per_lane), stable=True)
+    num_envs = episodes.num_envs
+    # Level j holds the places that exactly the j emptiest lanes have no row at.
+    first_place = torch.cat([fill.new_zeros(1), fill[:-1]])
+    width = num_envs - torch.arange(num_envs, device=fill.device)
+    size = (fill - first_place) * width
+    end = size.cumsum(0)
+    level = torch.searchsorted(end, ranks, right=True)
+    offset = ranks - (end - size)[level]
+    place = first_place[level] + offset // width[level]
+    return place * num_envs + lanes[num_envs - 1 - offset % width[level]]
+
+
+def check_draws(storage: Any, writer: Writer) -> None:
+    """Checks what a buffer draws that hands its sampler the storage as it is, as TorchRL's own do.
+
+    Args:
+        storage: written by an `EpisodeWriter`.
+        writer: the one; buffers that have another are left alone, and those that call `draw`.
+
+    Raises:
+        ValueError: as `check_sampler` and `check_unit`.
+        RuntimeError: as `draw` and `expand`.
+    """
+    for buffer in _buffers(storage):
+        if buffer._writer is not writer or getattr(buffer, "draws_live_rows", False):
+            continue
+        sampler, unit, episodes = buffer._sampler, buffer._sample_unit, storage.episodes
+        check_sampler(sampler, episodes.num_envs)
+        check_unit(unit, episodes.num_envs)
+        _check_sequences(unit, storage)
+        if not _is_stock(sampler.sample):
+            continue
+        # A PackedStorage draws for the one itself, and the other sees all slots of a storage whose
+        # length is that of its longest lane.
+        right = RandomSampler if isinstance(storage, PackedStorage) else PrioritizedSampler
+        if isinstance(sampler, SliceSampler) or not isinstance(sampler, right):
+            _check_level(sampler, episodes)
+        if isinstance(sampler, SliceSampler):
+            _check_slices(sampler, storage, None)
+
+
+def _check_level(sampler: Sampler, episodes: EpisodeIndex) -> None:
+    if not episodes.is_level:
+        fill = episodes.num_steps_written.clamp(max=episodes.steps_per_lane).tolist()
+        raise RuntimeError(
+            f"{type(sampler).__name__} takes the first slots for the rows, so that all lanes must hold "
+            f"equally many, got {fill}: {_USE_SINGLE_ROWS}; {_USE_SEQUENCES}."
+        )
+
+
+def expand(
+    unit: SampleUnit, index: Any, info: dict[str, Any], storage: Storage
+) -> tuple[Any, dict[str, Any]]:
+    """Expands drawn rows by any sample unit, within their episodes.
+
+    Args:
+        unit: anybody's.
+        index: `[B]` slots.
+        info: what the sampler said of them.
+        storage: holds the rows, and their episode index if there is one.
+
+    Returns:
+        what the unit returns: slots and info.
+
+    Raises:
+        ValueError: as `check_unit`.
+        RuntimeError: an episode ends where the unit would not see it.
+    """
+    episodes = getattr(storage, "episodes", None)
+    if episodes is not None:
+        check_unit(unit, episodes.num_envs)
+        _check_sequences(unit, storage)
+    return unit.expand(index, info, storage)
+
+
+def _check_sequences(unit: SampleUnit | None, storage: Storage) -> None:
+    """Raises a RuntimeError if a unit does not see where the stored episodes end."""
+    if not isinstance(unit, Sequence) or not _is_stock(unit.expand):
+        return
+    # The others cross them because they were told to.
+    if unit.episode_boundary != "include_reset" and unit.done_key is not None:
+        _check_ends(unit, storage, None, [unit.done_key])
+
+
+def _check_slices(sampler: SliceSampler, storage: Storage, slots: torch.Tensor | None) -> None:
+    """Raises a RuntimeError if a sampler of slices does not see where the stored episodes end.
+
+    Args:
+        sampler: it has drawn, so that it knows the entries to read.
+        storage: of one lane, or of several if the sampler asks each row for its step.
+        slots: `[B]` what was drawn; None if it is not known.
+    """
+    if sampler.fragmented:
+        if slots is not None:
+            _check_steps(sampler, storage, slots)
+    elif sampler._fetch_traj and sampler.traj_key is not None:
+        _check_ends(sampler, storage, sampler.traj_key, ())
+    elif sampler.end_keys or sampler.end_key is not None:
+        _check_ends(sampler, storage, None, sampler.end_keys or [sampler.end_key])
+
+
+def _check_ends(part: Any, storage: Any, traj_key: NestedKey | None, end_keys: Any) -> None:
+    """Checks that a part which reads these entries sees each end of an episode of the one lane."""
+    episodes: EpisodeIndex = storage.episodes
+    if not len(episodes):
+        return
+    listed = episodes.episodes()
+    last = episodes.shift(listed["first"], listed["length"] - 1)
+    last = last[last != episodes.newest_slot()]
+    seen = torch.zeros(last.shape, dtype=torch.bool, device=last.device)
+    if traj_key is not None:
+        numbers, following = (
+            read_fields(storage, slots, [traj_key])[traj_key].reshape(len(last), -1)
+            for slots in (last, episodes.shift(last, 1))
+        )
+        seen |= (numbers != following).any(1)
+    for flags in read_fields(storage, last, end_keys).values():
+        seen |= flags.reshape(len(last), -1).any(1)
+    if not seen.all():
+        read = [*end_keys] if traj_key is None else [traj_key]
+        raise RuntimeError(
+            f"{type(part).__name__} would join episodes: that one ends in the slots "
+            f"{last[~seen][:5].tolist()} can't be told from {read}, as where it was cut by "
+            f"end_episodes() or by its trajectory id; {_USE_SEQUENCES}."
+        )
+
+
+def _check_steps(sampler: SliceSampler, storage: Any, slots: torch.Tensor) -> None:
+    """Checks that rows which follow one another by trajectory and step do so in their lane too."""
+    episodes: EpisodeIndex = storage.episodes
+    names = sampler.traj_key, sampler.step_key
+    fields = read_fields(storage, slots, names)
+    trajectory, step = (fields[name].reshape(len(slots)) for name in names)
+    follows = (trajectory[1:] == trajectory[:-1]) & (step[1:] == step[:-1] + 1)
+    number = episodes.episode_id(slots)
+    truly = (number[1:] == number[:-1]) & (slots[1:] == episodes.shift(slots[:-1], 1))
+    if (follows & ~truly).any():
+        raise RuntimeError(
+            f"{type(sampler).__name__} would join episodes that have the same {sampler.traj_key!r}, as "
+            f"where a second collector counts from 0 again; {_USE_SEQUENCES}."
+        )
+
+
+def take_in_rows(sampler: Sampler, storage: Any) -> bool:
+    """Gives the rows that are stored already a priority in TorchRL's own sampler, wherever they lie.
+
+    Returns:
+        False if nobody keeps the episodes of the storage, so that it is not known where they lie.
+    """
+    episodes = getattr(storage, "episodes", None)
+    if episodes is None:
+        return False
+    if isinstance(sampler, PrioritizedSampler) and len(episodes):
+        ranks = torch.arange(len(episodes), device=episodes.device)
+        sampler.mark_update(episodes.slots_by_age(ranks), storage=storage)
+    return True
