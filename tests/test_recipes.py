@@ -338,7 +338,13 @@ class TestHindsight:
             assert set(transition) == set(info_keys)
             return transition["effort"].squeeze(-1)
 
-        storage = make(num_envs=2, reward_fn=reward_fn, info_keys=info_keys, num_goals=float("inf"))
+        storage = make(
+            num_envs=2,
+            reward_fn=reward_fn,
+            info_keys=info_keys,
+            num_goals=float("inf"),
+            on_gap="ignore",
+        )
         there = np.ones(2, bool)
         observation = {
             key: np.zeros((2, *space.shape), np.float32) for key, space in OBSERVATIONS.items()
