@@ -609,7 +609,7 @@ def test_returns_that_are_not_finite_raise_and_change_nothing(wrong):
     scheduler = ReturnImprovementEta(sampler, num_returns=2)
     scheduler.step([0.0, 1.0])
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match="episode returns must be finite"):
+    with pytest.raises(ValueError, match="episode_returns must be finite"):
         scheduler.step([2.0, wrong])
     assert scheduler.state_dict() == before
     assert sampler.eta == 0.5

@@ -33,6 +33,7 @@ __all__ = [
     "slots",
     "steps",
     "tensor",
+    "values",
 ]
 
 Kind = TypeVar("Kind")
@@ -254,6 +255,18 @@ def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
         what = "a tensor" if dtype is None else f"a tensor of {dtype}"
         raise TypeError(f"{name} must be {what}, got {_shown(value)}.")
     return value
+
+
+def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns numbers as a tensor: a number, a list of them, an array or a tensor.
+
+    Raises:
+        TypeError: they are none.
+    """
+    try:
+        return torch.as_tensor(value, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be numbers, got {_shown(value)}.") from error
 
 
 def slots(name: str, value: Any) -> Any:

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Mapping
 from inspect import Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
 
 import torch
+from gymnasium import Space
+from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data import TensorSpec
 from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
@@ -156,6 +159,19 @@ class UniformReplayStorage(ReplayStorage):
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         prefetch = arguments.integer("prefetch", prefetch)
         device = arguments.device("device", device)
+        if not isinstance(info_keys, Mapping):
+            info_keys = arguments.keys("info_keys", info_keys)
+        if sample_unit is not None:
+            what = "a unit such as EpisodeSequence, or None"
+            arguments.instance("sample_unit", sample_unit, SampleUnit, what=what)
+        for name, space in (
+            ("observation_space", observation_space),
+            ("action_space", action_space),
+        ):
+            what = "a gymnasium space or a TorchRL spec"
+            arguments.instance(name, space, (Space, TensorSpec), what=what)
+            if isinstance(space, Dict) and not space.spaces:
+                raise ValueError(f"{name} must have an entry, got {space}.")
         n_step = arguments.integer("n_step", n_step, at_least=1)
         discount = arguments.number("discount", discount, at_least=0, at_most=1)
         if path is not None:
@@ -301,6 +317,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
             ValueError: there are more steps than a lane has room for, so that no episode among them
                 could stay whole. Nothing is written then.
         """
+        arguments.steps("tensordicts", tensordicts)
         steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
         if len(tensordicts.batch_size) == 1 and lanes is None:
             # One step of each lane, or trajectories that are shared out among them.
@@ -314,6 +331,8 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether an episode is there to be sampled: finished, and stored whole."""
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         if not super().can_sample(batch_size):
             return False
         with self._replay_lock, self._write_lock:
@@ -360,8 +379,9 @@ class HERReplayStorage(UniformReplayStorage):
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
             raise KeyError(
-                f"hindsight needs a dict observation space with {missing}; this one has {there}."
+                f"observation_space must be a dict with {missing} for hindsight; it has {there}."
             )
+        arguments.choice("goal_selection_strategy", goal_selection_strategy, get_args(GoalStrategy))
         self._hindsight = HERSampler(goal_selection_strategy, num_goals)
         self._relabel = GoalRelabel(
             reward_fn,

@@ -760,6 +760,7 @@ class EpisodeWriter(RoundRobinWriter):
 
     def dumps(self, path: str | Path) -> None:
         """Saves the writer in the directory `path`, as JSON and raw tensors."""
+        path = arguments.directory("path", path)
         super().dumps(path)
         tensors = {**self._episodes.state_dict(), "last_trajectory": self._last_trajectory}
         TensorDict(tensors, []).cpu().memmap(Path(path) / "episodes")

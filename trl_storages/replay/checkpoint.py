@@ -15,6 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 
+from trl_storages import arguments
 from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.replay.batch_files import dump_batches, load_batches
@@ -210,7 +211,7 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
             RuntimeError: nothing was written to the storage yet.
             ValueError: a field has a name that no file can have. Nothing is written then.
         """
-        path = Path(path)
+        path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with self._futures_lock:
             # Draws that are under way take the other lock.
             self.synchronize()
@@ -251,6 +252,7 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
             KeyError, TypeError, ValueError: as `load_state_dict`; or a file is missing, cut or damaged,
                 or a link, a pipe, a device or a pickle. Nothing is changed then.
         """
+        progress = arguments.flag("progress", progress)
         state = self._read_dump(DumpFolder(path))
         with self._showing(progress):
             self.load_state_dict(state)

@@ -27,6 +27,7 @@ from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.checkpoint import CheckpointedBuffer
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.on_disk import OnDisk, intact
+from trl_storages.replay.options import check_options, check_parts
 from trl_storages.replay.parameters import Parameters
 from trl_storages.replay.remote import Remote
 from trl_storages.replay.stored_rows import StoredRows
@@ -85,6 +86,10 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
+        check_parts(
+            storage=storage, sampler=sampler, writer=writer, transform=transform, recorder=recorder
+        )
+        check_options(type(self).__name__, kwargs)
         if kwargs.get("dim_extend"):
             raise ValueError(
                 f"dim_extend must be 0, got {kwargs['dim_extend']}: batches come as [num_envs, T] and "

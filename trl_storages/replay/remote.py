@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from tensordict import TensorDictBase
 
+from trl_storages import arguments
+
 __all__ = ["Remote", "in_actor"]
 
 
@@ -26,6 +28,8 @@ class Remote:
         Args:
             remote_config: what an actor is given of the machine, as in `ray.remote`.
         """
+        if remote_config is not None:
+            arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
         return super(Remote, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
 
 

@@ -155,7 +155,7 @@ class WrappingSampler(DrawingSampler):
 
     def dumps(self, path: str | Path) -> None:
         """Saves the sampler and its base in the directory `path`, as JSON."""
-        path = Path(path)
+        path = arguments.directory("path", path)
         path.mkdir(parents=True, exist_ok=True)
         (path / "sampler.json").write_text(json.dumps(self._own_state()))
         self.base.dumps(path / "base")

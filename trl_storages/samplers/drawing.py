@@ -6,7 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,10 @@ def draw_from(
 
 def check_not_empty(storage: Storage) -> None:
     """Raises a RuntimeError that says what to do if there is nothing to draw from."""
-    if not len(arguments.instance("storage", storage, Sized, what="a TorchRL storage")):
+    # Anything with an episode index and a length will do.
+    if getattr(storage, "episodes", None) is None:
+        arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+    if not len(storage):
         raise RuntimeError(
             "the storage is empty: write transitions with record(), add() or extend() before sampling."
         )

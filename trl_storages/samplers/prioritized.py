@@ -293,10 +293,12 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
                 many as indices. Nothing has changed then.
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
-        self._settle(storage)
-        self._marked = None
         slots = self._as_slots(index)
-        priority = torch.as_tensor(priority).detach().to(self.device, torch.float32)
+        priority = arguments.values("priority", priority).detach()
+        if stamp is not None:
+            arguments.tensor("stamp", stamp)
+        self._settle(storage)
+        slots, priority = slots.to(self.device), priority.to(self.device, torch.float32)
         if priority.numel() == 1:
             priority = priority.reshape(1).expand(slots.numel())
         for name, given in (("priority", priority), ("stamp", stamp)):
@@ -304,11 +306,12 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
             stamp = stamp.to(self.device).reshape(-1)
+        self._marked = None
         self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
-        slots = torch.as_tensor(index)
+        slots = arguments.values("index", index)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
         return slots.to(self.device, torch.int64).reshape(-1).contiguous()
@@ -323,6 +326,8 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         """
         if storage is None:
             return False
+        if getattr(storage, "episodes", None) is None:
+            arguments.instance("storage", storage, Storage, what="a TorchRL storage")
         if storage.ndim != 1 or storage.max_size > self._max_capacity:
             raise ValueError(
                 f"PERSampler needs a storage of ndim=1 and at most max_capacity="
@@ -450,7 +455,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
 
     def dumps(self, path: str | Path) -> None:
         """Saves the sampler in the directory `path`, as JSON and raw float32."""
-        path = Path(path)
+        path = arguments.directory("path", path)
         path.mkdir(parents=True, exist_ok=True)
         state = self.state_dict()
         state.pop("priorities").cpu().numpy().astype("<f4").tofile(path / "priorities.f32")

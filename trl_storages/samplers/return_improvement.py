@@ -86,11 +86,12 @@ class ReturnImprovementEta(ParameterScheduler):
         Raises:
             ValueError: a return is not finite; nothing is changed then.
         """
-        returns = torch.as_tensor(episode_returns, dtype=torch.float64).flatten().tolist()
+        given = arguments.values("episode_returns", episode_returns, dtype=torch.float64)
+        returns = given.flatten().tolist()
         wrong = [value for value in returns if not math.isfinite(value)]
         if wrong:
             raise ValueError(
-                f"episode returns must be finite, got {wrong[0]}; leave out episodes without a "
+                f"episode_returns must be finite, got {wrong[0]}; leave out episodes without a "
                 "return."
             )
         for value in returns:
@@ -120,6 +121,7 @@ class ReturnImprovementEta(ParameterScheduler):
         Raises:
             KeyError: an entry is missing; nothing is changed then.
         """
+        arguments.mapping("state_dict", state_dict, "what state_dict() returned")
         missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
             raise KeyError(

@@ -83,8 +83,9 @@ class UniformSampler(DrawingSampler, RandomSampler):
 
     def dumps(self, path: str | Path) -> None:
         """Notes in the directory `path` that there is no state."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "sampler.json").write_text("{}")
+        path = arguments.directory("path", path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sampler.json").write_text("{}")
 
     def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
         """Returns the state that a dump holds, unchecked.

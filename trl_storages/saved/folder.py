@@ -17,6 +17,8 @@ from typing import IO, Any, NoReturn
 import torch
 from tensordict import NestedKey, TensorDict
 
+from trl_storages import arguments
+
 __all__ = ["DumpFolder", "check_names"]
 
 _MOST_BYTES = 1 << 24  # of a JSON file
@@ -55,7 +57,7 @@ class DumpFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = arguments.directory("path", path)
         if not self.path.is_dir():
             raise FileNotFoundError(
                 f"there must be a directory that dumps() wrote, got {self.path}. Nothing was changed."

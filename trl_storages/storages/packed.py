@@ -96,7 +96,8 @@ class PackedStorage(LazyTensorStorage):
         ndim: int = 1,
     ) -> None:
         max_size = arguments.integer("max_size", max_size, at_least=1)
-        if ndim != 1:
+        progress = arguments.flag("progress", progress)
+        if arguments.integer("ndim", ndim, at_least=1) != 1:
             raise ValueError(
                 f"PackedStorage holds transitions along one dimension (ndim=1), got ndim={ndim}. For "
                 "several environments pass writer=EpisodeWriter(num_envs): it interleaves them."
@@ -135,9 +136,7 @@ class PackedStorage(LazyTensorStorage):
             self.out_device = arguments.device("out_device", out_device)
         self._declared = dict(fields or {})
         if self.scratch_dir is not None:
-            self._reopen(
-                self.scratch_dir, tracker("opening rows", arguments.flag("progress", progress))
-            )
+            self._reopen(self.scratch_dir, tracker("opening rows", progress))
         if self.rows is None and fields is not None and None not in fields.values():
             self._allocate(Layout(fields))  # type: ignore[arg-type]
 
@@ -288,7 +287,9 @@ class PackedStorage(LazyTensorStorage):
             IndexError: a slot lies beyond the last row.
         """
         if isinstance(data, list):
-            data = torch.stack(data)
+            for transition in data:
+                arguments.steps("data", transition)
+            data = torch.stack(data) if data else None
         arguments.steps("data", data)
         cursor, slots_shape = self._slots(cursor)
         batch_size = data.batch_size[: len(slots_shape)]
@@ -453,6 +454,7 @@ class PackedStorage(LazyTensorStorage):
             KeyError: there is no such field.
         """
         layout, table = self.layout, self._table
+        arguments.slots("index", index)
         fields = {key: layout.field(key) for key in keys}  # type: ignore[union-attr]
         return {
             key: table.pick_field(index, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
@@ -483,7 +485,7 @@ class PackedStorage(LazyTensorStorage):
             raise
 
     def flush(self) -> None:
-        """Waits until the rows of a directory are on disk, so that they outlast a loss of power."""
+        """Waits until the rows of a directory are on disk; see `ReplayStorage.flush`."""
         if self._durable is not None:
             self._durable.flush(self.episodes)
 

@@ -170,6 +170,7 @@ class GoalRelabel(ReplayTransform):
         Raises:
             RuntimeError: there are no rows.
         """
+        num_rows = arguments.integer("num_rows", num_rows, at_least=1)
         storage = getattr(storage, "storage", storage)
         episodes = episodes_of(storage)
         if not len(episodes):
