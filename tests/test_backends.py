@@ -1,0 +1,71 @@
+"""The same seed draws the same batches, bit for bit, whichever backend answers."""
+
+import pytest
+import torch
+from goal_data import HISTORIES, distance_reward
+from torchrl.data import RandomSampler
+from torchrl.envs.transforms import Compose
+
+from trl_storages import (
+    EpisodeSequence,
+    EpisodeWriter,
+    ERESampler,
+    GoalRelabel,
+    HERSampler,
+    NStep,
+    PackedStorage,
+    PERSampler,
+    ReplayStorage,
+)
+from trl_storages.samplers import UniformSampler
+
+SAMPLERS = {
+    "uniform": lambda size: UniformSampler(),
+    "recent": lambda size: ERESampler(0.99, c_min=3),
+    "future": lambda size: HERSampler("future"),
+    "final": lambda size: HERSampler("final", 1),
+    "episode": lambda size: HERSampler("episode", float("inf")),
+    "random": lambda size: HERSampler("random", base=ERESampler(0.99, c_min=3)),
+    "over TorchRL's": lambda size: HERSampler(base=RandomSampler()),
+    "priorities": PERSampler,
+    "all": lambda size: HERSampler(base=ERESampler(0.99, c_min=3, base=PERSampler(size))),
+}
+
+
+def batches(history, sampler, unit):
+    """The slots of what was written, and four batches with what they were drawn with."""
+    transform = NStep(3, 0.9)
+    if isinstance(sampler, HERSampler):
+        transform = Compose(GoalRelabel(distance_reward), transform)
+    buffer = ReplayStorage(
+        storage=PackedStorage(history.capacity),
+        writer=EpisodeWriter(history.num_envs),
+        sampler=sampler,
+        sample_unit=unit,
+        transform=transform,
+        generator=torch.Generator().manual_seed(5),
+    )
+    history.write(buffer)
+    drawn = []
+    for size in (1, 7, 30, 30):
+        batch = buffer.sample(size)
+        drawn.append({key: value.clone() for key, value in batch.items(True, True)})
+        batch["td_error"] = batch["next", "reward"].abs()
+        buffer.update_tensordict_priority(batch)
+    return drawn
+
+
+@pytest.mark.requirement("backends")
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+@pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)], ids=["rows", "sequences"])
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_same_seed_same_batches(history, unit, sampler, monkeypatch):
+    drawn = []
+    for backend in ("numba", "torch"):
+        monkeypatch.setenv("TRL_STORAGES_BACKEND", backend)
+        drawn.append(batches(history, sampler(history.capacity), unit))
+    for one, other in zip(*drawn, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value.dtype == other[key].dtype, key
+            assert torch.equal(value.view(torch.uint8), other[key].view(torch.uint8)), key
