@@ -17,11 +17,13 @@ settings.register_profile(
     "fixed",
     deadline=None,
     derandomize=True,
-    max_examples=200,
+    max_examples=50,
     stateful_step_count=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("search", settings.get_profile("fixed"), derandomize=False)
+settings.register_profile(
+    "search", settings.get_profile("fixed"), derandomize=False, max_examples=1000
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -86,7 +86,6 @@ def transitions(num_steps, first=0):
 
 
 @pytest.mark.requirement("ere-window")
-@settings(max_examples=60)
 @given(data=st.data())
 def test_exactly_the_newest_rows_are_drawn(data):
     num_envs = data.draw(st.integers(1, 3), "lanes")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from goal_data import HISTORIES, AsDrawn, achieved_goals, distance_reward, goal_transitions, write
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from n_step_oracle import assert_folded, fold
 from oracles import RingOracle
@@ -270,7 +270,6 @@ def write_with_cuts(buffer, oracle, done, cut, lanes, trajectories):
 
 @pytest.mark.requirement("n-step")
 @pytest.mark.requirement("her-n-step")
-@settings(max_examples=100)
 @given(
     written=writes(),
     n_steps=st.integers(1, 6),

@@ -8,7 +8,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scipy.stats import chisquare
@@ -898,4 +897,4 @@ class SamplerMachine(RuleBasedStateMachine):
 
 @pytest.mark.requirement("per-update")
 class TestSamplerMachine(SamplerMachine.TestCase):
-    settings = settings(max_examples=60)
+    pass

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward, episode_flags, goal_transitions, write
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
@@ -101,7 +101,6 @@ class TestSlices:
         oracle = history.write(storage)
         assert_same(storage[:], rows_of(by_time(oracle)))
 
-    @settings(max_examples=60)
     @given(data=st.data())
     def test_any_slice_is_that_of_the_list_of_rows(self, data):
         history = data.draw(st.sampled_from(list(HISTORIES.values())))
@@ -303,7 +302,6 @@ class TestEpisodes:
         write(storage, oracle, [episode_flags([3, 3, 3])])
         assert storage.sample_episodes(5).shape == (5, 3)
 
-    @settings(max_examples=60)
     @given(data=st.data())
     def test_of_any_history(self, data):
         num_envs = data.draw(st.integers(1, 3))
@@ -634,7 +632,6 @@ class TestEmpty:
             blocks.append((data.draw(st.lists(row, min_size=size, max_size=size)), lanes))
         return blocks
 
-    @settings(max_examples=60)
     @given(data=st.data(), make=st.sampled_from([make_uniform, make_everything]))
     def test_everything_is_as_in_a_fresh_storage(self, data, make):
         num_envs = data.draw(st.integers(1, 3))
@@ -658,7 +655,6 @@ class TestEmpty:
             assert used.stats() == fresh.stats()
         used.validate()
 
-    @settings(max_examples=50)
     @given(data=st.data())
     def test_the_last_steps_of_each_lane_stay(self, data):
         num_envs = data.draw(st.integers(1, 3))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward, goals
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import RingOracle
 from tensordict import TensorDict
@@ -89,7 +89,6 @@ def test_all_histories_against_the_model(history, sizes):
     assert_grows(EpisodeSequence(*sizes), buffer.storage, model)
 
 
-@settings(max_examples=80)
 @given(data=st.data())
 def test_any_history_against_the_model(data):
     num_envs = data.draw(st.integers(1, 3))
@@ -113,7 +112,6 @@ def test_any_history_against_the_model(data):
     assert_grows(unit, storage, model)
 
 
-@settings(max_examples=60)
 @given(
     done=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=30),
     length=st.integers(1, 5),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import RewardScaling
@@ -117,7 +117,6 @@ def assert_same(short, general):
     short.validate()
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_any_stream_of_steps(data):
     num_envs = data.draw(st.integers(1, 3))

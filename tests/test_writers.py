@@ -210,7 +210,7 @@ class StockStorageMachine(WriterMachine):
 TestPackedStorage = WriterMachine.TestCase
 TestPackedStorage.settings = settings(stateful_step_count=12)
 TestStockStorage = StockStorageMachine.TestCase
-TestStockStorage.settings = settings(max_examples=60, stateful_step_count=12)
+TestStockStorage.settings = settings(stateful_step_count=12)
 
 
 def block(*shape, first_lane=0):
