@@ -25,7 +25,7 @@ from trl_storages.storages import PackedStorage
 from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writers import EpisodeWriter
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EREReplayStorage",
