@@ -258,12 +258,13 @@ def in_a_fork(body):
 
 def test_other_processes_may_not_write(tmp_path):
     storage = make("uniform", seed=1, path=tmp_path)
-    Loop().write(4, storage)
-    assert "forked from" in in_a_fork(lambda: Loop().write(1, storage))
+    loop = Loop()
+    loop.write(4, storage)
+    assert "forked from" in in_a_fork(lambda: loop.write(1, storage))
     assert "forked from" in in_a_fork(storage.empty)
     assert "writer already" in in_a_fork(lambda: make("uniform", seed=1, path=tmp_path))
     # A fork that ends does not take the right to write with it.
-    Loop().write(1, storage)
+    loop.write(1, storage)
     storage.close()
     assert in_a_fork(lambda: make("uniform", seed=1, path=tmp_path).close()) == ""
     assert len(make("uniform", seed=1, path=tmp_path)) == 10
