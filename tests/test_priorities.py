@@ -1,4 +1,4 @@
-"""The table of priorities against lists, on both backends: rows, reports, draws, copies, lane order."""
+"""The table of priorities against lists, on both backends: rows, reports, draws, copies."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scipy.stats import chisquare
 
 from trl_storages.episodes import EpisodeIndex
-from trl_storages.priorities import ABSENT, LaneOrder, PriorityTable
+from trl_storages.priorities import ABSENT, PriorityTable
 from trl_storages.priorities.weighing import leaf_weights
 
 CPU = torch.device("cpu")
@@ -172,34 +172,6 @@ def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
         copied.validate()
         assert table.priorities[2] == 2.0
     table.validate()
-
-
-class TestLaneOrder:
-    @given(st.integers(1, 5), st.integers(1, 30))
-    def test_slots_and_leaves_are_inverse(self, num_lanes, capacity):
-        order = LaneOrder(capacity, num_lanes)
-        slots = torch.arange(capacity)
-        leaves = order.leaves(slots)
-        assert len(set(leaves.tolist())) == capacity
-        assert leaves.max() < order.num_leaves < capacity + num_lanes
-        assert torch.equal(order.slots(leaves), slots)
-        assert (order.leaves(ints(-1, 0, -7)) < 0).tolist() == [True, False, True]
-
-    @pytest.mark.requirement("ere-per")
-    @given(st.integers(1, 4), st.integers(1, 6), st.data())
-    def test_the_newest_rows_are_the_ranges(self, num_lanes, steps, data):
-        capacity = num_lanes * steps + data.draw(st.integers(0, num_lanes - 1))
-        episodes = EpisodeIndex(capacity, num_lanes)
-        order = LaneOrder(capacity, num_lanes)
-        for _ in range(data.draw(st.integers(1, 8))):
-            lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
-            length = data.draw(st.integers(1, steps + 1))
-            episodes.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=lanes)
-        for window in range(1, len(episodes) + 2):
-            ranges = zip(*order.newest(episodes, torch.tensor(window)), strict=True)
-            leaves = [leaf for start, stop in ranges for leaf in range(int(start), int(stop))]
-            newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
-            assert sorted(leaves) == sorted(order.leaves(newest).tolist())
 
 
 class TableMachine(RuleBasedStateMachine):

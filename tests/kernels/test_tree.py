@@ -1,4 +1,4 @@
-"""The sum tree and the raw priorities of both backends: by hand, against lists, against each other."""
+"""The sum tree, its order of leaves and raw priorities: by hand, against lists, on both backends."""
 
 import inspect
 
@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from trl_storages.episodes import EpisodeIndex
 from trl_storages.kernels import device, host
 from trl_storages.kernels.absent import ABSENT
+from trl_storages.kernels.host import lane_order as host_lane_order
 from trl_storages.kernels.host import raw_priorities as host_raw_priorities
 from trl_storages.kernels.host import tree as host_tree
 from trl_storages.kernels.tree_levels import level_starts
@@ -310,9 +312,42 @@ def test_both_keep_what_was_reported_as_lists_do(case):
             assert table.largest.item() == largest
 
 
+@each_backend
+class TestLaneOrder:
+    @settings(max_examples=50)
+    @given(st.integers(1, 5), st.integers(1, 30))
+    def test_slots_and_leaves_are_inverse(self, backend, num_lanes, capacity):
+        order = backend.LaneOrder(capacity, num_lanes)
+        slots = torch.arange(capacity)
+        leaves = order.leaves(slots)
+        assert len(set(leaves.tolist())) == capacity
+        assert leaves.max() < order.num_leaves < capacity + num_lanes
+        assert torch.equal(order.slots(leaves), slots)
+        assert (order.leaves(ints(-1, 0, -7)) < 0).tolist() == [True, False, True]
+
+    @pytest.mark.requirement("ere-per")
+    @settings(max_examples=50)
+    @given(st.integers(1, 4), st.integers(1, 6), st.data())
+    def test_the_newest_rows_are_the_ranges(self, backend, num_lanes, steps, data):
+        capacity = num_lanes * steps + data.draw(st.integers(0, num_lanes - 1))
+        episodes = EpisodeIndex(capacity, num_lanes)
+        order = backend.LaneOrder(capacity, num_lanes)
+        for _ in range(data.draw(st.integers(1, 8))):
+            lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
+            length = data.draw(st.integers(1, steps + 1))
+            episodes.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=lanes)
+        for window in range(1, len(episodes) + 2):
+            lengths = episodes.newest_per_lane(torch.tensor(window))
+            newest = order.newest(lengths, episodes.cursors, episodes.steps_per_lane)
+            ranges = zip(*newest, strict=True)
+            leaves = [leaf for start, stop in ranges for leaf in range(int(start), int(stop))]
+            newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
+            assert sorted(leaves) == sorted(order.leaves(newest).tolist())
+
+
 def test_both_backends_have_the_same_names_and_signatures():
     assert host.__all__ == device.__all__
-    for name in ("RawPriorities", "SumTree"):
+    for name in ("LaneOrder", "RawPriorities", "SumTree"):
         ours, theirs = getattr(host, name), getattr(device, name)
         for method, function in inspect.getmembers(ours, inspect.isfunction):
             if not method.startswith("_"):
@@ -343,7 +378,7 @@ def test_nothing_waits_for_the_device(simulated_gpu):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs the compiled loops, and what is compiled into them, as Python."""
-    for module in (host_tree, host_raw_priorities):
+    for module in (host_lane_order, host_raw_priorities, host_tree):
         for name, loop in vars(module).copy().items():
             if hasattr(loop, "py_func"):
                 monkeypatch.setattr(module, name, loop.py_func)
@@ -360,10 +395,11 @@ def test_interpreted_loops_give_the_same_answers():
         slots = torch.randint(100, (50,), generator=generator)
         rows.renew(slots)
         written, _ = rows.report(slots, torch.rand(50, generator=generator))
-        tree.set(written, rows.priorities[slots].double())
-        ranges = ints(3, 40), ints(20, 90)
+        order = backend.LaneOrder(100, num_lanes=4)
+        tree.set(order.leaves(written), rows.priorities[slots].double())
+        ranges = order.newest(ints(3, 1, 20, 0), ints(50, 20, 37, 9), 25)
         noise = random_noise(20)
         answers.append([*tree.draw(noise), *tree.draw(noise, *ranges), tree.least(*ranges)])
         tree.renew(tree.weights.flip(0))
-        answers[-1] += [*tree.draw(noise), tree.least(), tree.total]
+        answers[-1] += [*tree.draw(noise), tree.least(), tree.total, order.slots(slots), *ranges]
     assert all(torch.equal(*both) for both in zip(*answers, strict=True))

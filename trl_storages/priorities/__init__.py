@@ -1,11 +1,10 @@
 """The priorities of rows: what was reported of them, and draws in proportion to it.
 
 A `PriorityTable` keeps the raw priorities by slot, and derives from them a tree of
-`trl_storages.kernels`, with its leaves in a `LaneOrder`.
+`trl_storages.kernels`.
 """
 
 from trl_storages.kernels.absent import ABSENT
-from trl_storages.priorities.lane_order import LaneOrder
 from trl_storages.priorities.table import Normalization, PriorityTable
 
-__all__ = ["ABSENT", "LaneOrder", "Normalization", "PriorityTable"]
+__all__ = ["ABSENT", "Normalization", "PriorityTable"]

@@ -15,7 +15,6 @@ from trl_storages.functional.priorities import importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.absent import ABSENT
-from trl_storages.priorities.lane_order import LaneOrder
 from trl_storages.priorities.late_error import LateError
 from trl_storages.priorities.weighing import leaf_weights
 
@@ -65,8 +64,9 @@ class PriorityTable:
 
     def _plant(self, num_lanes: int) -> None:
         """Makes a tree with its leaves lane by lane, of rows that weigh nothing."""
-        self._order = LaneOrder(self.capacity, num_lanes)
-        self._tree = backend(self.device).SumTree(self._order.num_leaves, self.device)
+        kernels = backend(self.device)
+        self._order = kernels.LaneOrder(self.capacity, num_lanes)
+        self._tree = kernels.SumTree(self._order.num_leaves, self.device)
         self._tree.keep_least(self._normalize == "storage")
 
     # Columns by slot
@@ -132,8 +132,9 @@ class PriorityTable:
         """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
             finish(partial(self._arrange, episodes.num_envs))
-        start, stop = self._order.newest(episodes, window)
-        return self._drawn(noise, beta, None, start, stop)
+        lengths, room = episodes.newest_per_lane(window), episodes.steps_per_lane
+        ranges = self._order.newest(lengths, episodes.cursors, room)
+        return self._drawn(noise, beta, None, *ranges)
 
     def _arrange(self, num_lanes: int) -> None:
         self._plant(num_lanes)
@@ -320,16 +321,18 @@ class PriorityTable:
     # the rows alone, and choose a backend of their own.
 
     def __getstate__(self) -> dict[str, Any]:
-        rows = (self.priorities, self.generations, self._rows.largest.clone())
+        derived = ("_rows", "_order", "_tree")
         return {
-            **{key: value for key, value in vars(self).items() if key not in ("_rows", "_tree")},
-            "_rows": rows,
+            **{key: value for key, value in vars(self).items() if key not in derived},
+            "rows": (self.priorities, self.generations, self._rows.largest.clone()),
+            "num_lanes": self._order.num_lanes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        priorities, generations, largest = state.pop("_rows")
+        priorities, generations, largest = state.pop("rows")
+        num_lanes = state.pop("num_lanes")
         vars(self).update(state)
         self._rows = backend(self.device).RawPriorities(self.capacity, self.device)
-        self._plant(self._order.num_lanes)
+        self._plant(num_lanes)
         self._fill(priorities, largest.item())
         self._rows.generations.copy_(generations)
