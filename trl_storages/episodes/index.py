@@ -9,20 +9,16 @@ A lane is the stream of one environment. The ring is time-major: step s of lane 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from trl_storages import arguments
+from trl_storages.episodes.answers import EpisodeAnswers
 from trl_storages.episodes.invariants import check_invariants
 from trl_storages.episodes.lanes import Lanes, named_lanes
-from trl_storages.episodes.whole import draw_whole_episodes, first_of_whole_episodes
-from trl_storages.functional.draws import random_noise
-from trl_storages.kernels import backend
 from trl_storages.saved import SavedState
 
 __all__ = ["EpisodeIndex", "Kept", "episodes_of"]
@@ -57,7 +53,7 @@ class Kept(NamedTuple):
     and whether the last one goes on."""
 
 
-class EpisodeIndex:
+class EpisodeIndex(EpisodeAnswers):
     """Knows for every slot of a ring how much of its own episode lies before and after it.
 
     An episode ends where `done` is true and is cut where the next row of the lane belongs to another
@@ -78,76 +74,6 @@ class EpisodeIndex:
     >>> index.ahead(torch.arange(4)).tolist(), index.behind(torch.arange(4)).tolist()
     ([2, 1, 0, 0], [0, 1, 2, 0])
     """
-
-    def __init__(
-        self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
-    ) -> None:
-        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
-        capacity = arguments.integer("capacity", capacity, at_least=1)
-        if capacity < num_envs:
-            raise ValueError(
-                f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
-                f"{capacity} for {num_envs} lanes."
-            )
-        self.device = arguments.device("device", device)
-        self._on_host = self.device.type == "cpu"
-        self._ring = backend(self.device).Ring(capacity, num_envs, self.device)
-        self.num_envs = num_envs
-        self.steps_per_lane: int = self._ring.steps_per_lane
-        self.capacity: int = self._ring.capacity
-        self._lane_ids = torch.arange(num_envs, device=self.device)
-
-    # Size
-
-    def __len__(self) -> int:
-        """Number of live rows, known to the host."""
-        if self.num_envs == 1:
-            return min(self.host_steps.item(), self.steps_per_lane)
-        return int(np.minimum(self.host_steps, self.steps_per_lane).sum())
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every slot holds a row."""
-        return len(self) == self.capacity
-
-    @property
-    def is_level(self) -> bool:
-        """Whether all lanes hold equally many rows, so that the live slots are the first ones."""
-        fill = np.minimum(self.host_steps, self.steps_per_lane)
-        return self.num_envs == 1 or not np.count_nonzero(fill != fill[0])
-
-    @property
-    def num_slots_reached(self) -> int:
-        """How many slots there are up to the last live one."""
-        fill = np.minimum(self.host_steps, self.steps_per_lane)
-        last = (fill - 1) * self.num_envs + np.arange(self.num_envs)
-        return int(last[fill > 0].max(initial=-1)) + 1
-
-    @property
-    def num_rows(self) -> torch.Tensor:
-        """`[]` int64, on the device: rows that are live now."""
-        return self._ring.fill.sum()
-
-    @property
-    def cursors(self) -> torch.Tensor:
-        """`[E]` int64, on the device: steps written to each lane since the beginning."""
-        return self._ring.cursors
-
-    @property
-    def num_steps_written(self) -> torch.Tensor:
-        """`[E]` int64 on the host: steps written to each lane since the beginning."""
-        return torch.from_numpy(self.host_steps)
-
-    @property
-    def is_open(self) -> torch.Tensor:
-        """`[E]` bool, whether the next row of the lane continues its last episode. A copy."""
-        return self._ring.is_open.bool()
-
-    @cached_property
-    def host_steps(self) -> np.ndarray:
-        """`[E]` int64, the cursors as the host knows them without asking the device."""
-        # On the CPU they are the same memory.
-        return self.cursors.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
 
     # Lanes and slots
 
@@ -357,235 +283,7 @@ class EpisodeIndex:
                 self._ring.tear(moved[:1][is_torn[:1]])
                 self._ring.is_open[lane] = is_open
 
-    # Questions about slots
-
-    def steps(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the absolute step of each slot in its lane, int64, counted from 0."""
-        return self._ring.steps(_slots("slots", slots))
-
-    def is_live(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether each slot, of any number at all, is one that holds a row, bool."""
-        slots = _slots("slots", slots)
-        inside = (slots >= 0) & (slots < self.capacity)
-        # Counted back from the cursor, a slot not yet written comes out before step 0.
-        return inside & (self._ring.steps(slots.clamp(0, self.capacity - 1)) >= 0)
-
-    def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
-        """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked.
-
-        Args:
-            slots: int64 of any shape B.
-            steps: int64 that broadcasts against B.
-        """
-        if not isinstance(steps, int) or isinstance(steps, bool):
-            steps = _slots("steps", steps)
-        return self._ring.shift(_slots("slots", slots), steps)
-
-    def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns how many surviving rows of the same episode lie before and after each slot.
-
-        Args:
-            slots: int64 slots of live rows, any shape B.
-
-        Returns:
-            two int64 tensors of shape B.
-        """
-        return self._ring.extent(_slots("slots", slots))
-
-    def behind(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many surviving rows of the same episode lie before each slot, int64."""
-        return self.extent(slots)[0]
-
-    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many rows of the same episode lie after each slot, int64."""
-        return self.extent(slots)[1]
-
-    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds each row and those that follow it in its episode.
-
-        Args:
-            slots: int64 slots of live rows, `[B]`.
-            num_rows: n, at least 1.
-
-        Returns:
-            `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
-            stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
-        """
-        num_rows = arguments.integer("num_rows", num_rows, at_least=1)
-        return self._ring.windows(_slots("slots", slots), num_rows)
-
-    def sequences(
-        self, slots: torch.Tensor, burn_in: int, num_steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, without leaving its episode.
-
-        Args:
-            slots: int64 slots of live rows, `[B]`.
-            burn_in: how many rows before it.
-            num_steps: S, how many rows altogether.
-
-        Returns:
-            `[B, S]` int64 slots in time order; the first or last surviving row stands for those beyond
-            it. And `[B, S]` bool: whether the row is the one asked for.
-        """
-        return self._ring.sequences(_slots("slots", slots), burn_in, num_steps)
-
-    def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return self._ring.entries(_slots("slots", slots))
-
-    def is_end(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether each row ended its episode by `done`, bool."""
-        return self.is_finished(slots) & (self.ahead(slots) == 0)
-
-    def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether the slot's episode was ended by `done`, bool."""
-        return self._ring.span(_slots("slots", slots))[..., 2].bool()
-
-    def is_newest(self, lane: int, entry: int) -> bool:
-        """Returns whether the episode that a lane began last has this entry in the table."""
-        number = int(self._ring.lanes[lane, 1]) - 1
-        return entry == lane * self.steps_per_lane + number % self.steps_per_lane
-
-    def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether no row of the slot's episode has been overwritten, bool."""
-        slots = _slots("slots", slots)
-        return self._ring.span(slots)[..., 0] >= self._ring.oldest(slots)
-
-    # Age
-
-    def ages(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the rank by age of each slot among all live rows: 0 is the newest.
-
-        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
-        such step by lane: those that hold more rows first, of equal ones the last lane first.
-
-        Args:
-            slots: int64 slots of live rows, any shape B.
-
-        Returns:
-            int64 ranks of shape B.
-        """
-        return self._ring.ages(_slots("slots", slots))
-
-    def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
-        """Returns the slots of the rows with these ranks by age; the inverse of `ages`.
-
-        Args:
-            ranks: int64 in `[0, num_rows)`, any shape B. The c newest rows have ranks `0 .. c - 1`.
-
-        Returns:
-            int64 slots of shape B.
-        """
-        return self._ring.slots_by_age(_slots("ranks", ranks))
-
-    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
-        """Counts how many of the `window` newest rows each lane holds.
-
-        Args:
-            window: `[]` int64, rows by the order of `ages`.
-
-        Returns:
-            `[E]` int64: the newest so many rows of each lane make up the window.
-        """
-        return self._ring.newest_per_lane(window)
-
-    # Draws
-
-    def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` live slots uniformly with replacement, whatever the lanes' fill.
-
-        Returns:
-            `[n]` int64 slots.
-        """
-        n = arguments.integer("n", n)
-        arguments.generator("generator", generator)
-        return self.draw(random_noise(n, generator=generator, device=self.device))
-
-    def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
-        """Draws live slots, of all rows or of the newest ones.
-
-        Args:
-            noise: `[B]` int64 of `random_noise`, on the device.
-            window: `[]` int64, how many of the newest rows to draw from; None is all.
-
-        Returns:
-            `[B]` int64 slots.
-        """
-        return self._ring.draw(noise, window)
-
-    def goals(
-        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
-    ) -> torch.Tensor:
-        """Draws the rows that lend their goals.
-
-        Args:
-            slots: `[B]` int64 slots t of live rows, of episodes first..last.
-            noise: `[B]` int64 of `random_noise`, on the device.
-            mask: `[B]` bool, whether a goal is drawn; otherwise the row is its own.
-            strategy: "future" t..last, "final" last, "episode" first..last, or "random" any live row.
-
-        Returns:
-            `[B]` int64 slots.
-        """
-        return self._ring.goals(slots, noise, mask, strategy)
-
-    def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.
-
-        Returns:
-            `[n]` int64 slots of their first rows.
-
-        Raises:
-            RuntimeError: there is no such episode.
-        """
-        n = arguments.integer("n", n)
-        arguments.generator("generator", generator)
-        drawn = draw_whole_episodes(self, self._ring, n, generator)
-        if drawn is not None:
-            return drawn
-        first = first_of_whole_episodes(self)
-        if not len(first):
-            raise RuntimeError(
-                "no finished episode is stored whole: write until one ends, or make the storage larger "
-                "than an episode."
-            )
-        return first[random_noise(n, generator=generator, device=self.device) % len(first)]
-
-    def has_whole_episode(self) -> bool:
-        """Returns whether there is an episode that `random_episodes` can draw."""
-        # Looking for one at random is soonest over, unless there is none or hardly any.
-        generator = torch.Generator(self.device)
-        if draw_whole_episodes(self, self._ring, 1, generator) is not None:
-            return True
-        return len(first_of_whole_episodes(self)) > 0
-
     # The whole of it
-
-    def episodes(self) -> TensorDict:
-        """Lists the live episodes, lane by lane, the oldest first. Costs a pass over the rows.
-
-        Returns:
-            TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
-            `finished` and `whole`.
-        """
-        live = self.slots_by_age(torch.arange(len(self), device=self.device))
-        is_first = self.behind(live) == 0
-        first = live[is_first]
-        lane, step = first % self.num_envs, self.steps(first)
-        order = torch.argsort(step, stable=True)
-        order = order[torch.argsort(lane[order], stable=True)]
-        first = first[order]
-        return TensorDict(
-            {
-                "first": first,
-                "length": self.ahead(first) + 1,
-                "lane": lane[order],
-                "finished": self.is_finished(first),
-                "whole": self.is_whole(first),
-            },
-            batch_size=[first.shape[0]],
-        )
 
     def validate(self) -> None:
         """Checks every invariant, walking all rows.
@@ -663,7 +361,3 @@ class EpisodeIndex:
             f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "
             f"device={self.device})"
         )
-
-
-def _slots(name: str, value: Any) -> torch.Tensor:
-    return torch.as_tensor(arguments.slots(name, value)).long()

@@ -13,7 +13,7 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.kernels.ring_tables import RingTables
 
 if TYPE_CHECKING:
-    from trl_storages.episodes.index import EpisodeIndex
+    from trl_storages.episodes.answers import EpisodeAnswers
 
 __all__ = ["draw_whole_episodes", "first_of_whole_episodes"]
 
@@ -22,14 +22,15 @@ _PATIENCE = 32
 
 
 def draw_whole_episodes(
-    index: EpisodeIndex, ring: RingTables, n: int, generator: torch.Generator | None
+    index: EpisodeAnswers, ring: RingTables, n: int, generator: torch.Generator | None
 ) -> torch.Tensor | None:
     """Draws `n` whole episodes uniformly with replacement, at a cost that no episode adds to.
 
     Returns:
         `[n]` int64 slots of their first rows, or None if it was out of luck.
     """
-    room, lanes, begun = index.steps_per_lane, index.lane_ids(), ring.lanes[:, 1]
+    room, begun = index.steps_per_lane, ring.lanes[:, 1]
+    lanes = torch.arange(index.num_envs, device=index.device)
     # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
     start = (index.cursors - room).clamp(min=0)
     entry = ring.entries(start % room * index.num_envs + lanes)
@@ -52,7 +53,7 @@ def draw_whole_episodes(
     return None
 
 
-def first_of_whole_episodes(index: EpisodeIndex) -> torch.Tensor:
+def first_of_whole_episodes(index: EpisodeAnswers) -> torch.Tensor:
     """Returns the slots of the first rows of all whole episodes, in a pass over the rows."""
     episodes = index.episodes()
     return episodes["first"][episodes["finished"] & episodes["whole"]]
