@@ -37,21 +37,21 @@ def record(storage, step, done=False):
 CHANGES = {
     "rows": lambda it: it.storage.rows[7].fill_(1),
     "index.lanes": lambda it: it.episodes.end_episodes(),
-    "index.host": lambda it: record(it, 9),
-    "writer._write_count": lambda it: record(it, 9),
+    "index.host": lambda it: record(it, 3),
+    "writer._write_count": lambda it: record(it, 3),
     "sampler.plain._strategy": lambda it: setattr(it.sampler, "strategy", "final"),
     "sampler.base.plain._update": lambda it: it.sample(),
     "sampler.base.base.state.priorities": lambda it: it.update_priority(
         torch.tensor([1]), torch.tensor([3.0])
     ),
-    "sampler.base.base.generations": lambda it: record(it, 9),
+    "sampler.base.base.generations": lambda it: record(it, 3),
     "transforms[1].plain._gamma": lambda it: setattr(it._transform[1], "_gamma", 0.1),
-    "recorder.ended": lambda it: record(it, 9, done=True),
+    "recorder.ended": lambda it: record(it, 3, done=True),
     "generator": lambda it: it.sample(),
     "default generator": lambda _: torch.rand(1),
     "batch_size": lambda it: setattr(it, "_batch_size", 5),
     "files": lambda it: (it.storage.scratch_dir / "new").touch(),
-    "files.rows.bin": lambda it: record(it, 9),
+    "files.rows.bin": lambda it: record(it, 3),
     "files.storage.json": lambda it: (it.storage.scratch_dir / "storage.json").write_text(""),
 }
 
