@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mktestdocs import check_md_file
 
-from tests.benchmarks.readme import format_readme, format_samples
+from tests.benchmarks.readme import format_readme, format_speed
 from tests.benchmarks.results import Report
 
 README = Path(__file__).parents[1] / "README.md"
@@ -35,7 +35,7 @@ def test_there_are_exactly_two_commands():
 def test_speed_is_that_of_the_run_that_is_kept():
     report = Report.load(BENCHMARKS / "results.json")
 
-    assert "\n".join(format_samples(report)) in README.read_text()
+    assert "\n".join(format_speed(report)) in README.read_text()
     assert "\n".join(format_readme(report)) in (BENCHMARKS / "README.md").read_text()
 
 

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
@@ -22,20 +24,27 @@ from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
 from tests.benchmarks.tables import format_machine, format_report
 
 # Sections that are of one number of threads, the first that is asked for.
-ONCE = ("growth", "mapped", "cold", "memory", "profile")
+ONCE = ("growth", "mapped", "cold", "memory")
+# Sections that compare with what only the CPU has.
+ON_CPU = ("growth", "mapped", "memory")
+BACKENDS = ("numba", "torch")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     names = list(dict.fromkeys([*SECTIONS, *ONCE]))
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION",
+    parser.add_argument("--only", nargs="+", choices=names, default=None, metavar="SECTION",
                         help=f"of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--rows", nargs="+", type=int, default=None,
                         help="stored transitions; 10^4, 10^5 and 10^6 otherwise")  # fmt: skip
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 4096])
     parser.add_argument("--threads", nargs="+", type=int, default=None)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--backend", choices=BACKENDS, default=None,
+                        help="for rows on the CPU: compiled loops, or tensor operations")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="where batches arrive, and the rows of who keeps them there")  # fmt: skip
     parser.add_argument("--unequal", action="store_true", help="episodes of 1 to 99 steps, not 50")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each library")
     parser.add_argument("--quick", action="store_true", help="fewer rows, rounds and threads")
@@ -46,6 +55,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--readme", type=Path, metavar="JSON",
                         help="measure nothing; print the README's tables of such a file")  # fmt: skip
     parsed = parser.parse_args(arguments)
+    on_device = [name for name in names if parsed.device == "cpu" or name not in ON_CPU]
+    if parsed.only is None:
+        parsed.only = on_device
+    if not set(parsed.only) <= set(on_device):
+        parser.error(f"--device {parsed.device} is for the sections {', '.join(on_device)}")
     if min(parsed.batches) < 1 or (parsed.rows and min(parsed.rows) < max(parsed.batches)):
         parser.error(
             f"--rows must be at least as many as are drawn, {max(parsed.batches)}; got {parsed.rows}"
@@ -79,6 +93,7 @@ def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
         calls=10 if quick else 20,
         seconds=0.05 if quick else 0.1,
         processor_time=arguments.clock == "processor",
+        device=arguments.device,
     )
     return Plan(
         rows=tuple(sorted(rows)),
@@ -90,10 +105,19 @@ def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
     )
 
 
+def choose_backend(arguments: argparse.Namespace) -> None:
+    """Lets the processes that measure know of it, before they make any part of a storage."""
+    arguments.backend = arguments.backend or os.environ.get("TRL_STORAGES_BACKEND", BACKENDS[0])
+    os.environ["TRL_STORAGES_BACKEND"] = arguments.backend
+
+
 def measure_all(arguments: argparse.Namespace) -> Report:
     """Runs the sections that were asked for, for each number of threads."""
     threads = arguments.threads or ([1] if arguments.quick else [1, 2])
     report = Report(machine=describe_machine(), left_out=missing_peers(arguments.peers))
+    report.machine |= {"backend": arguments.backend, "device": arguments.device}
+    if arguments.device == "cuda":
+        report.machine["device"] = torch.cuda.get_device_name()
     print(*report.left_out, sep="\n", end="", file=sys.stderr)
     for number in threads:
         plan = plan_of(arguments, number)
@@ -105,7 +129,6 @@ def measure_all(arguments: argparse.Namespace) -> Report:
                 found = pool.submit(run_section, section, plan).result()
                 report.results += found.results
                 report.memory |= found.memory
-                report.profile += found.profile
                 took = time.perf_counter() - begin
                 print(f"{section:>12}: {took:.0f} s", file=sys.stderr, flush=True)
                 if arguments.json is not None:
@@ -121,6 +144,10 @@ def main() -> None:
 
         print(*format_readme(Report.load(arguments.readme)), sep="\n")
         return
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("There is no CUDA device.")
+        return
+    choose_backend(arguments)
     report = measure_all(arguments)
     print(format_machine(report.machine))
     print(*format_report(report), sep="\n")

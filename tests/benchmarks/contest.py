@@ -7,13 +7,13 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
+from typing import Any
 
 from tests.benchmarks.data import Columns, flat_columns, goal_columns, take_rows
-from tests.benchmarks.measure import Effort, Turn
-from tests.benchmarks.peers import PEERS, Buffer, load_peer
+from tests.benchmarks.measure import Effort, Turn, nothing
+from tests.benchmarks.peers import ON_CUDA, PEERS, Buffer, load_peer
 
-__all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "installed", "who"]
+__all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who"]
 
 # Every library has room for more rows than it is filled with, as TorchRL's HER raises once it is full.
 SPARE_ROWS = 2000
@@ -35,7 +35,7 @@ class Plan:
         threads: how many the libraries may use.
         peers: the libraries that may take part.
         unequal: whether the episodes of all sections are of 1 to 99 steps instead of 50.
-        effort: how much is measured.
+        effort: how much is measured, and on which device.
     """
 
     rows: tuple[int, ...] = (10**4, 10**5, 10**6)
@@ -49,6 +49,11 @@ class Plan:
     def sizes(self) -> tuple[int, ...]:
         """All N with one thread, the largest with several."""
         return self.rows if self.threads == 1 else self.rows[-1:]
+
+    @property
+    def device(self) -> str:
+        """Where batches arrive."""
+        return self.effort.device
 
     @property
     def most_rows(self) -> int:
@@ -66,6 +71,7 @@ class Contest:
         *,
         unequal: bool = False,
         columns: Columns | None = None,
+        **attributes: Any,
     ):
         if columns is None:
             columns = goal_columns(rows + SPARE_ROWS, unequal=unequal)
@@ -75,49 +81,63 @@ class Contest:
         gc.collect()  # The libraries of the contest before this one may still hold their rows.
         self.buffers: dict[Contestant, Buffer] = {}
         self.steps: dict[Contestant, Iterator] = {}
-        for peer, work in contestants:
-            self.add((peer, work), installed(peer).WORKS[work](self.fill, self.capacity))
+        for contestant in contestants:
+            self.add(contestant, **attributes)
 
-    def add(self, contestant: Contestant, buffer: Buffer) -> None:
-        """Lets one more take part."""
+    def add(
+        self, contestant: Contestant, named: Contestant | None = None, **attributes: Any
+    ) -> None:
+        """Fills one more and lets it take part.
+
+        Args:
+            contestant: the peer, and which of its works.
+            named: what they are called in the results; None is as they are.
+            **attributes: of `Buffer`.
+        """
+        buffer = adapter(*contestant, **attributes)(self.fill, self.capacity)
         new_rows = range(min(NEW_ROWS, self.capacity - self.rows))
         prepared = [buffer.prepare(take_rows(self.new, row, row + 1)) for row in new_rows]
-        self.buffers[contestant], self.steps[contestant] = buffer, itertools.cycle(prepared)
+        named = contestant if named is None else named
+        self.buffers[named], self.steps[named] = buffer, itertools.cycle(prepared)
 
-    def turns(self, batch_size: int, walk: Callable | None = None) -> dict[Contestant, Turn]:
+    def turns(
+        self, batch_size: int, between: Callable[[], Any] = nothing
+    ) -> dict[Contestant, Turn]:
         """Returns draws of a batch, with a write of one step before each that is not timed.
 
         Args:
             batch_size: B.
-            walk: what else is done before each, such as emptying the caches.
+            between: what else comes between a write and a draw, such as the update of a network.
         """
         return {
-            contestant: sample_turn(buffer, self.steps[contestant], batch_size, walk)
+            contestant: sample_turn(buffer, self.steps[contestant], batch_size, between)
             for contestant, buffer in self.buffers.items()
         }
 
 
-def sample_turn(buffer: Buffer, steps: Iterator, batch_size: int, walk: Callable | None) -> Turn:
+def sample_turn(buffer: Buffer, steps: Iterator, batch_size: int, between: Callable) -> Turn:
     def before() -> None:
         buffer.write(next(steps))
-        if walk is not None:
-            walk()
+        between()
 
     return Turn(call=lambda: buffer.sample(batch_size), before=before)
 
 
-def installed(name: str) -> ModuleType:
+def adapter(name: str, work: str, **attributes: Any) -> type[Buffer]:
+    """Returns how a peer does a work, with the attributes of `Buffer` that are given."""
     peer = load_peer(name)
     if isinstance(peer, str):
         raise ModuleNotFoundError(peer)
-    return peer
+    return peer.WORKS[work].configured(**attributes)
 
 
 def who(plan: Plan, *works: str, own: tuple[str, ...] = ()) -> list[Contestant]:
-    """Lists who does a work; of this package, all of `own` as well."""
-    found = [("ours", work) for work in own if "ours" in plan.peers]
+    """Lists who does a work; of this package, and of plain functions beside it, all of `own` as well."""
+    found: list[Contestant] = []
     for name in plan.peers:
         peer = load_peer(name)
-        if not isinstance(peer, str):
-            found += [(name, work) for work in works if work in peer.WORKS]
+        if isinstance(peer, str) or (plan.device != "cpu" and name not in ON_CUDA):
+            continue
+        wanted = (*own, *works) if name in ("ours", "compiled") else works
+        found += [(name, work) for work in wanted if work in peer.WORKS]
     return list(dict.fromkeys(found))

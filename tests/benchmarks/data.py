@@ -12,6 +12,7 @@ from tensordict import TensorDict
 __all__ = [
     "ACTION_SIZE",
     "DISCOUNT",
+    "EPISODE_LENGTH",
     "FLAT_SIZE",
     "GOAL_SIZE",
     "HINDSIGHT_GOALS",

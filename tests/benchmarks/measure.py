@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Effort", "Turn", "measure"]
+import torch
+
+__all__ = ["Effort", "Turn", "measure", "nothing"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -43,30 +45,40 @@ class Effort:
         processor_time: whether to count the time of the processor instead of the clock on the wall.
             On a machine that does other things, those interrupt long calls more often than short
             ones. Of no use with several threads, whose times it adds up.
+        device: which is waited for before and after what is timed, as torch names it.
     """
 
     rounds: int = 10
     calls: int = 20
     seconds: float = 0.1
     processor_time: bool = False
+    device: str = "cpu"
+
+    @property
+    def wait(self) -> Callable[[], Any]:
+        """What returns once the device has done all that it was asked for."""
+        return nothing if self.device == "cpu" else torch.cuda.synchronize
 
 
 def take_turn(turn: Turn, effort: Effort) -> float:
     """Returns the median time of a call, in microseconds."""
-    call, before, repeat = turn.call, turn.before, turn.repeat
+    call, before, repeat, wait = turn.call, turn.before, turn.repeat, effort.wait
     clock = time.process_time if effort.processor_time else time.perf_counter
     taken: list[float] = []
     end = clock() + effort.seconds
     while len(taken) < effort.calls and (not taken or clock() < end):
         before()
+        wait()
         if repeat == 1:
             begin = clock()
             call()
+            wait()
             taken.append(clock() - begin)
         else:
             begin = clock()
             for _ in range(repeat):
                 call()
+            wait()
             taken.append((clock() - begin) / repeat)
     return round(1e6 * statistics.median(taken), 2)
 

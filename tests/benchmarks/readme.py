@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.tables import TITLES, format_machine, format_memory, format_ratio
+from tests.benchmarks.tables import (
+    TITLES,
+    format_cold_start,
+    format_machine,
+    format_memory,
+    format_plain,
+    format_ratio,
+)
 from tests.benchmarks.targets import WORKS, outcomes
 
-__all__ = ["format_readme"]
+__all__ = ["format_readme", "format_speed"]
 
 PEERS = ("torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
 # Our works, and what the others do next to them.
@@ -19,6 +26,9 @@ SAMPLES = {
     "everything": "her",
 }
 
+# Sections in which a training loop draws, and does not.
+IN_LOOPS = {"loop": "between updates", "alone": "alone"}
+
 NOTES = """
 Microseconds, medians; in brackets how many times as long as here. One step is written before each draw.
 cpprb draws goals and folds steps when it writes: it stores each row five times for hindsight, and the
@@ -28,18 +38,17 @@ its sequences.
 
 
 def format_readme(report: Report) -> Iterator[str]:
-    """Gives the machine, a table of samples, one of everything else, and the targets that are missed.
+    """Gives what the page of the benchmark says of a run, the tables of the README first.
 
     Args:
         report: of a whole run; what was not measured is left out.
     """
     yield format_machine(report.machine)
     yield ""
-    yield from format_samples(report)
+    yield from format_speed(report)
     yield NOTES
     yield from format_rest(report)
-    yield ""
-    yield from format_profile(report)
+    yield from format_cold_start([r for r in report.results if r.threads == 1])
     if report.memory:
         yield ""
         yield format_memory(report.memory)
@@ -48,31 +57,75 @@ def format_readme(report: Report) -> Iterator[str]:
         yield from format_missed(report, threads)
 
 
-def format_profile(report: Report) -> Iterator[str]:
-    """Gives where the time of a hindsight batch goes."""
-    lines = [line for line in report.profile if line["threads"] == 1]
-    if lines:
-        yield "| hindsight, a batch of 256, one thread | microseconds |"
-        yield "|---|---|"
-        yield from (f"| {line['part']} | {line['microseconds']:,.0f} |" for line in lines)
+def format_speed(report: Report) -> Iterator[str]:
+    """Gives what the README shows: draws within a training loop, then draws one after another."""
+    in_loops = list(format_loop(report))
+    if in_loops:
+        yield from in_loops
+        yield ""
+    yield from format_samples(report)
 
 
 def format_missed(report: Report, threads: int) -> Iterator[str]:
-    """Gives the targets that are missed, by what stands in the way."""
-    measured = [o for o in outcomes(report, threads) if o.ratio is not None]
-    missed: dict[str, list[str]] = {}
-    for o in measured:
-        if not o.is_met:
-            rows = f" at {o.batch_size:,}" if o.batch_size in (256, 4096) else ""
-            wanted = f"at {'most' if o.target.at_most else 'least'} {o.limit:g}"
-            line = f"{o.target.work} / {o.target.against}{rows} {o.ratio:.2f} ({wanted})"
-            missed.setdefault(o.target.why or "not known", []).append(line)
-    number = sum(map(len, missed.values()))
+    """Gives the targets that are missed, and what a plain compiled function takes for the same."""
+    measured = [(o, o.found) for o in outcomes(report, threads) if o.found is not None]
+    missed = [(o, found) for o, found in measured if not o.is_met]
     cores = f"{threads} thread{'s' * (threads > 1)}"
-    yield f"With {cores} {len(measured) - number} targets of {len(measured)} are met. Missed:"
+    yield f"With {cores} {len(measured) - len(missed)} targets of {len(measured)} are met. Missed:"
     yield ""
-    for why, lines in missed.items():
-        yield f"- {'; '.join(lines)}: {why}."
+    for o, found in missed:
+        rows = f" at {o.batch_size:,}" if o.batch_size in (256, 4096) else ""
+        wanted = f"at {'most' if o.target.at_most else 'least'} {o.limit:g}"
+        line = f"- {o.target.work} / {o.target.against}{rows}: {found.ratio:.2f} ({wanted})"
+        yield "; ".join(filter(None, (line, found.note, format_plain(found)))) + "."
+
+
+def format_loop(report: Report) -> Iterator[str]:
+    """Gives draws between the updates of a network and alone, and what a loop loses by them."""
+    results = [r for r in report.results if r.section in IN_LOOPS and r.threads == 1]
+    if not results:
+        return
+    peers = [peer for peer in PEERS if any(result.peer == peer for result in results)]
+    titles = [TITLES[peer] for peer in peers]
+    one = results[0]
+    yield (
+        f"| draw {one.batch_size:,} from {one.rows:,} rows | | "
+        + " | ".join(["here", *titles])
+        + " |"
+    )
+    yield "|---" * (len(peers) + 3) + "|"
+    for work, theirs in SAMPLES.items():
+        title = title_of(work)
+        for section, where in IN_LOOPS.items():
+            found = [result for result in results if result.section == section]
+            ours = pick(found, work=work, peer="ours")
+            if ours is not None:
+                cells = [markdown_cell(pick(found, work=theirs, peer=p), ours) for p in peers]
+                yield f"| {title} | {where} | **{ours.median:,.0f}** | " + " | ".join(cells) + " |"
+                title = ""
+    yield from format_prefetch(report)
+
+
+def format_prefetch(report: Report) -> Iterator[str]:
+    """Says what is lost where batches are drawn ahead, of a loop that need not draw any."""
+    results = [r for r in report.results if r.section == "prefetch" and r.threads == 1]
+    lost = []
+    for ours in results:
+        free = pick(results, work=ours.work, peer="free")
+        if ours.peer == "ours" and free is not None:
+            lost.append(f"{100 * (ratio(ours, free) - 1):+.0f} % ({WORKS[ours.work]})")
+            milliseconds = free.median / 1000
+    if lost:
+        yield ""
+        yield (
+            f"With `prefetch=1` a loop of {milliseconds:.1f} ms a step takes longer than one that is "
+            f"given its batches by {', '.join(lost)}."
+        )
+
+
+def title_of(work: str) -> str:
+    """Names a work, and what the others do beside it."""
+    return WORKS[work] + (" (others: hindsight alone)" if SAMPLES[work] != work else "")
 
 
 def format_samples(report: Report) -> Iterator[str]:
@@ -92,7 +145,7 @@ def format_samples(report: Report) -> Iterator[str]:
     )
     yield "|---" * (len(peers) + 3) + "|"
     for work, theirs in SAMPLES.items():
-        title = WORKS[work] + (" (others: hindsight alone)" if theirs != work else "")
+        title = title_of(work)
         for batch_size in sorted({result.batch_size for result in results}):
             of_batch = [result for result in results if result.batch_size == batch_size]
             ours = pick(of_batch, work=work, peer="ours")

@@ -17,6 +17,7 @@ DISTRIBUTIONS = (
     "torchrl",
     "tensordict",
     "numpy",
+    "numba",
     "stable_baselines3",
     "cpprb",
     "tianshou",
@@ -38,7 +39,7 @@ class Result:
         threads: how many the libraries may use.
         unequal: whether the episodes are of 1 to 99 steps instead of 50.
         rounds: the median of each round, in microseconds a call. Results of one section, size and
-            batch took turns, so that their rounds are of the same moments.
+            batch took turns, so that their rounds are of the same moments; "loop" and "alone" did too.
     """
 
     section: str
@@ -78,17 +79,15 @@ class Report:
     """A run: the machine, the times, and what else was found out.
 
     Attributes:
-        machine: processor, operating system and versions.
+        machine: processor, operating system, versions, backend and device.
         results: the times.
         memory: of the section "memory"; see `tests.benchmarks.memory`.
-        profile: of the section "profile", a line for each part and thread count.
         left_out: lines about libraries or sections that could not run.
     """
 
     machine: dict[str, str | int] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     memory: dict[str, float] = field(default_factory=dict)
-    profile: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

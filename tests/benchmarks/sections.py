@@ -7,23 +7,24 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.benchmarks import hindsight_profile, memory
-from tests.benchmarks.contest import Contest, Contestant, Plan, installed, who
+from tests.benchmarks import memory
+from tests.benchmarks.cold_start import measure_cold_start
+from tests.benchmarks.contest import Contest, Contestant, Plan, adapter, who
 from tests.benchmarks.data import (
+    EPISODE_LENGTH,
     LANES,
     SEQUENCE_STEPS,
     goal_columns,
     pixel_columns,
     take_rows,
 )
-from tests.benchmarks.measure import Effort, Turn, measure
+from tests.benchmarks.measure import Turn, measure
+from tests.benchmarks.network import Network
 from tests.benchmarks.peers import Buffer, load_peer
 from tests.benchmarks.progress import progress
 from tests.benchmarks.results import Report, Result
@@ -31,6 +32,7 @@ from tests.benchmarks.results import Report, Result
 __all__ = ["SECTIONS", "prepare_process", "run_section"]
 
 PIXEL_ROWS = 5000
+LOOP_ROWS = 200_000
 OURS_WITH_GOALS = ("her", "her_n_step", "everything")
 # What takes turns: our own works, and what the others do next to them.
 GROUPS = {
@@ -40,6 +42,11 @@ GROUPS = {
     "priorities": ("priorities",),
     "recent": ("recent",),
 }
+# What is drawn between the updates of a network.
+IN_LOOPS = ("uniform", "her", "n_step", "priorities")
+DRAWN_AHEAD = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities")
+# Steps of a loop that are timed together: a batch that is drawn ahead is drawn during another step.
+LOOP_STEPS = 10
 WRITES = {"record": (1,), "record_lanes": (LANES,), "extend": (1, 8, 50, 1000)}
 OF_OURS = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities", "recent")
 
@@ -54,19 +61,75 @@ def told(
 
 
 def drawn(
-    section: str,
-    contest: Contest,
-    batch_sizes: Sequence[int],
-    plan: Plan,
-    *,
-    walk: Callable | None = None,
-    effort: Effort | None = None,
-    **case: Any,
+    section: str, contest: Contest, batch_sizes: Sequence[int], plan: Plan, **case: Any
 ) -> Iterator[Result]:
     """Measures samples. The rows of the contest are freed when the last result is taken."""
     for batch_size in batch_sizes:
-        measured = measure(contest.turns(batch_size, walk), effort or plan.effort)
+        measured = measure(contest.turns(batch_size), plan.effort)
         yield from told(section, measured, plan, rows=contest.rows, batch_size=batch_size, **case)
+
+
+def loop(plan: Plan) -> Iterator[Result]:
+    """Draws between two updates of a network, the caches as the update leaves them.
+
+    The section "alone" has the same draws without updates, by turns with these; "prefetch" has steps
+    of a loop, and of one that is given its batches.
+    """
+    rows, batch_size = min(LOOP_ROWS, plan.most_rows), plan.batch_sizes[0]
+    case = {"rows": rows, "batch_size": batch_size}
+    network = Network.as_slow_as_wanted(batch_size, plan.effort)
+    for group in progress(IN_LOOPS, "loop"):
+        contest = contest_of(who(plan, group, own=GROUPS[group]), rows, plan)
+        sections = {
+            "loop": contest.turns(batch_size, network.update),
+            "alone": contest.turns(batch_size),
+        }
+        turns = {
+            (section, contestant): turn
+            for section, found in sections.items()
+            for contestant, turn in found.items()
+        }
+        for (section, contestant), rounds in measure(turns, plan.effort).items():
+            yield from told(section, {contestant: rounds}, plan, **case)
+        del contest, sections, turns
+    for work in progress(DRAWN_AHEAD if "ours" in plan.peers else (), "prefetch"):
+        contest = contest_of([("ours", work)], rows, plan, drawn_ahead=batch_size)
+        measured = measure(loop_turns(contest, work, batch_size, network), plan.effort)
+        yield from told("prefetch", measured, plan, **case)
+        del contest
+
+
+def loop_turns(
+    contest: Contest, work: str, batch_size: int, network: Network
+) -> dict[Contestant, Turn]:
+    """Returns steps of a training loop, and of one that is given its batches."""
+    buffer, steps = contest.buffers["ours", work], contest.steps["ours", work]
+
+    def step() -> None:
+        buffer.write(next(steps))
+        batch = buffer.draw(batch_size)
+        network.update()
+        buffer.judge(batch)
+
+    def step_without_draw() -> None:
+        buffer.write(next(steps))
+        network.update()
+
+    calls = {("ours", work): step, ("free", work): step_without_draw}
+    return {contestant: Turn(call=call, repeat=LOOP_STEPS) for contestant, call in calls.items()}
+
+
+def contest_of(
+    contestants: list[Contestant],
+    rows: int,
+    plan: Plan,
+    *,
+    unequal: bool | None = None,
+    **options: Any,
+) -> Contest:
+    """Fills the libraries as it was asked for."""
+    unequal = plan.unequal if unequal is None else unequal
+    return Contest(contestants, rows, unequal=unequal, device=plan.device, **options)
 
 
 def sampling(plan: Plan) -> Iterator[Result]:
@@ -77,34 +140,52 @@ def sampling(plan: Plan) -> Iterator[Result]:
         cases.insert(2 * len(sizes), ("her", sizes[len(sizes) // 2], True))
     for group, rows, unequal in progress(cases, "sampling"):
         contestants = who(plan, group, own=GROUPS[group])
-        yield from drawn(
-            "sampling",
-            Contest(contestants, rows, unequal=unequal),
-            plan.batch_sizes,
-            plan,
-            unequal=unequal,
-        )
+        contest = contest_of(contestants, rows, plan, unequal=unequal)
+        yield from drawn("sampling", contest, plan.batch_sizes, plan, unequal=unequal)
+        if group == "her" and (rows, unequal) == (sizes[-1], plan.unequal):
+            yield from written_and_drawn(contest, plan)
+        del contest
+
+
+def written_and_drawn(contest: Contest, plan: Plan) -> Iterator[Result]:
+    """Hindsight of those that draw goals when they write, and ours: a write and a draw together."""
+    buffers = {
+        (peer, work): buffer
+        for (peer, work), buffer in contest.buffers.items()
+        if work == "her" and peer in ("ours", "cpprb", "compiled")
+    }
+    for batch_size in plan.batch_sizes:
+        turns = {
+            contestant: write_and_draw_turn(buffer, contest.steps[contestant], batch_size)
+            for contestant, buffer in buffers.items()
+        }
+        measured = measure(turns, plan.effort)
+        yield from told("write_and_draw", measured, plan, rows=contest.rows, batch_size=batch_size)
+
+
+def write_and_draw_turn(buffer: Buffer, steps: Iterator, batch_size: int) -> Turn:
+    def call() -> None:
+        buffer.write(next(steps))
+        buffer.sample(batch_size)
+
+    # Goals that are drawn when an episode is written are all drawn with its last step.
+    return Turn(call=call, repeat=EPISODE_LENGTH)
 
 
 def cold(plan: Plan) -> Iterator[Result]:
-    """The same for uniform and hindsight, after a walk through as much memory as the rows take."""
-    effort = replace(plan.effort, rounds=max(plan.effort.rounds // 2, 2), calls=5, seconds=1.0)
-    other = goal_columns(plan.most_rows)
-    # A cache line a row.
-    lines = np.ones((sum(column.nbytes for column in other.values()) // 64, 8), np.int64)
-    del other
-    for work in progress(("uniform", "her"), "cold"):
-        contest = Contest(who(plan, work), plan.most_rows, unequal=plan.unequal)
-        yield from drawn(
-            "cold", contest, plan.batch_sizes, plan, walk=lambda: lines[:, 0].sum(), effort=effort
-        )
-        del contest
+    """Seconds to import, and to a first batch, in a new installation and in a later process."""
+    rounds = progress(range(max(plan.effort.rounds // 3, 1)), "cold")
+    measured: dict[Contestant, list[float]] = {}
+    for _ in rounds:
+        for contestant, microseconds in measure_cold_start(plan.device).items():
+            measured.setdefault(contestant, []).append(microseconds)
+    yield from told("cold", measured, plan, rows=0, batch_size=256)
 
 
 def sequences(plan: Plan) -> Iterator[Result]:
     """32 stretches of 16 steps, one write before each draw."""
     for rows in progress(plan.sizes, "sequences"):
-        contest = Contest(who(plan, "sequences"), rows, unequal=plan.unequal)
+        contest = contest_of(who(plan, "sequences"), rows, plan)
         yield from drawn("sequences", contest, [32 * SEQUENCE_STEPS], plan)
         del contest
 
@@ -114,7 +195,8 @@ def pixels(plan: Plan) -> Iterator[Result]:
     rows = min(PIXEL_ROWS, plan.most_rows)
     columns = pixel_columns(rows + 100)
     for work in progress(("pixels", "pixels_n_step"), "pixels"):
-        contest = Contest(who(plan, work, own=("pixels", work)), rows, columns=columns)
+        contestants = who(plan, work, own=("pixels", work))
+        contest = contest_of(contestants, rows, plan, columns=columns)
         yield from drawn(work, contest, [256], plan, unequal=False)
         del contest
 
@@ -131,7 +213,7 @@ def written(work: str, plan: Plan) -> Iterator[Result]:
     columns = goal_columns(max(rows, 10_000), unequal=plan.unequal)
     fill = take_rows(columns, 0, rows)
     buffers = {
-        contestant: installed(contestant[0]).WORKS[work](fill, rows)
+        contestant: adapter(*contestant, device=plan.device)(fill, rows)
         for contestant in who(plan, work)
     }
     for num_rows in WRITES[work]:
@@ -161,9 +243,8 @@ def grown(work: str, plan: Plan) -> Iterator[Result]:
     is_sequence = work == "sequences"
     contests = {}
     for rows in (plan.rows[0], plan.rows[-1]):
-        contest = Contest([("ours", work)], rows, unequal=plan.unequal)
-        raw = installed("raw").WORKS["sequences" if is_sequence else "uniform"]
-        contest.add(("raw", work), raw(contest.fill, contest.capacity))
+        contest = contest_of([("ours", work)], rows, plan)
+        contest.add(("raw", "sequences" if is_sequence else "uniform"), ("raw", work))
         contests[rows] = contest
     for batch_size in (32 * SEQUENCE_STEPS,) if is_sequence else plan.batch_sizes:
         turns = {
@@ -179,14 +260,14 @@ def mapped(plan: Plan) -> Iterator[Result]:
     """Rows in memory-mapped files next to rows in memory, all of their pages touched before."""
     for work in progress(("uniform", "her"), "mapped"):
         with tempfile.TemporaryDirectory() as directory:
-            contest = Contest([("ours", work)], plan.most_rows, unequal=plan.unequal)
-            on_disk = installed("ours").on_disk(work, Path(directory) / work)
-            contest.add(("ours_mapped", work), on_disk(contest.fill, contest.capacity))
+            contest = contest_of([("ours", work)], plan.most_rows, plan)
+            contest.add(("ours", work), ("ours_mapped", work), directory=Path(directory) / work)
             yield from drawn("mapped", contest, plan.batch_sizes, plan)
             del contest
 
 
 SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
+    "loop": loop,
     "sampling": sampling,
     "writing": writing,
     "sequences": sequences,
@@ -213,6 +294,4 @@ def run_section(name: str, plan: Plan) -> Report:
     """Runs one section in this process."""
     if name == "memory":
         return Report(memory=memory.measure_memory(plan.most_rows))
-    if name == "profile":
-        return Report(profile=hindsight_profile.profile(plan.most_rows, plan.threads, plan.effort))
     return Report(results=list(SECTIONS[name](plan)))

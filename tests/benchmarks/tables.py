@@ -1,13 +1,13 @@
 """A run as lines of text."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.targets import WORKS, outcomes
+from tests.benchmarks.targets import WORKS, Measured, outcomes
 
-__all__ = ["format_machine", "format_memory", "format_report", "format_targets"]
+__all__ = ["format_cold_start", "format_machine", "format_memory", "format_plain", "format_report"]
 
-WIDTH = 17
+WIDTH = 19
 TITLES = {
     "ours": "here",
     "ours_mapped": "memory-mapped",
@@ -16,19 +16,24 @@ TITLES = {
     "cpprb": "cpprb",
     "tianshou": "tianshou",
     "flashbax": "flashbax",
+    "free": "without draws",
+    "compiled": "compiled function",
     "columns": "by column",
     "raw": "raw gather",
 }
 HEADS = {
+    "loop": "Samples between two updates of a network: microseconds",
+    "alone": "The same without updates",
+    "prefetch": "Steps of such a loop, batches drawn ahead (`prefetch=1`), and of one that draws none",
     "sampling": "Samples, one step written before each: microseconds, how many times as long as here; "
     "next to hindsight x more the others do hindsight alone",
+    "write_and_draw": "The same, the write timed with the draw, by who draws goals when it writes",
     "writing": "Writes over the oldest rows of a full storage: microseconds a call",
     "sequences": "Stretches of 16 steps, one step written before each",
     "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
     "pixels_n_step": "Pixels, returns of three steps (in brackets, ratio to ours)",
     "growth": "Every work of ours at two sizes, next to the raw gather",
     "mapped": "Rows in memory-mapped files, all pages warm, next to rows in memory",
-    "cold": "Samples after a walk through as much memory as the rows take",
 }
 # Who does the work of another name, next to ours.
 THEIRS = {"her_n_step": "her", "everything": "her", "pixels_n_step": "pixels_n_step"}
@@ -52,10 +57,9 @@ def format_report(report: Report) -> Iterator[str]:
             if of_section:
                 yield f"\n{head} ({counted})"
                 yield from format_section(of_section)
+        yield from format_cold_start(results)
     if report.memory:
         yield "\n" + format_memory(report.memory)
-    if report.profile:
-        yield from format_profile(report.profile)
     for threads in sorted({result.threads for result in report.results}):
         yield from format_targets(report, threads)
     if report.left_out:
@@ -120,29 +124,42 @@ def format_memory(memory: dict[str, float]) -> str:
     )
 
 
-def format_profile(lines: Iterable[dict]) -> Iterator[str]:
-    for threads in sorted({line["threads"] for line in lines}):
-        yield f"\nA hindsight batch of 256, microseconds ({threads} thread{'s' * (threads > 1)})"
-        for line in lines:
-            if line["threads"] == threads:
-                yield f"{line['microseconds']:>9.1f}  {line['part']}"
+def format_cold_start(results: list[Result]) -> Iterator[str]:
+    """Gives the seconds of imports and of first batches in a sentence, if they were measured."""
+    seconds = {(r.peer, r.work): r.median / 1e6 for r in results if r.section == "cold"}
+    if seconds:
+        yield ""
+        yield (
+            f"Cold start: `import trl_storages` takes {seconds['ours', 'import']:.1f} s, TorchRL's own "
+            f"{seconds['torchrl', 'import']:.1f} s included; then a hindsight storage, 200 steps and the "
+            f"first batch take {seconds['new', 'first_batch']:.1f} s in a new installation and "
+            f"{seconds['later', 'first_batch']:.1f} s in a later process."
+        )
+
+
+def format_plain(found: Measured) -> str:
+    """Says what a plain compiled function takes for the same answer, where it was measured."""
+    if found.ours is None or found.compiled is None:
+        return ""
+    return f"{found.ours:,.0f} here, a plain compiled function takes {found.compiled:,.0f}"
 
 
 def format_targets(report: Report, threads: int) -> Iterator[str]:
     """Gives a line for each target: the ratio, what it should be, and whether it is."""
     yield f"\nTARGETS ({threads} thread{'s' * (threads > 1)})"
-    yield f"{'work':<43}{'against':<38}{'batch':>7}{'ratio':>8}{'target':>9}"
+    yield f"{'work':<68}{'against':<38}{'batch':>7}{'ratio':>8}{'target':>9}"
     met = missed = 0
     for outcome in outcomes(report, threads):
-        if outcome.ratio is None:
+        found = outcome.found
+        if found is None:
             continue
         met, missed = met + outcome.is_met, missed + (not outcome.is_met)
         limit = ("<= " if outcome.target.at_most else ">= ") + f"{outcome.limit:g}"
         verdict = "met" if outcome.is_met else "MISSED"
         yield (
-            f"{outcome.target.work:<43}{outcome.target.against:<38}{outcome.batch_size:>7,}"
-            f"{outcome.ratio:>8.2f}{limit:>9}  {verdict}  {outcome.note}"
+            f"{outcome.target.work:<68}{outcome.target.against:<38}{outcome.batch_size:>7,}"
+            f"{found.ratio:>8.2f}{limit:>9}  {verdict}  {found.note}"
         ).rstrip()
-        if not outcome.is_met and outcome.target.why:
-            yield f"    {outcome.target.why}"
+        if not outcome.is_met and format_plain(found):
+            yield f"    {format_plain(found)}"
     yield f"{met} met, {missed} missed"

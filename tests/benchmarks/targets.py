@@ -15,10 +15,10 @@ __all__ = ["TARGETS", "WORKS", "Outcome", "Target", "outcomes"]
 WORKS = {
     "uniform": "uniform",
     "her": "hindsight, `future`",
-    "her_n_step": "hindsight x 3-step",
-    "everything": "hindsight x 3-step x priorities x recency",
     "n_step": "3-step returns",
     "priorities": "priorities, sample + update",
+    "her_n_step": "hindsight x 3-step",
+    "everything": "hindsight x 3-step x priorities x recency",
     "recent": "recency",
     "sequences": "sequences, 32 of 16 steps",
     "pixels": "pixels",
@@ -31,18 +31,34 @@ TITLES = {
     "torchrl": "TorchRL",
     "sb3": "Stable-Baselines3",
     "cpprb": "cpprb",
+    "tianshou": "tianshou",
     "flashbax": "flashbax",
 }
+# How much longer anything may take with several threads than with one.
+MOST_WITH_THREADS = 1.1
 
 Side = tuple[str, str]  # peer, work
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A ratio, and what there is to say about it."""
+    """A ratio, and what belongs to it.
+
+    Attributes:
+        ratio: what is compared with the limit.
+        note: which of several works it is of.
+        ours: microseconds of our side.
+        compiled: microseconds of a plain compiled function for the same answer; None where there is
+            none.
+    """
 
     ratio: float
     note: str = ""
+    ours: float | None = None
+    compiled: float | None = None
+
+
+Finder = Callable[[list[Result], int, int], Measured | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +68,9 @@ class Target:
     Attributes:
         work: what is done.
         against: what it is compared with.
-        limits: the ratio to reach, for each batch size; 0 stands for work without batches.
+        limits: the ratio to reach, for each batch size, or number of rows that are written.
         at_most: whether the ratio must not be larger; otherwise it must not be smaller.
-        why: what stands in the way where it is missed, as far as is known.
-        measured: finds the ratio for a batch size among the results of a thread count; None where
+        measured: finds the ratio for a thread count and a batch size among all results; None where
             nobody measured it.
     """
 
@@ -63,59 +78,63 @@ class Target:
     against: str
     limits: dict[int, float]
     at_most: bool = False
-    why: str = ""
-    measured: Callable[[list[Result], int], Measured | None]
+    measured: Finder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a target at one batch size; `ratio` is None where it was not measured."""
+    """What came of a target at one batch size; `found` is None where it was not measured."""
 
     target: Target
     batch_size: int
     limit: float
-    ratio: float | None
-    note: str = ""
+    found: Measured | None
 
     @property
     def is_met(self) -> bool:
         """Whether the ratio was measured and is as it should be."""
-        if self.ratio is None:
+        if self.found is None:
             return False
-        return self.ratio <= self.limit if self.target.at_most else self.ratio >= self.limit
+        ratio = self.found.ratio
+        return ratio <= self.limit if self.target.at_most else ratio >= self.limit
 
 
-def compared(
-    section: str, over: Side, under: Side
-) -> Callable[[list[Result], int], Measured | None]:
+def compared(section: str, over: Side, under: Side) -> Finder:
     """Divides the times of two sides that took turns, at the largest size."""
 
-    def measured(results: list[Result], batch_size: int) -> Measured | None:
-        of_section = [r for r in results if r.section == section and r.batch_size == batch_size]
-        if not of_section:
-            return None
-        rows = max(result.rows for result in of_section)
-        sides = [
-            pick(of_section, rows=rows, peer=peer, work=work, unequal=of_section[-1].unequal)
-            for peer, work in (over, under)
+    def measured(results: list[Result], threads: int, batch_size: int) -> Measured | None:
+        found = [
+            r
+            for r in results
+            if (r.section, r.threads, r.batch_size) == (section, threads, batch_size)
         ]
-        if sides[0] is None or sides[1] is None:
+        if not found:
             return None
-        return Measured(ratio(*sides))
+        case = {"rows": max(result.rows for result in found), "unequal": found[-1].unequal}
+        above = pick(found, peer=over[0], work=over[1], **case)
+        below = pick(found, peer=under[0], work=under[1], **case)
+        if above is None or below is None:
+            return None
+        ours = above if over[0].startswith("ours") else below
+        plain = pick(found, peer="compiled", work=ours.work, **case)
+        return Measured(
+            ratio(above, below), ours=ours.median, compiled=None if plain is None else plain.median
+        )
 
     return measured
 
 
-def grown(results: list[Result], batch_size: int) -> Measured | None:
-    """Says how much more the slowest-growing of our works grew than the raw gather did."""
+def grown(results: list[Result], threads: int, batch_size: int) -> Measured | None:
+    """Says how much more the fastest-growing of our works grew than the raw gather did."""
+    found = [r for r in results if (r.section, r.threads) == ("growth", threads)]
     grown: dict[str, float] = {}
-    sizes = sorted({r.rows for r in results if r.section == "growth"})
-    for work in {r.work for r in results if r.section == "growth"}:
+    sizes = sorted({r.rows for r in found})
+    for work in {r.work for r in found}:
+        drawn = 512 if work == "sequences" else batch_size
         sides = [
-            pick(results, section="growth", work=work, batch_size=size, peer=peer, rows=rows)
+            pick(found, work=work, batch_size=drawn, peer=peer, rows=rows)
             for peer in ("ours", "raw")
             for rows in (sizes[0], sizes[-1])
-            for size in (512 if work == "sequences" else batch_size,)
         ]
         if None not in sides:
             rounds = zip(*(side.rounds for side in sides if side), strict=True)
@@ -123,133 +142,137 @@ def grown(results: list[Result], batch_size: int) -> Measured | None:
                 (ours_large / ours_small) / (raw_large / raw_small)
                 for ours_small, ours_large, raw_small, raw_large in rounds
             )
-    if not grown:
+    return the_most(grown)
+
+
+def slowed(results: list[Result], threads: int, batch_size: int) -> Measured | None:
+    """Says how much longer one of our works takes with several threads, of that which loses most.
+
+    The runs with one and with several threads are of different moments.
+    """
+    if threads == 1:
         return None
-    most = max(grown, key=lambda work: grown[work])
-    return Measured(grown[most], f"the most: {WORKS[most]}")
+    slowed: dict[str, float] = {}
+    for result in results:
+        of_ours = result.peer == "ours" and result.section in ("sampling", "writing", "loop")
+        if of_ours and (result.threads, result.batch_size) == (threads, batch_size):
+            case = {name: getattr(result, name) for name in ("section", "work", "rows", "unequal")}
+            alone = pick(results, peer="ours", threads=1, batch_size=batch_size, **case)
+            if alone is not None:
+                work = result.work
+                slowed[work] = max(slowed.get(work, 0), result.median / alone.median)
+    return the_most(slowed)
+
+
+def the_most(ratios: dict[str, float]) -> Measured | None:
+    """Returns the largest ratio and says whose it is."""
+    if not ratios:
+        return None
+    most = max(ratios, key=lambda work: ratios[work])
+    return Measured(ratios[most], f"the most: {WORKS[most]}")
 
 
 def faster(
-    work: str,
-    peer: str,
-    *limits: float,
-    section: str = "sampling",
-    theirs: str | None = None,
-    why: str = "",
+    work: str, peer: str, *limits: float, section: str = "sampling", theirs: str | None = None
 ) -> Target:
     """Makes a target of so many times as fast as a peer at 256 and 4096."""
+    where = {"loop": " between updates", "write_and_draw": ", write + draw"}.get(section, "")
     return Target(
-        work=WORKS[work],
+        work=WORKS[work] + where,
         against=TITLES[peer] + (f", {WORKS[theirs]} alone" if theirs else ""),
         limits=dict(zip((256, 4096), limits, strict=False)),
-        why=why,
         measured=compared(section, (peer, theirs or work), ("ours", work)),
     )
 
 
-def writes(work: str, peer: str, num_rows: int, limit: float, why: str) -> Target:
+def writes(work: str, peer: str, num_rows: int, limit: float) -> Target:
+    """Makes a target of so many times as fast as a peer in writing."""
     rows = f" of {num_rows:,} row{'s' * (num_rows > 1)}" if work == "extend" else ""
     return Target(
         work=WORKS[work] + rows,
         against=f"{TITLES[peer]} `add`" if peer == "sb3" else TITLES[peer],
         limits={num_rows: limit},
-        why=why,
         measured=compared("writing", (peer, work), ("ours", work)),
     )
 
 
-def own(
-    work: str, against: str, section: str, over: Side, under: Side, *limits: float, why: str = ""
-) -> Target:
-    """Makes a target of at most so many times as long as another work of ours."""
+def own(work: str, against: str, section: str, over: Side, under: Side, *limits: float) -> Target:
+    """Makes a target of at most so many times as long as another work of ours, at 256 and 4096."""
     return Target(
         work=work,
         against=against,
-        limits=dict(zip((256, 4096), limits, strict=True)),
+        limits=dict(zip((256, 4096), limits, strict=False)),
         at_most=True,
-        why=why,
         measured=compared(section, over, under),
     )
 
 
-BY_HAND = (
-    "one plain function over arrays, without TensorDict or any part of a library, misses it too: see "
-    "the profile"
-)
-FOLDED_BEFORE = (
-    "it folded the steps when it wrote them; here n - 1 further rows are read from all over memory, "
-    "so that n and the goal may change"
-)
-SUM_TREE = (
-    "the compiled sum tree, which is TorchRL's own, takes a quarter of the time at 256 and two fifths at "
-    "4,096; the rest is the gather and small calls"
-)
-TENSORDICTS = (
-    "every entry of the TensorDict is looked up, checked against the rows and joined before anything is "
-    "written, and episodes are kept; of 1,000 rows the copying alone takes more than half"
-)
-CHECKED = "every value is checked before anything is written, and episodes are kept, all in Python"
-COPIED = "the pictures are copied once, as by the raw gather, which takes nearly as long"
-
 TARGETS = [
-    faster(
-        "uniform",
-        "torchrl",
-        6,
-        12,
-        why="of 4,096 rows the gather alone takes two thirds of the time, of 256 the TensorDict does",
+    faster("her", "sb3", 3.5, section="loop"),
+    own(
+        f"{WORKS['everything']} between updates",
+        "our hindsight there",
+        "loop",
+        ("ours", "everything"),
+        ("ours", "her"),
+        1.8,
     ),
-    faster("uniform", "flashbax", 2, 2.5),
-    faster("her", "torchrl", 30, 15, why=BY_HAND),
-    faster("her", "sb3", 8, 8, why=f"at 4,096 {BY_HAND}; at 256 it is at the edge"),
-    faster(
-        "her",
-        "cpprb",
-        1,
-        2,
-        why="it drew its goals when it wrote, each row five times, and has only to gather them",
+    *(
+        own(
+            f"a loop with `prefetch=1`, {WORKS[work]}",
+            "without draws",
+            "prefetch",
+            ("ours", work),
+            ("free", work),
+            1.05,
+        )
+        for work in ("uniform", "her", "n_step", "priorities", "her_n_step", "everything")
     ),
-    faster("n_step", "cpprb", 1, 1.3, why=FOLDED_BEFORE),
-    faster("n_step", "flashbax", 1, 1.3, why="n - 1 further rows are read from all over memory"),
+    faster("uniform", "torchrl", 9, 8.5),
+    faster("uniform", "flashbax", 2.5, 3.3),
+    faster("uniform", "cpprb", 2.5, 2.5),
+    faster("her", "torchrl", 25, 13),
+    faster("her", "sb3", 15, 8.5),
+    faster("her", "cpprb", 0.65, 1.7),
+    faster("her", "cpprb", 1, 1, section="write_and_draw"),
+    faster("n_step", "torchrl", 5, 5),
+    faster("n_step", "flashbax", 1.5, 1.9),
+    faster("n_step", "cpprb", 0.8, 1.8),
+    faster("priorities", "torchrl", 6, 5),
+    faster("priorities", "tianshou", 2, 2.5),
+    faster("priorities", "flashbax", 8, 3),
     own(
         WORKS["her_n_step"],
         "our hindsight",
         "sampling",
         ("ours", "her_n_step"),
         ("ours", "her"),
-        1.5,
-        1.8,
-        why="n rows are read and judged where hindsight alone reads and judges one",
+        1.4,
+        1.7,
     ),
-    faster("priorities", "torchrl", 4, 4, why=SUM_TREE),
-    faster("priorities", "flashbax", 1.2, 1.5, why=SUM_TREE),
-    faster(
-        "everything",
-        "torchrl",
-        10,
-        5,
-        theirs="her",
-        why="hindsight x n-step alone takes longer than that",
+    faster("everything", "torchrl", 14, 6, theirs="her"),
+    faster("everything", "sb3", 8, 3.5, theirs="her"),
+    writes("record", "sb3", 1, 1.1),
+    writes("record_lanes", "sb3", 8, 1),
+    *(writes("extend", "torchrl", num_rows, 8) for num_rows in (1, 8, 50)),
+    writes("extend", "torchrl", 1000, 3),
+    *(writes("extend", "cpprb", num_rows, 1.5) for num_rows in (1, 8, 50)),
+    writes("extend", "cpprb", 1000, 1.2),
+    Target(
+        work="ours with several threads",
+        against="with one",
+        limits=dict.fromkeys((256, 4096, 1, 8, 50, 1000), MOST_WITH_THREADS),
+        at_most=True,
+        measured=slowed,
     ),
-    writes("record", "sb3", 1, 1, CHECKED),
-    writes("record_lanes", "sb3", 8, 1, CHECKED),
-    *(writes("extend", "torchrl", num_rows, 4, TENSORDICTS) for num_rows in (1, 8, 50, 1000)),
-    *(writes("extend", "cpprb", num_rows, 0.8, TENSORDICTS) for num_rows in (1, 8, 50, 1000)),
     Target(
         work=WORKS["sequences"],
         against="TorchRL",
         limits={512: 20},
-        why="it searches all rows for the ends of episodes, a work that its threads share",
         measured=compared("sequences", ("torchrl", "sequences"), ("ours", "sequences")),
     ),
     *(
-        faster(
-            work,
-            peer,
-            limit,
-            section=work,
-            why=COPIED,
-        )
+        faster(work, peer, limit, section=work)
         for work in ("pixels", "pixels_n_step")
         for peer, limit in (("torchrl", 8), ("sb3", 1.3))
     ),
@@ -282,14 +305,7 @@ def outcomes(report: Report, threads: int) -> Iterator[Outcome]:
         report: of the run.
         threads: whose results count.
     """
-    results = [result for result in report.results if result.threads == threads]
     for target in TARGETS:
         for batch_size, limit in target.limits.items():
-            found = target.measured(results, batch_size)
-            yield Outcome(
-                target=target,
-                batch_size=batch_size,
-                limit=limit,
-                ratio=None if found is None else found.ratio,
-                note="" if found is None else found.note,
-            )
+            found = target.measured(report.results, threads, batch_size)
+            yield Outcome(target=target, batch_size=batch_size, limit=limit, found=found)

@@ -148,6 +148,22 @@ def test_pixels_are_folded_over_three_steps(name):
     )
 
 
+# `record` reads arrays, of which a simulated device has none.
+@pytest.mark.parametrize(
+    "work", ["uniform", "her", "her_n_step", "everything", "n_step", "priorities", "recent"]
+)
+def test_batches_of_ours_arrive_where_they_are_wanted(work, simulated_gpu):
+    columns = goal_columns(250)
+    columns = flat_columns(columns) if work in FLAT else columns
+    kind = adapter("ours", work).configured(device=str(simulated_gpu))
+
+    buffer = kind(take_rows(columns, 0, 200), 250)
+    buffer.write(buffer.prepare(take_rows(columns, 200, 204)))
+    batch = buffer.sample(64)
+
+    assert {leaf.device for leaf in batch.values(True, True)} == {simulated_gpu}
+
+
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("work", ["extend", "record", "record_lanes"])
 def test_written_rows_replace_the_oldest(name, work):
@@ -167,10 +183,19 @@ def test_written_rows_replace_the_oldest(name, work):
     assert_as_stored(sampled, columns, rows, kept)
 
 
-def test_everything_at_once_relabels_and_folds():
-    batch, columns, rows = draw("ours", "everything")
+@pytest.mark.parametrize("name", ["ours", "compiled"])
+@pytest.mark.parametrize("work", ["her_n_step", "everything"])
+def test_goals_and_folds_at_once(name, work):
+    batch, columns, rows = draw(name, work)
 
     assert_as_stored(batch, columns, rows, AT_ROOT)
     np.testing.assert_array_equal(batch["desired_goal"], batch["next_desired_goal"])
-    assert (batch["steps_to_next_obs"] > 1).any()
-    assert {"priority_weight", "goal_index", "her_mask"} <= batch.keys()
+    led_to = (batch["next_observation"] != columns["next_observation"][rows]).any(-1)
+    assert led_to.mean() > 0.8
+    assert ("priority_weight" in batch) == (work == "everything")
+    assert name == "compiled" or {"steps_to_next_obs", "goal_index", "her_mask"} <= batch.keys()
+    for i, row in enumerate(rows):
+        steps = int(np.argmax(np.append(columns["done"][row : row + N_STEPS], True))) + 1
+        reached = columns["next_achieved_goal"][row : min(row + steps, row + N_STEPS)]
+        expected = goal_reward(reached, batch["desired_goal"][i])
+        assert batch["reward"][i] == pytest.approx(expected @ DISCOUNT ** np.arange(len(expected)))

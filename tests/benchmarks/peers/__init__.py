@@ -10,9 +10,21 @@ from types import ModuleType
 
 from tests.benchmarks.peers.base import Buffer
 
-__all__ = ["PEERS", "Buffer", "load_peer", "missing_peers"]
+__all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
-PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "columns", "raw")
+PEERS = (
+    "ours",
+    "torchrl",
+    "sb3",
+    "cpprb",
+    "tianshou",
+    "flashbax",
+    "compiled",
+    "columns",
+    "raw",
+)
+# Whose batches arrive on a GPU if one is asked for.
+ON_CUDA = ("ours", "torchrl", "sb3")
 
 
 def load_peer(name: str) -> ModuleType | str:

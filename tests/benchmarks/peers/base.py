@@ -1,6 +1,7 @@
 """What a benchmark asks of a library's replay buffer."""
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,25 @@ class Buffer(ABC):
     Args:
         columns: the transitions to fill it with, in time order.
         capacity: how many it has room for, at least as many as given.
+
+    Attributes:
+        device: where its batches arrive, as torch names it. Those of `ON_CUDA` heed it.
+        directory: where the rows are; None is in memory. Only this package's adapter heeds it.
+        drawn_ahead: size of batches of which one is always drawn ahead; None draws them when they are
+            asked for. Only this package's adapter heeds it.
     """
+
+    device: str = "cpu"
+    directory: Path | None = None
+    drawn_ahead: int | None = None
 
     @abstractmethod
     def __init__(self, columns: Columns, capacity: int): ...
+
+    @classmethod
+    def configured(cls, **attributes: Any) -> type["Buffer"]:
+        """Returns the same adapter with other attributes."""
+        return type(cls.__name__, (cls,), attributes)
 
     @staticmethod
     @abstractmethod

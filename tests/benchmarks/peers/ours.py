@@ -1,7 +1,7 @@
 """This package: `ReplayStorage` over `PackedStorage`, and `record` of the ready-made storages."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,20 +62,20 @@ def goal_reward(
 class Uniform(Buffer):
     """Uniform draws."""
 
-    # Where the rows are; None is in memory.
-    directory: Path | None = None
-
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
         # In blocks, so that a memory-mapped storage need not keep what a single write replaces.
         for rows in to_tensordict(columns).split(10_000):
             self.buffer.extend(rows)
 
-    def rows(self, capacity: int) -> PackedStorage:
-        return PackedStorage(capacity, scratch_dir=self.directory)
+    def put_together(self, capacity: int, **parts: Any) -> ReplayStorage:
+        rows = PackedStorage(capacity, device=self.device, scratch_dir=self.directory)
+        if self.drawn_ahead is not None:
+            parts |= {"prefetch": 1, "batch_size": self.drawn_ahead}
+        return ReplayStorage(storage=rows, **parts)
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=self.rows(capacity))
+        return self.put_together(capacity)
 
     @staticmethod
     def prepare(rows: Columns) -> list[TensorDict]:
@@ -86,7 +86,15 @@ class Uniform(Buffer):
             self.buffer.add(step)
 
     def sample(self, batch_size: int) -> TensorDictBase:
+        batch = self.draw(batch_size)
+        self.judge(batch)
+        return batch
+
+    def draw(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size)
+
+    def judge(self, batch: TensorDictBase) -> None:
+        """Tells what a loss says of a batch, where priorities want to know."""
 
     @staticmethod
     def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
@@ -97,8 +105,8 @@ class Hindsight(Uniform):
     """Hindsight at sample time, from later steps of the episode."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(
-            storage=self.rows(capacity),
+        return self.put_together(
+            capacity,
             sampler=HERSampler("future", HINDSIGHT_GOALS),
             transform=GoalRelabel(goal_reward),
         )
@@ -108,38 +116,36 @@ class Folded(Uniform):
     """Flat observations, folded at sample time."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=self.rows(capacity), transform=NStep(N_STEPS, DISCOUNT))
+        return self.put_together(capacity, transform=NStep(N_STEPS, DISCOUNT))
 
 
 class Recent(Uniform):
     """Flat observations, recent ones more often."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(storage=self.rows(capacity), sampler=ERESampler())
+        return self.put_together(capacity, sampler=ERESampler())
 
 
 class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(
-            storage=self.rows(capacity),
+        return self.put_together(
+            capacity,
             sampler=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA),
         )
 
-    def sample(self, batch_size: int) -> TensorDictBase:
-        batch = self.buffer.sample(batch_size)
-        batch.set("td_error", torch.linspace(0.1, 1, batch_size))
+    def judge(self, batch: TensorDictBase) -> None:
+        batch.set("td_error", torch.linspace(0.1, 1, len(batch), device=self.device))
         self.buffer.update_tensordict_priority(batch)
-        return batch
 
 
 class HindsightNStep(Uniform):
     """Hindsight, folded for the goal that was drawn."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(
-            storage=self.rows(capacity),
+        return self.put_together(
+            capacity,
             sampler=HERSampler("future", HINDSIGHT_GOALS),
             transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
         )
@@ -150,8 +156,8 @@ class Everything(Prioritized):
 
     def make(self, capacity: int) -> ReplayStorage:
         priorities = PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA)
-        return ReplayStorage(
-            storage=self.rows(capacity),
+        return self.put_together(
+            capacity,
             sampler=HERSampler("future", HINDSIGHT_GOALS, base=ERESampler(base=priorities)),
             transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
         )
@@ -161,11 +167,9 @@ class Sequences(Uniform):
     """Stretches of an episode, one after another in the batch."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return ReplayStorage(
-            storage=self.rows(capacity), sample_unit=EpisodeSequence(SEQUENCE_STEPS)
-        )
+        return self.put_together(capacity, sample_unit=EpisodeSequence(SEQUENCE_STEPS))
 
-    def sample(self, batch_size: int) -> TensorDictBase:
+    def draw(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size // SEQUENCE_STEPS)
 
 
@@ -184,7 +188,9 @@ class Record(Uniform):
     """Steps of a plain loop over one environment: arrays as gymnasium gives them."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        return UniformReplayStorage(GOAL_SPACE, ACTION_SPACE, storage_size=capacity)
+        return UniformReplayStorage(
+            GOAL_SPACE, ACTION_SPACE, storage_size=capacity, device=self.device
+        )
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -216,7 +222,9 @@ class RecordLanes(Record):
             self.buffer.extend(steps)
 
     def make(self, capacity: int) -> ReplayStorage:
-        return UniformReplayStorage(GOAL_SPACE, ACTION_SPACE, storage_size=capacity, num_envs=LANES)
+        return UniformReplayStorage(
+            GOAL_SPACE, ACTION_SPACE, storage_size=capacity, num_envs=LANES, device=self.device
+        )
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -249,9 +257,3 @@ WORKS = {
     "record": Record,
     "record_lanes": RecordLanes,
 }
-
-
-def on_disk(work: str, directory: Path) -> type[Uniform]:
-    """Returns the adapter of a work whose rows are in memory-mapped files."""
-    kind = WORKS[work]
-    return type(kind.__name__, (kind,), {"directory": directory})

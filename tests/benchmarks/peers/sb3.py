@@ -86,7 +86,7 @@ class Uniform(Buffer):
             self.buffer.next_observations[part][:num_rows, 0] = columns[f"next_{part}"]
 
     def make(self, capacity: int) -> DictReplayBuffer:
-        return DictReplayBuffer(capacity, GOAL_SPACE, ACTION_SPACE, device="cpu")
+        return DictReplayBuffer(capacity, GOAL_SPACE, ACTION_SPACE, device=self.device)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -109,12 +109,12 @@ class Uniform(Buffer):
     @staticmethod
     def columns_of(batch: Any) -> dict[str, np.ndarray]:
         return (
-            {part: batch.observations[part].numpy() for part in PARTS}
-            | {f"next_{part}": batch.next_observations[part].numpy() for part in PARTS}
+            {part: batch.observations[part].numpy(force=True) for part in PARTS}
+            | {f"next_{part}": batch.next_observations[part].numpy(force=True) for part in PARTS}
             | {
-                "action": batch.actions.numpy(),
-                "reward": batch.rewards.numpy()[:, 0],
-                "terminated": batch.dones.numpy()[:, 0] != 0,
+                "action": batch.actions.numpy(force=True),
+                "reward": batch.rewards.numpy(force=True)[:, 0],
+                "terminated": batch.dones.numpy(force=True)[:, 0] != 0,
             }
         )
 
@@ -138,7 +138,7 @@ class Hindsight(Uniform):
             GOAL_SPACE,
             ACTION_SPACE,
             RewardOnly(),
-            device="cpu",
+            device=self.device,
             n_sampled_goal=HINDSIGHT_GOALS,
             goal_selection_strategy="future",
         )
@@ -149,7 +149,7 @@ class RecordLanes(Uniform):
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = DictReplayBuffer(
-            capacity, GOAL_SPACE, ACTION_SPACE, device="cpu", n_envs=LANES
+            capacity, GOAL_SPACE, ACTION_SPACE, device=self.device, n_envs=LANES
         )
         for step in lane_steps(columns):
             self.write(self.prepare(take_rows(columns, *step)))
@@ -182,7 +182,7 @@ class Flat(Buffer):
     def make(
         self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
     ) -> ReplayBuffer:
-        return ReplayBuffer(capacity, observation_space, action_space, device="cpu")
+        return ReplayBuffer(capacity, observation_space, action_space, device=self.device)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -193,10 +193,10 @@ class Flat(Buffer):
     @staticmethod
     def columns_of(batch: Any) -> dict[str, np.ndarray]:
         return {
-            "observation": batch.observations.numpy(),
-            "action": batch.actions.numpy(),
-            "next_observation": batch.next_observations.numpy(),
-            "reward": batch.rewards.numpy()[:, 0],
+            "observation": batch.observations.numpy(force=True),
+            "action": batch.actions.numpy(force=True),
+            "next_observation": batch.next_observations.numpy(force=True),
+            "reward": batch.rewards.numpy(force=True)[:, 0],
         }
 
 
@@ -210,7 +210,7 @@ class NStep(Flat):
             capacity,
             observation_space,
             action_space,
-            device="cpu",
+            device=self.device,
             n_steps=N_STEPS,
             gamma=DISCOUNT,
         )

@@ -41,7 +41,7 @@ def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
         parts = (key,) if isinstance(key, str) else key
         flag = parts[-1] in ("reward", "done", "terminated", "truncated")
         name = parts[-1] if flag else "_".join(parts)
-        columns[name] = value.numpy()[:, 0] if flag else value.numpy()
+        columns[name] = value.numpy(force=True)[:, 0] if flag else value.numpy(force=True)
     return columns
 
 
@@ -56,7 +56,7 @@ class Uniform(Buffer):
             self.buffer.extend(rows)
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
-        return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity))
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity, device=self.device))
 
     @staticmethod
     def prepare(rows: Columns) -> list[TensorDict]:
@@ -80,7 +80,7 @@ class Hindsight(Uniform):
             goal_reward,
             her_ratio=HINDSIGHT_GOALS / (HINDSIGHT_GOALS + 1),
             strategy="future",
-            storage=LazyTensorStorage(capacity),
+            storage=LazyTensorStorage(capacity, device=self.device),
         )
 
 
@@ -89,7 +89,8 @@ class NStep(Uniform):
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(capacity), transform=MultiStepTransform(N_STEPS, DISCOUNT)
+            storage=LazyTensorStorage(capacity, device=self.device),
+            transform=MultiStepTransform(N_STEPS, DISCOUNT),
         )
 
     def write(self, prepared: list[TensorDict]) -> None:
@@ -102,18 +103,16 @@ class Prioritized(Uniform):
 
     def make(self, capacity: int) -> TensorDictPrioritizedReplayBuffer:
         return TensorDictPrioritizedReplayBuffer(
-            alpha=PRIORITY_ALPHA, beta=PRIORITY_BETA, storage=LazyTensorStorage(capacity)
+            alpha=PRIORITY_ALPHA,
+            beta=PRIORITY_BETA,
+            storage=LazyTensorStorage(capacity, device=self.device),
         )
 
     def sample(self, batch_size: int) -> TensorDictBase:
         batch = self.buffer.sample(batch_size)
-        batch.set("td_error", self.errors(batch_size))
+        batch.set("td_error", torch.linspace(0.1, 1, batch_size, device=self.device))
         self.buffer.update_tensordict_priority(batch)
         return batch
-
-    @staticmethod
-    def errors(batch_size: int) -> torch.Tensor:
-        return torch.linspace(0.1, 1.0, batch_size)
 
 
 class Sequences(Uniform):
@@ -125,7 +124,7 @@ class Sequences(Uniform):
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(capacity),
+            storage=LazyTensorStorage(capacity, device=self.device),
             sampler=SliceSampler(
                 slice_len=SEQUENCE_STEPS, end_key=("next", "done"), cache_values=True
             ),

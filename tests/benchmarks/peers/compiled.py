@@ -1,0 +1,473 @@
+"""No library: one plain compiled function for each answer, over rows of known fields.
+
+Nobody would train with it: it checks nothing, takes no locks, makes no TensorDict, and knows these fields
+and episodes only. What a library takes beyond it buys all of that; where this package misses a target, it
+says how far the machine would go.
+
+Letters: N rows, E lanes, W words of 8 bytes a row, B batch, G goal size, n steps of a window.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.benchmarks.data import (
+    DISCOUNT,
+    GOAL_SIZE,
+    HINDSIGHT_GOALS,
+    LANES,
+    N_STEPS,
+    PRIORITY_ALPHA,
+    PRIORITY_BETA,
+    Columns,
+    lane_steps,
+    take_rows,
+)
+from tests.benchmarks.peers.ours import goal_reward
+from tests.benchmarks.peers.raw import Raw
+from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+
+TITLE = "compiled function"
+FAN_OUT = 8
+# About as far as memory is away.
+SAMPLES_AHEAD = 6
+GOALS = ("desired_goal", "next_desired_goal")
+EPS = 1e-6
+# The smallest window of recent rows, and how strongly the newest are emphasised, as by `ERESampler()`.
+C_MIN, ETA = 5000, 0.996
+
+
+class Plain(Raw):
+    """Rows in a ring of E lanes, with an episode for each; goals and windows are of one lane."""
+
+    lanes = 1
+    relabels = False
+    steps = 1
+
+    def __init__(self, columns: Columns, capacity: int):
+        super().__init__(columns, capacity)
+        self.words = self.rows.view(np.float32).reshape(capacity, -1)
+        self.episode = np.zeros(capacity, np.int32)
+        self.last = np.zeros(capacity, np.int32)
+        self.begun = np.zeros(self.lanes, np.int64)
+        self.is_open = np.zeros(self.lanes, bool)
+        self.cursor = 0
+        self.append(self.block(columns))
+        self.achieved_word, self.reward_word = self.word("next_achieved_goal"), self.word("reward")
+        self.goal_words = np.array([self.word(name) for name in GOALS])
+        # What tells where a step led to, as words from and to; the flags share one.
+        following = [name for name in self.names if name.startswith("next_")]
+        ends = [(self.word(name), columns[name][0].size) for name in following]
+        flags = (self.word("done"), 1)
+        self.following_words = np.array([(start, start + size) for start, size in [*ends, flags]])
+
+    def word(self, name: str) -> int:
+        """Returns which 4-byte word of a row a field begins in; 0 where there is none."""
+        return self.dtype.fields[name][1] // 4 if name in self.names else 0
+
+    def block(self, columns: Columns) -> np.ndarray:
+        """Lays new rows out as the stored ones."""
+        block = np.empty(len(columns["done"]), self.dtype)
+        for name in self.names:
+            block[name] = columns[name]
+        return block
+
+    def append(self, block: np.ndarray) -> None:
+        append(
+            self.bytes,
+            self.episode,
+            self.last,
+            self.begun,
+            self.is_open,
+            self.cursor,
+            block.view(np.int64).reshape(len(block), -1),
+            block["done"],
+        )
+        self.cursor += len(block)
+
+    def write(self, prepared: Columns) -> None:
+        self.append(self.block(prepared))
+
+    @property
+    def num_rows(self) -> int:
+        return min(self.cursor, self.capacity)
+
+    def draw(self, batch_size: int) -> np.ndarray:
+        """Returns `[B]` slots."""
+        slots = np.empty(batch_size, np.int64)
+        draw(self.noise(batch_size), self.num_rows, slots)
+        return slots
+
+    def noise(self, batch_size: int) -> np.ndarray:
+        return self.rng.integers(0, np.iinfo(np.int64).max, batch_size)
+
+    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
+        return self.seen(self.draw(batch_size))
+
+    def seen(self, slots: np.ndarray) -> dict[str, torch.Tensor]:
+        """Returns the fields of drawn rows: relabelled, folded."""
+        batch_size = len(slots)
+        count = batch_size * HINDSIGHT_GOALS // (HINDSIGHT_GOALS + 1) if self.relabels else 0
+        out = np.empty((batch_size, self.bytes.shape[1]), np.int64)
+        rewards = np.empty((self.steps, batch_size), np.float32)
+        achieved = np.empty((self.steps, count, GOAL_SIZE), np.float32)
+        length = np.empty(batch_size, np.int64)
+        see(
+            self.bytes,
+            self.words,
+            self.episode,
+            self.last,
+            slots,
+            self.noise(count),
+            self.achieved_word,
+            self.goal_words,
+            self.following_words,
+            self.reward_word,
+            out,
+            out.view(np.float32),
+            achieved,
+            rewards,
+            length,
+        )
+        batch = out.view(self.dtype)[:, 0]
+        fields = {name: torch.from_numpy(batch[name]) for name in self.names}
+        if count:
+            goals = fields["desired_goal"][:count].expand(self.steps, -1, -1)
+            judged = goal_reward(torch.from_numpy(achieved), goals, {})
+            rewards[:, :count] = judged.numpy()
+        if count or self.steps > 1:
+            fold(rewards, length, DISCOUNT, batch["reward"])
+        return fields
+
+    @staticmethod
+    def columns_of(batch: dict[str, torch.Tensor]) -> Columns:
+        return {name: value.numpy() for name, value in batch.items()}
+
+
+class Hindsight(Plain):
+    """Goals of later steps of the episode."""
+
+    relabels = True
+
+
+class NStep(Plain):
+    """Rewards of three steps."""
+
+    steps = N_STEPS
+
+
+class HindsightNStep(Plain):
+    """Rewards of three steps for the goal that was drawn."""
+
+    relabels, steps = True, N_STEPS
+
+
+class Prioritized(Plain):
+    """Draws by priority from a tree of sums; a sample is a draw and the update of its priorities."""
+
+    is_recent = False
+
+    def __init__(self, columns: Columns, capacity: int):
+        depth = 1
+        while FAN_OUT**depth < capacity:
+            depth += 1
+        sizes = FAN_OUT ** np.arange(1, depth + 1)
+        self.starts = np.cumsum([0, *sizes[:-1]])
+        self.tree = np.zeros(sizes.sum())
+        super().__init__(columns, capacity)
+
+    def append(self, block: np.ndarray) -> None:
+        slots = np.arange(self.cursor, self.cursor + len(block)) % self.capacity
+        super().append(block)
+        set_leaves(self.tree, self.starts, slots, np.ones(len(slots)))
+
+    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
+        newest = self.num_rows
+        if self.is_recent:
+            newest = min(newest, max(int(newest * ETA**1000), C_MIN))
+        slots, weights = np.empty(batch_size, np.int64), np.empty(batch_size)
+        oldest = (self.cursor - newest) % self.capacity
+        draw_leaves(
+            self.tree, self.starts, oldest, newest, self.capacity, self.rng.random(batch_size),
+            slots, weights,
+        )  # fmt: skip
+        batch = self.seen(slots)
+        batch["priority_weight"] = torch.from_numpy((weights / weights.min()) ** -PRIORITY_BETA)
+        errors = np.linspace(0.1, 1, batch_size)
+        set_leaves(self.tree, self.starts, slots, (errors + EPS) ** PRIORITY_ALPHA)
+        return batch
+
+
+class Everything(Prioritized):
+    """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
+
+    relabels, steps, is_recent = True, N_STEPS, True
+
+
+class Record(Plain):
+    """Steps of a plain loop over one environment: arrays as gymnasium gives them."""
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[dict[str, Any]]:
+        return [
+            {name: column[row] for name, column in rows.items()} for row in range(len(rows["done"]))
+        ]
+
+    def write(self, prepared: list[dict[str, Any]]) -> None:
+        for step in prepared:
+            block = np.empty(1, self.dtype)
+            for name in self.names:
+                block[name] = step[name]
+            self.append(block)
+
+
+class RecordLanes(Plain):
+    """Steps of eight environments at once, the rows of the data dealt out to them."""
+
+    lanes = LANES
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[Columns]:
+        return [take_rows(rows, *step) for step in lane_steps(rows)]
+
+    def write(self, prepared: list[Columns]) -> None:
+        for step in prepared:
+            super().write(step)
+
+
+WORKS = {
+    "uniform": Plain,
+    "her": Hindsight,
+    "her_n_step": HindsightNStep,
+    "everything": Everything,
+    "n_step": NStep,
+    "priorities": Prioritized,
+    "extend": Plain,
+    "record": Record,
+    "record_lanes": RecordLanes,
+}
+
+
+@compiled
+def append(
+    table: np.ndarray,
+    episode: np.ndarray,
+    last: np.ndarray,
+    begun: np.ndarray,
+    is_open: np.ndarray,
+    cursor: int,
+    block: np.ndarray,
+    done: np.ndarray,
+) -> None:
+    """Copies rows `[S, W]` behind those that are there, one to each lane in turn.
+
+    Args:
+        table: `[N, W]` the rows.
+        episode: `[N]` the episode of each row.
+        last: `[N]` the last row of each episode.
+        begun: `[E]` how many episodes each lane has begun.
+        is_open: `[E]` whether the episode of each lane goes on.
+        cursor: how many rows were written before.
+        block: `[S, W]` the new ones.
+        done: `[S]` whether they end their episodes.
+    """
+    num_lanes, capacity = len(begun), len(table)
+    for row in range(len(block)):
+        slot, lane = (cursor + row) % capacity, (cursor + row) % num_lanes
+        for word in range(table.shape[1]):
+            table[slot, word] = block[row, word]
+        begun[lane] += not is_open[lane]
+        number = begun[lane] * num_lanes % capacity + lane
+        episode[slot], last[number] = number, slot
+        is_open[lane] = not done[row]
+
+
+@inlined
+def below(noise: int, bound: int) -> int:
+    """Returns floor(noise * bound / 2^63) for a bound below 2^31."""
+    return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+
+
+@compiled
+def draw(noise: np.ndarray, num_rows: int, slots: np.ndarray) -> None:
+    """Draws `[B]` slots from `[B]` noise."""
+    for i in range(len(slots)):
+        slots[i] = below(noise[i], num_rows)
+
+
+@compiled
+def see(
+    table: np.ndarray,
+    words: np.ndarray,
+    episode: np.ndarray,
+    last: np.ndarray,
+    slots: np.ndarray,
+    noise: np.ndarray,
+    achieved_word: int,
+    goal_words: np.ndarray,
+    following_words: np.ndarray,
+    reward_word: int,
+    out: np.ndarray,
+    out_words: np.ndarray,
+    achieved: np.ndarray,
+    rewards: np.ndarray,
+    length: np.ndarray,
+) -> None:
+    """Copies rows, those that end their windows and the goals that later rows reached.
+
+    Args:
+        table: `[N, W]` the rows; `words` are the same as `[N, 2W]` float32.
+        words: see `table`.
+        episode: `[N]` the episode of each row.
+        last: `[N]` the last row of each episode.
+        slots: `[B]` the rows that were drawn.
+        noise: of the first rows, as many as are given goals.
+        achieved_word: where a row says what its step reached.
+        goal_words: `[2]` where goals are written to.
+        following_words: `[*, 2]` what is taken from the last row of a window.
+        reward_word: where the reward is.
+        out: `[B, W]` the batch; `out_words` is the same as `[B, 2W]` float32.
+        out_words: see `out`.
+        achieved: `[n, count, G]` what the steps of windows reached, for rows with goals.
+        rewards: `[n, B]` the rewards of windows.
+        length: `[B]` how many steps a window has.
+    """
+    capacity, num_words, num_steps = table.shape[0], table.shape[1], len(rewards)
+    count, row_bytes = len(noise), 8 * num_words
+    goals, ahead = np.empty(count, np.int64), np.empty(len(slots), np.int64)
+    if count or num_steps > 1:
+        for i in range(len(slots)):
+            prefetch(episode, slots[i] * 4)
+        for i in range(len(slots)):
+            ahead[i] = episode[slots[i]]
+            prefetch(last, ahead[i] * 4)
+        for i in range(len(slots)):
+            ahead[i] = last[ahead[i]] - slots[i]
+            if ahead[i] < 0:
+                ahead[i] += capacity
+            length[i] = min(num_steps, ahead[i] + 1)
+    for i in range(count):
+        goals[i] = (slots[i] + below(noise[i], ahead[i] + 1)) % capacity
+    for i in range(len(slots)):
+        j = i + SAMPLES_AHEAD
+        if j < len(slots):
+            for byte in range(0, row_bytes * num_steps, 64):
+                prefetch(table, slots[j] * row_bytes + byte)
+            if j < count:
+                prefetch(table, goals[j] * row_bytes + achieved_word * 4)
+        for word in range(num_words):
+            out[i, word] = table[slots[i], word]
+        if num_steps > 1:
+            for step in range(length[i]):
+                slot = (slots[i] + step) % capacity
+                rewards[step, i] = words[slot, reward_word]
+                if i < count:
+                    for word in range(achieved.shape[2]):
+                        achieved[step, i, word] = words[slot, achieved_word + word]
+            end = (slots[i] + length[i] - 1) % capacity
+            for span in range(len(following_words)):
+                for word in range(following_words[span, 0], following_words[span, 1]):
+                    out_words[i, word] = words[end, word]
+        elif count:
+            rewards[0, i] = out_words[i, reward_word]
+        if i < count:
+            for word in range(achieved.shape[2]):
+                if num_steps == 1:
+                    achieved[0, i, word] = out_words[i, achieved_word + word]
+                for target in goal_words:
+                    out_words[i, target + word] = words[goals[i], achieved_word + word]
+
+
+@compiled
+def fold(rewards: np.ndarray, length: np.ndarray, discount: float, out: np.ndarray) -> None:
+    """Sums discounted `[n, B]` rewards into `[B]`."""
+    for i in range(len(length)):
+        total, weight = 0.0, 1.0
+        for step in range(length[i]):
+            total += weight * rewards[step, i]
+            weight *= discount
+        out[i] = total
+
+
+@compiled
+def sum_before(tree: np.ndarray, starts: np.ndarray, leaf: int) -> float:
+    """Sums the weights of all leaves before one."""
+    total = 0.0
+    for level in range(len(starts)):
+        node = leaf // FAN_OUT ** (len(starts) - 1 - level)
+        for sibling in range(node // FAN_OUT * FAN_OUT, node):
+            total += tree[starts[level] + sibling]
+    return total
+
+
+@compiled
+def draw_leaves(
+    tree: np.ndarray,
+    starts: np.ndarray,
+    oldest: int,
+    newest: int,
+    capacity: int,
+    uniform: np.ndarray,
+    leaves: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    """Draws leaves by weight, level by level over the batch.
+
+    Args:
+        tree: sums of eight, level after level.
+        starts: where the levels begin.
+        oldest: the first leaf that may be drawn.
+        newest: how many from there on, around the end of the ring.
+        capacity: of the ring.
+        uniform: `[B]` from 0 to 1.
+        leaves: `[B]` what is drawn.
+        weights: `[B]` their weights.
+    """
+    total = 0.0
+    for node in range(FAN_OUT):
+        total += tree[node]
+    skipped, window = 0.0, total
+    if newest < capacity:
+        skipped, end = sum_before(tree, starts, oldest), (oldest + newest) % capacity
+        window = sum_before(tree, starts, end) - skipped
+        if end <= oldest:
+            window += total
+    rest = np.empty(len(leaves))
+    for i in range(len(leaves)):
+        rest[i] = skipped + uniform[i] * window
+        if rest[i] >= total:
+            rest[i] -= total
+        leaves[i] = 0
+    for level in range(len(starts)):
+        for i in range(len(leaves)):
+            first = starts[level] + leaves[i] * FAN_OUT
+            before, chosen, summed = 0.0, 0, 0.0
+            for node in range(FAN_OUT):
+                # Rounding may leave a rest beyond the last leaf with a weight.
+                if tree[first + node] > 0 and rest[i] >= summed:
+                    chosen, before = node, summed
+                summed += tree[first + node]
+            rest[i] -= before
+            leaves[i] = leaves[i] * FAN_OUT + chosen
+            if level + 1 < len(starts):
+                prefetch(tree, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+    for i in range(len(leaves)):
+        weights[i] = tree[starts[-1] + leaves[i]]
+
+
+@compiled
+def set_leaves(
+    tree: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
+) -> None:
+    """Sets `[B]` weights, and sums anew what lies above, from below."""
+    nodes = leaves.copy()
+    for i in range(len(leaves)):
+        tree[starts[-1] + leaves[i]] = weights[i]
+    for level in range(len(starts) - 2, -1, -1):
+        for i in range(len(leaves)):
+            nodes[i] //= FAN_OUT
+            summed = 0.0
+            for child in range(FAN_OUT):
+                summed += tree[starts[level + 1] + nodes[i] * FAN_OUT + child]
+            tree[starts[level] + nodes[i]] = summed
