@@ -148,16 +148,20 @@ def sampling(plan: Plan) -> Iterator[Result]:
 
 
 def written_and_drawn(contest: Contest, plan: Plan) -> Iterator[Result]:
-    """Hindsight of those that draw goals when they write, and ours: a write and a draw together."""
-    buffers = {
-        (peer, work): buffer
-        for (peer, work), buffer in contest.buffers.items()
-        if work == "her" and peer in ("ours", "cpprb", "compiled")
-    }
+    """Hindsight of those that draw goals when they write, and ours: a write and a draw together.
+
+    All are handed arrays, as gymnasium gives them.
+    """
+    sides = {("cpprb", "her"), ("compiled", "her")} & contest.buffers.keys()
+    if ("ours", "her") in contest.buffers:
+        contest.add(("ours", "record_her"), device=plan.device)
+        sides |= {("ours", "record_her")}
     for batch_size in plan.batch_sizes:
         turns = {
-            contestant: write_and_draw_turn(buffer, contest.steps[contestant], batch_size)
-            for contestant, buffer in buffers.items()
+            (peer, "her"): write_and_draw_turn(
+                contest.buffers[peer, work], contest.steps[peer, work], batch_size
+            )
+            for peer, work in sorted(sides)
         }
         measured = measure(turns, plan.effort)
         yield from told("write_and_draw", measured, plan, rows=contest.rows, batch_size=batch_size)

@@ -85,9 +85,11 @@ def test_drawn_rows_are_as_stored(name, work):
     assert_as_stored(batch, columns, rows, columns.keys())
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_four_of_five_rows_have_another_goal_and_its_reward(name):
-    batch, columns, rows = draw(name, "her")
+@pytest.mark.parametrize(
+    ("name", "work"), [*((name, "her") for name in LIBRARIES), ("ours", "record_her")]
+)
+def test_four_of_five_rows_have_another_goal_and_its_reward(name, work):
+    batch, columns, rows = draw(name, work)
 
     assert_as_stored(batch, columns, rows, columns.keys() - GOALS - {"reward"})
     reward = goal_reward(batch["next_achieved_goal"], batch["desired_goal"])

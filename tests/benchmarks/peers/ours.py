@@ -30,6 +30,7 @@ from trl_storages import (
     EpisodeSequence,
     ERESampler,
     GoalRelabel,
+    HERReplayStorage,
     HERSampler,
     NStep,
     PackedStorage,
@@ -212,6 +213,20 @@ class Record(Uniform):
             self.buffer.record(*step)
 
 
+class RecordHindsight(Record):
+    """The same, drawn with hindsight."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        return HERReplayStorage(
+            GOAL_SPACE,
+            ACTION_SPACE,
+            reward_fn=goal_reward,
+            num_goals=HINDSIGHT_GOALS,
+            storage_size=capacity,
+            device=self.device,
+        )
+
+
 class RecordLanes(Record):
     """Steps of eight environments at once, the rows of the data dealt out to them."""
 
@@ -255,5 +270,6 @@ WORKS = {
     "pixels_n_step": Folded,
     "extend": Extend,
     "record": Record,
+    "record_her": RecordHindsight,
     "record_lanes": RecordLanes,
 }
