@@ -71,7 +71,7 @@ def make_buffer(capacity, num_envs, storage_type=PackedStorage, seed=0):
     n_step = NStep(3, 0.9)
     buffer = ReplayStorage(
         storage=storage_type(capacity),
-        writer=EpisodeWriter(num_envs),
+        writer=EpisodeWriter(num_envs, on_gap="ignore"),
         sampler=her,
         transform=Compose(relabel, n_step),
         generator=torch.Generator().manual_seed(seed),

@@ -75,7 +75,9 @@ def gym_step(storage: ReplayStorage, convert=lambda value: value) -> tuple:
 def make(num_envs: int = 1, *, rows=PackedStorage, mode: str | None = None) -> ReplayStorage:
     return ReplayStorage(
         storage=rows(SIZE),
-        writer=EpisodeWriter(num_envs, track_generations=rows is LazyTensorStorage),
+        writer=EpisodeWriter(
+            num_envs, track_generations=rows is LazyTensorStorage, on_gap="ignore"
+        ),
         sampler=ERESampler(base=PERSampler(SIZE, beta=1.0), c_min=6, updates_per_phase=5),
         recorder=GymRecorder(num_envs, autoreset_mode=mode),
         batch_size=8,

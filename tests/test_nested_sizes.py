@@ -19,7 +19,11 @@ from trl_storages import (
 )
 from trl_storages.storages import Layout
 
-pytestmark = pytest.mark.requirement("many-agents")
+pytestmark = [
+    pytest.mark.requirement("many-agents"),
+    # These rows are not those of a game.
+    pytest.mark.filterwarnings("ignore:a row does not begin with the observation"),
+]
 
 
 def rows(*size):

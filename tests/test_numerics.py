@@ -97,7 +97,7 @@ KEYS = [
 def make(storage=None, num_envs=1, **options):
     return ReplayStorage(
         storage=PackedStorage(40) if storage is None else storage,
-        writer=EpisodeWriter(num_envs),
+        writer=EpisodeWriter(num_envs, on_gap="ignore"),
         batch_size=16,
         generator=torch.Generator().manual_seed(0),
         **options,

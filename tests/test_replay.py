@@ -655,6 +655,7 @@ class TestEmpty:
             assert used.stats() == fresh.stats()
         used.validate()
 
+    @pytest.mark.filterwarnings("ignore:a row does not begin with the observation")
     @given(data=st.data())
     def test_the_last_steps_of_each_lane_stay(self, data):
         num_envs = data.draw(st.integers(1, 3))
@@ -759,6 +760,7 @@ class Doubled(Transform):
 
 
 class TestTransforms:
+    @pytest.mark.filterwarnings("ignore:a row does not begin with the observation")
     def test_inverses_apply_to_every_kind_of_write(self):
         storage = make_uniform(8, transform=Compose(Doubled()))
         storage.record([0.0], 1, 0.5, False, False, {}, [1.0])
