@@ -30,10 +30,24 @@ FILES = PACKAGE / "storages" / "files.py"
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 #: Of these modules only what every platform has may be used elsewhere.
 EVERYWHERE = {
-    "os": set(
-        "DirEntry O_RDONLY PathLike close cpu_count environ fdopen fspath fstat getpid open path "
-        "replace scandir sep urandom".split()
-    ),
+    "os": {
+        "DirEntry",
+        "O_RDONLY",
+        "PathLike",
+        "close",
+        "cpu_count",
+        "environ",
+        "fdopen",
+        "fspath",
+        "fstat",
+        "getpid",
+        "open",
+        "path",
+        "replace",
+        "scandir",
+        "sep",
+        "urandom",
+    },
     "mmap": {"ACCESS_READ", "ACCESS_WRITE", "ACCESS_COPY", "mmap"},
     "signal": {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "Signals", "getsignal", "signal"},
     "select": {"select"},

@@ -190,8 +190,8 @@ class DumpFolder:
             if _PRIVATE is None:
                 words = mmap.mmap(descriptor, needed, access=mmap.ACCESS_COPY)
             else:
-                flags, access = _PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                words = mmap.mmap(descriptor, needed, flags=flags, prot=access)
+                # To read and to write, as it is unless told otherwise.
+                words = mmap.mmap(descriptor, needed, flags=_PRIVATE | _NO_RESERVE)
         if dtype is torch.bool and int(torch.frombuffer(words, dtype=torch.uint8).max()) > 1:
             self._refuse(f"{name!r} must hold the bytes 0 and 1 alone")
         return torch.frombuffer(words, dtype=dtype).view(torch.Size(shape))
