@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import draw
 
-__all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
+__all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of", "overridden"]
 
 Noise = Sequence[torch.Tensor]
 
@@ -78,16 +79,30 @@ class DrawingSampler(ShownSignature, Sampler):
         return episodes_of(storage).device
 
 
+@cache
+def overridden(kind: type[Sampler]) -> frozenset[str]:
+    """Returns which of `sample` and `sample_window` a subclass has overridden, but not `draw` with them."""
+    for cls in kind.__mro__:
+        if methods := vars(cls).keys() & {"draw", "sample", "sample_window"}:
+            return frozenset() if "draw" in methods else frozenset(methods)
+    return frozenset()
+
+
 def noise_of(sampler: Sampler) -> int:
-    """Returns how many random numbers a sampler wants for a sample; those of TorchRL make their own."""
-    return sampler.noise_per_sample if isinstance(sampler, DrawingSampler) else 0
+    """Returns how many random numbers a sampler is handed for a sample.
+
+    Those of TorchRL make their own, as do subclasses that override `sample`.
+    """
+    if isinstance(sampler, DrawingSampler) and not overridden(type(sampler)):
+        return sampler.noise_per_sample
+    return 0
 
 
 def draw_from(
     sampler: Any, storage: Storage, batch_size: int, noise: Noise, *window: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Draws a batch from a sampler of any kind; the arguments are those of `DrawingSampler.draw`."""
-    if isinstance(sampler, DrawingSampler):
+    if isinstance(sampler, DrawingSampler) and not overridden(type(sampler)):
         return sampler.draw(storage, batch_size, noise, *window)
     if window:
         return sampler.sample_window(storage, batch_size, *window)
