@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from goal_data import goal_transitions
 from gymnasium import spaces
 from test_persistence import (
     LANES,
@@ -29,7 +30,7 @@ from trl_storages import (
     UniformReplayStorage,
     UniformSampler,
 )
-from trl_storages.samplers import ERESampler, PERSampler, WrappingSampler
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, WrappingSampler
 
 pytestmark = pytest.mark.requirement("persistence")
 
@@ -94,6 +95,32 @@ def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
     fresh.close()
     assert_go_on_alike(twin, make("all of them", seed=2, path=tmp_path / "fresh"), loop)
     saved.validate()
+
+
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+@pytest.mark.parametrize("wrap", [lambda per: per, lambda per: HERSampler(base=ERESampler(base=per))])
+def test_saved_into_a_directory_that_was_never_written(reload, wrap, tmp_path):
+    """Its files are made by the load, after the priorities came."""
+
+    def build(name):
+        rows, per = PackedStorage(8, scratch_dir=tmp_path / name), PERSampler(8)
+        return ReplayStorage(storage=rows, sampler=wrap(per), batch_size=4), per
+
+    def drawn(storage):
+        return storage.sampler.sample(storage.storage, 4)[1]["priority_weight"]
+
+    (saved, priorities), (fresh, loaded) = build("saved"), build("fresh")
+    saved.extend(goal_transitions(torch.zeros(5).long(), torch.arange(5), torch.zeros(5).bool()))
+    rows = torch.arange(3)
+    priorities.update_priority(rows, rows + 2.0, storage=saved.storage)
+    reload(saved, fresh, tmp_path)
+    drawn(fresh)
+    assert torch.equal(loaded.priorities, priorities.priorities)
+    fresh.close()
+    again, reopened = build("fresh")
+    drawn(again)
+    assert torch.equal(reopened.priorities, priorities.priorities)
+    assert reopened.default_priority == 4
 
 
 def test_a_copy_of_a_reader_is_refused(tmp_path):

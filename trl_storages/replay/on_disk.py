@@ -124,8 +124,10 @@ class OnDisk:
     def _keep_priorities(self) -> None:
         sampler = self._innermost_sampler()
         if self._journal is not None and isinstance(sampler, PERSampler):
-            # They came before it was known which rows they belong to.
-            sampler.load_state_dict(sampler.state_dict())
+            # They came before it was known which rows they belong to, or that there are files.
+            state = sampler.state_dict()
+            sampler.attach(self._storage)
+            sampler.load_state_dict(state)
 
     def _innermost_sampler(self) -> Any:
         sampler = self._sampler
