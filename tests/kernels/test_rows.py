@@ -38,7 +38,7 @@ def test_whole_rows(kernels, shape, num_words):
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0)])
 def test_a_field(kernels, dtype, shape):
     rows = random_rows(0, 20, 16) & 0x0101010101010101  # bytes that are bool as well
     slots, start = random_slots(1, (4, 2), 20), 16

@@ -36,7 +36,8 @@ class RowTable:
         size = torch.Size(shape).numel() * dtype.itemsize
         field = self._bytes[:, start_byte : start_byte + size]
         picked = field.index_select(0, self._counted(slots))
-        return picked.view(dtype).view((*slots.shape, *shape))
+        # Flat, as a row of no bytes at all has no stride that another dtype could be seen with.
+        return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""
