@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 import torchrl.data.replay_buffers
-from goal_data import HISTORIES, distance_reward, goal_transitions
+from goal_data import HISTORIES, distance_reward, goal_transitions, write
+from oracles import RingOracle
 from torchrl.data import (
     CompressedListStorage,
     LazyMemmapStorage,
@@ -141,6 +142,15 @@ class TestWorking:
             for storage in (buffer, model):
                 storage.empty()
                 assert len(storage) == 0
+
+    def test_length_with_lanes_of_unequal_fill(self, make_storage, tmp_path):
+        """Slots that no lane has reached yet are no rows, though they lie before others."""
+        buffer = make(make_storage(tmp_path / "rows"), writer=EpisodeWriter(2))
+        live = 0
+        for lanes, flags in (([1], [False, True]), ([0], [False]), ([1], [True])):
+            write(buffer, RingOracle(SIZE, 2), [flags], lanes, anew=True)
+            live += len(flags)
+            assert len(buffer) == len(buffer.episodes) == live
 
     def test_in_a_stock_buffer(self, make_storage, tmp_path):
         storage = make_storage(tmp_path / "rows")

@@ -34,6 +34,11 @@ class StoredRows:
         """The episode index of the storage."""
         return episodes_of(self.storage)  # type: ignore[attr-defined]
 
+    def __len__(self) -> int:
+        # A storage of TorchRL's counts the slots up to the last row, also those in between.
+        with self._replay_lock:
+            return len(self.episodes)
+
     @intact
     def __getitem__(self, index: Any) -> Any:
         """Reads rows as they were stored, without transforms, into new memory.
