@@ -27,10 +27,10 @@ each_storage = pytest.mark.parametrize(
 )
 
 
-def make_uniform(capacity, num_envs=1, storage_type=PackedStorage, seed=0, **kwargs):
+def make_uniform(capacity, num_envs=1, storage_type=PackedStorage, seed=0, on_gap="warn", **kwargs):
     return ReplayStorage(
         storage=storage_type(capacity),
-        writer=EpisodeWriter(num_envs),
+        writer=EpisodeWriter(num_envs, on_gap=on_gap),
         generator=torch.Generator().manual_seed(seed),
         **kwargs,
     )
@@ -660,7 +660,9 @@ class TestEmpty:
     def test_the_last_steps_of_each_lane_stay(self, data):
         num_envs = data.draw(st.integers(1, 3))
         capacity = data.draw(st.integers(num_envs, 12))
-        storage, oracle = make_everything(capacity, num_envs), RingOracle(capacity, num_envs)
+        # The model numbers the steps that stay anew, so that the next ones begin elsewhere.
+        storage = make_everything(capacity, num_envs, on_gap="ignore")
+        oracle = RingOracle(capacity, num_envs)
         for done, lanes in self.draw_blocks(data, num_envs):
             write(storage, oracle, done, lanes)
         for _ in range(2):
@@ -762,7 +764,7 @@ class Doubled(Transform):
 class TestTransforms:
     @pytest.mark.filterwarnings("ignore:a row does not begin with the observation")
     def test_inverses_apply_to_every_kind_of_write(self):
-        storage = make_uniform(8, transform=Compose(Doubled()))
+        storage = make_uniform(8, transform=Compose(Doubled()), on_gap="ignore")
         storage.record([0.0], 1, 0.5, False, False, {}, [1.0])
         rows = storage[:]
         rows["action"] = torch.tensor([2])
