@@ -98,7 +98,9 @@ def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
 
 
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
-@pytest.mark.parametrize("wrap", [lambda per: per, lambda per: HERSampler(base=ERESampler(base=per))])
+@pytest.mark.parametrize(
+    "wrap", [lambda per: per, lambda per: HERSampler(base=ERESampler(base=per))]
+)
 def test_saved_into_a_directory_that_was_never_written(reload, wrap, tmp_path):
     """Its files are made by the load, after the priorities came."""
 

@@ -58,7 +58,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
     single row of little error makes the weights of all others small.
 
     **New rows.** A row that is written, or overwritten, gets the largest priority reported so far
-    at once, and 1 before there is any.
+    at once, and 1 before there is any above 0.
 
     **Late priorities.** Slots without a row and index -1 are left alone. A batch carries
     `priority_stamp`: hand it back as `stamp`, and rows that were overwritten since the batch was
