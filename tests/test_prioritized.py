@@ -463,6 +463,20 @@ def test_several_errors_of_a_row_are_reduced(reduction):
 
 @pytest.mark.requirement("per-update")
 @each_tree
+@pytest.mark.parametrize("wrap", [lambda it: it, lambda it: ERESampler(base=it)])
+@pytest.mark.parametrize("method", ["add", "extend", "mark_update"])
+@pytest.mark.parametrize("wrong", [10, torch.tensor([0, 10**9]), torch.tensor([[2**62, -1]])])
+def test_an_index_that_is_no_slot_is_refused(wrong, method, wrap):
+    buffer = reported(make_buffer(), 1.0, 2.0)
+    priorities = buffer.sampler.priorities
+    with pytest.raises(IndexError, match="index must be below max_capacity=10"):
+        getattr(wrap(buffer.sampler), method)(wrong)
+    assert torch.equal(buffer.sampler.priorities, priorities)
+    buffer.sampler.validate()
+
+
+@pytest.mark.requirement("per-update")
+@each_tree
 def test_unknown_indices_are_left_alone():
     buffer = reported(make_buffer(), 1.0, 2.0)
     index = torch.tensor([-1, 5, 0, -7])

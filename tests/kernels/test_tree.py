@@ -279,12 +279,13 @@ def test_both_keep_what_was_reported_as_lists_do(case):
     priorities, generations, largest = [ABSENT] * size, [0] * size, 0.0
     for is_write, slots, new, lags, wrong in steps:
         if is_write:
-            slots = slots[slots < size]
-            for slot in {slot for slot in slots if slot >= 0}:
+            refused = (slots >= size).any()
+            for slot in {slot for slot in slots if slot >= 0 and not refused}:
                 priorities[slot] = largest or 1.0
                 generations[slot] += 1
             for table in tables:
-                assert float(table.renew(torch.from_numpy(slots))) == (largest or 1.0)
+                given = float(table.renew(torch.from_numpy(slots)))
+                assert given == (-1 if refused else largest or 1.0)
         else:
             stamps, expected = None, []
             if lags is not None:

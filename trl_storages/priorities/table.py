@@ -175,13 +175,22 @@ class PriorityTable:
 
         Args:
             slots: `[B]` int64, contiguous; -1 names none.
-        """
-        finish(partial(self._renew, slots))
 
-    def _renew(self, slots: torch.Tensor) -> None:
+        Raises:
+            IndexError: a slot is not below N. Nothing has changed then.
+        """
+        if finish(partial(self._renew, slots)):
+            raise self._no_slot(slots)
+
+    def _renew(self, slots: torch.Tensor) -> bool:
+        """Gives rows the largest priority, and returns whether the host knows of slots that are none."""
+        priority = self._rows.renew(slots)
+        if self._on_host and priority < 0:
+            return True
         self.has_rows = True
-        weight = self._weight_of_new(self._rows.renew(slots))
+        weight = self._weight_of_new(priority)
         self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
+        return False
 
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
         """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
@@ -231,7 +240,10 @@ class PriorityTable:
                 f"priorities must be finite and at least 0, got {bad[0].item()} and "
                 f"{bad.numel() - 1} more such; nothing was changed. Look for NaN in the loss."
             )
-        raise IndexError(
+        raise self._no_slot(slots)
+
+    def _no_slot(self, slots: torch.Tensor) -> IndexError:
+        return IndexError(
             f"index must be below max_capacity={self.capacity}, got {int(slots.max())}."
         )
 

@@ -254,6 +254,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
 
         Args:
             index: int64 slots of any shape; -1 for rows that found no room.
+
+        Raises:
+            IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
         # Buffers tell of one write twice: through `mark_update`, then here.
         marked, self._marked = self._marked, None
@@ -267,10 +270,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Gives rows that were overwritten the largest priority."""
-        taken_in = self._settle(storage)
-        self._marked = index
-        if not taken_in:
+        if not self._settle(storage):
             self._table.write(self._as_slots(index))
+        self._marked = index
 
     def update_priority(
         self,

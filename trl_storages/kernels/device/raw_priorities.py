@@ -39,11 +39,14 @@ class RawPriorities:
         """Takes in rows that were written, with the largest priority, or 1 before there is any.
 
         Args:
-            slots: `[B]` int64 below N; those below 0 name none.
+            slots: `[B]` int64; those below 0 name none.
 
         Returns:
-            the priority that they got, `[]` float32.
+            the priority that they got, `[]` float32; -1 where a slot is not below N, and nothing has
+            changed. On a GPU, which nothing waits for, all slots must be below N.
         """
+        if slots.device.type == "cpu" and bool((slots >= self._spare).any()):
+            return torch.tensor(-1.0)
         at = torch.where(slots < 0, self._spare, slots)
         priority = torch.where(self.largest > 0, self.largest, 1.0)
         self._generations[at] = self._generations.index_select(0, at) + 1

@@ -43,10 +43,11 @@ class RawPriorities:
         """Takes in rows that were written, with the largest priority, or 1 before there is any.
 
         Args:
-            slots: `[B]` int64 below N; those below 0 name none.
+            slots: `[B]` int64; those below 0 name none.
 
         Returns:
-            the priority that they got, a float32.
+            the priority that they got, a float32; -1 where a slot is not below N, and nothing has
+            changed.
         """
         return float(_renew_rows(*self._arrays, slots.numpy()))
 
@@ -84,7 +85,10 @@ class RawPriorities:
 def _renew_rows(
     priorities: np.ndarray, generations: np.ndarray, largest: np.ndarray, slots: np.ndarray
 ) -> float:
-    """Takes in rows that were written, and returns their priority."""
+    """Takes in rows that were written, and returns their priority, or -1 for slots that are none."""
+    for i in range(slots.shape[0]):
+        if slots[i] >= priorities.shape[0]:
+            return np.float32(-1)
     priority = largest[0] if largest[0] > 0 else np.float32(1)
     # A slot that occurs twice was written once.
     new = np.empty(slots.shape[0], dtype=np.int32)
