@@ -196,6 +196,19 @@ def test_over_stock_storages(storage_type, reload, tmp_path):
     assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
 
 
+@pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+def test_what_was_loaded_is_saved_again(storage_type, reload, tmp_path):
+    loop, saved = Loop(), make_over(storage_type, seed=1)
+    loop.write(20, saved)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    loaded = reload(saved, make_over(storage_type, seed=2), tmp_path / "a")
+    assert_go_on_alike(
+        saved, by_dumps(loaded, make_over(storage_type, seed=3), tmp_path / "b"), loop
+    )
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 @pytest.mark.parametrize(
     ("recipe", "num_steps", "on_disk"),

@@ -755,6 +755,9 @@ class EpisodeWriter(RoundRobinWriter):
         self._episodes.load_state_dict(state_dict["episodes"])
         self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
         super().load_state_dict(state_dict)
+        if len(self._episodes):
+            # TorchRL's storages forget it when rows are loaded, and ask for it when they are saved.
+            self._storage._set_last_cursor(self._episodes.newest_slot())
         if self._on_disk is not None:
             self._storage.restart(None, None, self._write_count)
 
