@@ -254,14 +254,17 @@ class TestManyProcesses:
             cat_results=cat_results,
         )
 
+        environments = set()
         for data in collector:
             storage.extend(data.clone())
             check_rows(storage)
             check_batch(storage.sample())
+            # The newest rows may all be of one worker, if the other one lags behind.
+            environments |= {*storage[:]["observation"][:, 0].tolist()}
         collector.shutdown()
 
         assert storage.write_count == 400
-        assert len(storage[:]["observation"][:, 0].unique()) == 2 * num_envs
+        assert len(environments) == 2 * num_envs
 
 
 def two_tallies() -> SerialEnv:

@@ -5,11 +5,13 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torchrl.data import Storage
 
+from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
 from trl_storages.storages import PriorityColumn
 
@@ -68,6 +70,12 @@ class DurableTable(PriorityTable):
             RuntimeError: another process writes the rows, and their priorities.
         """
         self._column.check_writable()
+        # Files and memory hold the same, wherever an interrupt comes.
+        finish(partial(self._update, slots, priority, generation))
+
+    def _update(
+        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+    ) -> None:
         super().update(slots, priority, generation)
         slots = slots[slots >= 0]
         # What was left alone is written as it is.
@@ -80,6 +88,9 @@ class DurableTable(PriorityTable):
     def clear(self) -> None:
         """Forgets all rows and what was reported."""
         self._column.check_writable()
+        finish(self._clear_all)
+
+    def _clear_all(self) -> None:
         super().clear()
         self._column.clear()
 
