@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -79,9 +78,8 @@ class DrawingSampler(ShownSignature, Sampler):
         return episodes_of(storage).device
 
 
-@cache
-def overridden(kind: type[Sampler]) -> frozenset[str]:
-    """Returns which of `sample` and `sample_window` a subclass has overridden, but not `draw` with them."""
+def overridden(kind: type) -> frozenset[str]:
+    """Returns which of `sample` and `sample_window` a subclass has overridden without `draw`."""
     for cls in kind.__mro__:
         if methods := vars(cls).keys() & {"draw", "sample", "sample_window"}:
             return frozenset() if "draw" in methods else frozenset(methods)
