@@ -21,10 +21,11 @@ from test_persistence import (
     by_state_dict,
     make,
 )
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from trl_storages import (
     EpisodeReplayStorage,
+    EpisodeWriter,
     PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
@@ -97,16 +98,18 @@ def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
     saved.validate()
 
 
+@pytest.mark.parametrize("kind", [ReplayStorage, TensorDictReplayBuffer])
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
 @pytest.mark.parametrize(
     "wrap", [lambda per: per, lambda per: HERSampler(base=ERESampler(base=per))]
 )
-def test_saved_into_a_directory_that_was_never_written(reload, wrap, tmp_path):
+def test_saved_into_a_directory_that_was_never_written(kind, reload, wrap, tmp_path):
     """Its files are made by the load, after the priorities came."""
 
-    def build(name):
+    def build(name, kind=kind):
         rows, per = PackedStorage(8, scratch_dir=tmp_path / name), PERSampler(8)
-        return ReplayStorage(storage=rows, sampler=wrap(per), batch_size=4), per
+        parts = {"storage": rows, "sampler": wrap(per), "writer": EpisodeWriter()}
+        return kind(**parts, batch_size=4), per
 
     def drawn(storage):
         return storage.sampler.sample(storage.storage, 4)[1]["priority_weight"]
@@ -118,8 +121,8 @@ def test_saved_into_a_directory_that_was_never_written(reload, wrap, tmp_path):
     reload(saved, fresh, tmp_path)
     drawn(fresh)
     assert torch.equal(loaded.priorities, priorities.priorities)
-    fresh.close()
-    again, reopened = build("fresh")
+    fresh.storage.close()
+    again, reopened = build("fresh", ReplayStorage)
     drawn(again)
     assert torch.equal(reopened.priorities, priorities.priorities)
     assert reopened.default_priority == 4

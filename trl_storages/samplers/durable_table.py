@@ -94,6 +94,11 @@ class DurableTable(PriorityTable):
         super().clear()
         self._column.clear()
 
+    def takes(self, state_dict: dict[str, Any]) -> bool:
+        """Returns whether a state may take the place of what is known: it has the same rows."""
+        rows = state_dict["priorities"] != ABSENT
+        return self._column.is_writable and torch.equal(rows, self.priorities != ABSENT)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. All rows count as written anew."""
         self._column.check_writable()

@@ -123,6 +123,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         self._table = self._make_table(arguments.device("device", device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
         self._refreshes = 0
+        self._is_loaded = False
 
     def _make_table(self, device: torch.device) -> PriorityTable:
         return PriorityTable(self._max_capacity, **self._exponents(), device=device)
@@ -344,8 +345,13 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         refreshes = getattr(storage, "refreshes", 0)
         if refreshes != self._refreshes:
             self._refreshes = refreshes
-            self._table = DurableTable(storage, self._max_capacity, **self._exponents())
-            return self._table.has_rows
+            state = self._table.state_dict() if self._is_loaded else None
+            self._is_loaded = False
+            self._table = table = DurableTable(storage, self._max_capacity, **self._exponents())
+            if state is not None and table.takes(state):
+                # They were loaded with the rows, when it was not known yet that there are files.
+                table.load_state_dict(state)
+            return table.has_rows
         if self._table.has_rows or not len(storage):
             return False
         episodes = getattr(storage, "episodes", None)
@@ -454,6 +460,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         self._table.normalize = self._normalize
         self._table.rescale(alpha=self._alpha, eps=self._eps)
         self._table.load_state_dict(state_dict)
+        self._is_loaded = not isinstance(self._table, DurableTable)
 
     def dumps(self, path: str | Path) -> None:
         """Saves the sampler in the directory `path`, as JSON and raw float32."""
