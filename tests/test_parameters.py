@@ -107,9 +107,10 @@ def test_parts_put_together_by_hand():
     [
         ("n_steps", "it is called n_step here"),
         ("gamma", "it is called discount here"),
-        ("num_goal", "do you mean num_goals"),
-        ("batchsize", "do you mean batch_size"),
-        ("colour", "there are add"),
+        ("goal_selection_strategy", r"it is called strategy here\.$"),
+        ("num_goal", r"do you mean num_goals\?$"),
+        ("batchsize", r"do you mean batch_size\?$"),
+        ("colour", "there are alpha, batch_size, beta, "),
     ],
 )
 @pytest.mark.parametrize("made", [everything, lambda: ReplayStorage(storage=LazyTensorStorage(3))])

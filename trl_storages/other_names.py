@@ -65,11 +65,14 @@ def meant(name: str, names: Collection[str]) -> str:
         names: those that there are.
 
     >>> meant("gamma", ["alpha", "discount"]), meant("alhpa", ["alpha"]), meant("x", ["alpha"])
-    ('it is called discount here', 'do you mean alpha?', 'there are alpha')
+    ('it is called discount here.', 'do you mean alpha?', 'there are alpha.')
     """
     ours = OTHER_NAMES.get(name)
     if ours is not None and (ours in names or "(" in ours):
-        return f"it is called {ours} here"
+        return f"it is called {ours} here."
+    # What an option of a ready-made storage is called on the storage.
+    if (other := next((key for key in names if OTHER_NAMES.get(key) == name), None)) is not None:
+        return f"it is called {other} here."
     if close := get_close_matches(name, names, 1):
         return f"do you mean {close[0]}?"
-    return f"there are {', '.join(sorted(names))}"
+    return f"there are {', '.join(sorted(names))}."

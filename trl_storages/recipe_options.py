@@ -82,7 +82,7 @@ def check_names(made: str, given: Mapping[str, Any], names: Sequence[str]) -> No
     """
     for name in given:
         if name not in names:
-            raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}.")
+            raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}")
 
 
 def with_options(signature: Signature, defaults: Options) -> Signature:

@@ -73,7 +73,7 @@ def check_options(made: str, options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if name not in _NAMES:
-            raise TypeError(f"{made} has no option {name!r}: {meant(name, _NAMES)}.")
+            raise TypeError(f"{made} has no option {name!r}: {meant(name, _NAMES)}")
         if name == "priority_key":
             arguments.key(name, value)
         elif name in ("pin_memory", "shared"):

@@ -117,8 +117,10 @@ class Parameters(metaclass=_Settled):
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = name not in self.__dict__ and not hasattr(type(self), name)
         if is_new and self._is_settled and not name.startswith("_"):
-            names = [known for known in {*dir(type(self)), *self.__dict__} if known[0] != "_"]
+            kind = type(self)
+            names = [known for known in dir(kind) if not callable(getattr(kind, known))]
+            names = [known for known in (*names, *self.__dict__) if known[0] != "_"]
             raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}; {meant(name, names)}."
+                f"{type(self).__name__} has no attribute {name!r}; {meant(name, names)}"
             )
         super().__setattr__(name, value)
