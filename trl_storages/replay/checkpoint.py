@@ -65,7 +65,11 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
             self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that the next samples and writes depend on, in tensors and plain values."""
+        """Returns all that the next samples and writes depend on, in tensors and plain values.
+
+        The rows among them are those of the storage, as with TorchRL's: later writes change them, so
+        `copy.deepcopy` the state, or save it, before the storage is written again.
+        """
         state = super().state_dict()
         state["_recorder"] = None if self._recorder is None else self._recorder.state_dict()
         return state
