@@ -10,7 +10,6 @@ from interrupter import Interrupter
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler, storages
 from trl_storages.storages import Journal, following
-from trl_storages.storages.row_writer import RowWriter
 
 
 def rewrite(storage):
@@ -62,7 +61,8 @@ class TestReaders:
     def test_a_write_that_failed_in_between(self, tmp_path, monkeypatch):
         storage = make(tmp_path, sampler=UniformSampler())
         write(storage, 24)
-        really, calls = RowWriter.write, []
+        table = type(storage.storage.table)
+        really, calls = table.put, []
 
         def fail(*write):
             really(*write)
@@ -73,7 +73,7 @@ class TestReaders:
             if not calls:
                 # These are read while the write that will fail is half done.
                 with monkeypatch.context() as patch:
-                    patch.setattr(RowWriter, "write", fail)
+                    patch.setattr(table, "put", fail)
                     with pytest.raises(OSError, match="interrupted"):
                         write(storage, 5)
                 half_written = reader.storage.layout.tensordict(calls[0])

@@ -289,7 +289,7 @@ class TestRecord:
         )
 
     def test_it_warns_once(self, num_envs):
-        """By the short way as well, over the end of the ring."""
+        """Over the end of the ring as well."""
         storage = self.make(num_envs, "warn")
         for step in range(12):
             record(storage, *range(step, step + num_envs), num_envs=num_envs)

@@ -124,7 +124,6 @@ def with_priorities(storage: ReplayStorage) -> Write:
 
 def record(storage: ReplayStorage) -> Write:
     storage.record(*gym_step(storage))
-    assert storage._has_short_way
     return partial(storage.record, *gym_step(storage))
 
 

@@ -12,7 +12,7 @@ from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,17 @@ from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.episodes.history import slots_of
 from trl_storages.episodes.index import Kept
 from trl_storages.interrupts import finish
+from trl_storages.kernels import backend
 from trl_storages.saved import DumpFolder, SavedState
 from trl_storages.stock_parts import check_buffers, check_draws
 from trl_storages.storages import (
     DurableLanes,
+    Layout,
+    Nested,
     PackedStorage,
-    Steps,
     nested_sizes,
     read_fields,
+    stage,
     tensors_of,
 )
 from trl_storages.writing import (
@@ -44,6 +47,9 @@ from trl_storages.writing import (
     route,
 )
 
+if TYPE_CHECKING:
+    from trl_storages.kernels import RowTable
+
 __all__ = ["EpisodeWriter", "num_slots"]
 
 _NO_EPISODES = (
@@ -51,21 +57,43 @@ _NO_EPISODES = (
     "write the rows anew with extend(). Nothing was changed."
 )
 
+#: Returns the slots of what was written, of those of each of its parts.
+Join = Callable[[list[torch.Tensor]], torch.Tensor]
 #: Takes the slots of rows that were written.
 Then = Callable[[torch.Tensor], object]
+
+
+class _Staged(NamedTuple):
+    """Steps that may be written: n rows one after another, then `[L, T]` rows of lanes."""
+
+    done: torch.Tensor
+    """`[n]` bool."""
+    trajectory: torch.Tensor | None
+    """`[n]` int64 on the device of the index."""
+    words: torch.Tensor | None
+    """`[n, W]` int64 on the device of the storage; of a storage of TorchRL's what is compared only."""
+    data: TensorDictBase | None
+    """`[n]`, for a storage of TorchRL's own."""
+    layout: Layout | None
+    """Of the words."""
+
+    def arranged(self, arrange: Callable[[Any], Any]) -> _Staged:
+        """Returns the rows in another order and shape."""
+        trajectory, words, data = (
+            None if part is None else arrange(part)
+            for part in (self.trajectory, self.words, self.data)
+        )
+        return _Staged(arrange(self.done), trajectory, words, data, self.layout)
 
 
 class _Write(NamedTuple):
     """`[L, T]` steps that are about to be written, and what is known of them."""
 
-    data: TensorDictBase
-    entries: Mapping[NestedKey, torch.Tensor]
+    staged: _Staged
     lanes: Lanes
-    shape: tuple[int, int]
-    done: torch.Tensor
-    cut: torch.Tensor | None
-    last_trajectory: torch.Tensor | None
-    gap: torch.Tensor | None
+    cut: torch.Tensor | None = None
+    last_trajectory: torch.Tensor | None = None
+    gap: torch.Tensor | None = None
 
 
 class EpisodeWriter(RoundRobinWriter):
@@ -211,7 +239,7 @@ class EpisodeWriter(RoundRobinWriter):
                 f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
             )
         if data.ndim == 0:
-            return self._extend(data, None, (1, 1), then)
+            return self.extend(data.unsqueeze(0), then=then)[0]
         return self.extend(data, then=then)
 
     def extend(
@@ -238,16 +266,53 @@ class EpisodeWriter(RoundRobinWriter):
             KeyError: `done_key` is missing. Nothing is written then.
         """
         arguments.steps("data", data)
-        self.gaps.warn_late()
         if self._is_routed(data, lanes):
-            return self._extend_flat(data, then)
-        return self._extend(data, lanes, self._shape(data, lanes), then)
+            shape = None
+            if not len(data):
+                self._shape(data, None)
+        else:
+            shape = self._shape(data, lanes)
+        staged = self._stage(data)
+        if shape is not None:
+            writes = [self._checked(staged.arranged(partial(_in_lanes, shape)), lanes)]
+            return self._write(writes, partial(_first_as, data.batch_size), then)
+        blocks = self._routes(staged)
+        writes = []
+        for which, rows in blocks:
+            named = None if len(which) == self.num_envs else which.tolist()
+            writes.append(self._checked(staged.arranged(itemgetter(rows)), named))
+        return self._write(writes, partial(_in_order, [rows for _, rows in blocks]), then)
 
-    def _extend(
-        self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int], then: Then | None
+    def takes(self, layout: Layout) -> bool:
+        """Whether `append` takes rows of this layout."""
+        storage = self._storage
+        return (
+            isinstance(storage, PackedStorage)
+            and storage.layout == layout
+            and self.done_key == default_keys.DONE
+            and self.traj_key not in layout.keys
+            and default_keys.MASK not in layout.keys
+        )
+
+    def append(
+        self, layout: Layout, words: torch.Tensor, done: torch.Tensor, lanes: Lanes, then: Then
     ) -> torch.Tensor:
-        """Writes `[L, T]` steps, in whatever batch size they come."""
-        return self._write([self._checked(data, lanes, shape)], itemgetter(0), then)
+        """Writes one step of all lanes, or of `lanes`, that is laid out already.
+
+        Args:
+            layout: that of the storage, as `takes` says.
+            words: `[L, 1, W]` int64.
+            done: `[L, 1]` bool.
+            lanes: as in `extend`.
+            then: likewise.
+
+        Returns:
+            `[L]` int64 slots.
+        """
+        self._prepare()
+        words = words.to(self._episodes.device)
+        write = self._checked(_Staged(done, None, words, None, layout), lanes)
+        return self._write([write], _first_flat, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
@@ -258,78 +323,121 @@ class EpisodeWriter(RoundRobinWriter):
             and data.get(self.traj_key, None) is not None
         )
 
-    def _extend_flat(self, data: TensorDictBase, then: Then | None) -> torch.Tensor:
-        """Writes rows `[N]` of several lanes, each trajectory to a lane."""
-        shape = 1, len(data)
-        if not len(data):
-            self._shape(data, None)
-        if self.keys is not None:
-            # The others need not be copied.
-            wanted = [*self.keys, self.done_key, self.traj_key, default_keys.MASK]
-            data = data.select(*wanted, strict=False)
-        entries = self._entries(data)
-        refuse_padding(entries)
+    def _routes(self, staged: _Staged) -> list[tuple[np.ndarray, torch.Tensor]]:
+        """Gives rows of several lanes each to one: the lanes, and `[L, T]` which rows they get."""
         blocks = route(
-            _on_host(entries[self.traj_key].reshape(-1)),
-            _on_host(end_flags(entries, self.done_key, shape)[0]),
+            _on_host(staged.trajectory),  # type: ignore[arg-type]
+            _on_host(staged.done),
             held=_on_host(self._last_trajectory),  # type: ignore[arg-type]
             is_open=_on_host(self._episodes.is_open),
             last_written=self._last_written,
         )
-        writes = []
-        for lanes, rows in blocks:
-            named = None if len(lanes) == self.num_envs else lanes.tolist()
-            writes.append(self._checked(data[torch.from_numpy(rows)], named, rows.shape))
+        return [(lanes, torch.from_numpy(rows)) for lanes, rows in blocks]
 
-        def in_order(written: list[torch.Tensor]) -> torch.Tensor:
-            slots = torch.empty(len(data), dtype=torch.int64, device=self._episodes.device)
-            for (_, rows), some in zip(blocks, written, strict=True):
-                slots[torch.from_numpy(rows)] = some
-            return slots
-
-        return self._write(writes, in_order, then)
-
-    def _checked(self, data: TensorDictBase, lanes: Lanes, shape: tuple[int, int]) -> _Write:
-        """Finds out all about `[L, T]` steps that must be known before they are written."""
-        entries = self._entries(data)
-        refuse_padding(entries)
+    def _prepare(self) -> None:
+        """Does what earlier writes have left to be done."""
+        self.gaps.warn_late()
         if self._on_disk is not None:
             self._catch_up()
-        done = end_flags(entries, self.done_key, shape)
-        cut, last_trajectory = self._cuts(entries, lanes, shape)
-        if self._on_disk is not None:
-            cut = self._on_disk.cut_where_reset(data, done, cut, lanes)
-        gap = None
-        if self.gaps.is_looking:
-            stored = entries
+
+    def _stage(self, data: TensorDictBase) -> _Staged:
+        """Lays out rows of any batch size, one after another, and changes nothing."""
+        self._prepare()
+        storage, episodes = self._storage, self._episodes
+        entries, num_rows = self._entries(data), data.numel()
+        refuse_padding(entries)
+        done = end_flags(entries, self.done_key, (1, num_rows)).reshape(num_rows)
+        trajectory = entries.get(self.traj_key)
+        if trajectory is not None:
+            trajectory = trajectory.to(episodes.device).reshape(num_rows).long()
+        if not isinstance(storage, PackedStorage):
+            layout, words = None, None
+            if self.gaps.is_looking:
+                layout, words = self._stage_compared(entries, data.batch_size)
+            return _Staged(done, trajectory, words, self._stored(data).reshape(-1), layout)
+        layout, words = self._stage_words(data, entries)
+        return _Staged(done, trajectory, words, None, layout)
+
+    def _stored(self, data: TensorDictBase) -> TensorDictBase:
+        """Returns what of `data` a storage of TorchRL's stores."""
+        if self.keys is not None:
+            return data.select(*self.keys)
+        # Replay buffers set it on the data that they have written.
+        return data.exclude(default_keys.INDEX) if default_keys.INDEX in data.keys() else data  # noqa: SIM118
+
+    def _stage_words(
+        self, data: TensorDictBase, entries: Mapping[NestedKey, torch.Tensor]
+    ) -> tuple[Layout, torch.Tensor]:
+        """Lays out what is stored of rows as words."""
+        nested: Nested = ()
+        storage = self._storage
+        if storage.layout is None:
             if self.keys is not None:
-                stored = {key: entries[key] for key in self.keys if key in entries}
-            is_open = self._is_continued(lanes)
-            gap = self.gaps.find(self._storage, stored, done, cut, lanes, is_open)
+                data = data.select(*self.keys)
+                entries = tensors_of(data)
+            nested = nested_sizes(data, data.ndim)
+        strict = self.keys is None
+        return storage.stage(entries, data.batch_size, strict=strict, nested=nested)
+
+    def _stage_compared(
+        self, entries: Mapping[NestedKey, torch.Tensor], batch_size: torch.Size
+    ) -> tuple[Layout | None, torch.Tensor | None]:
+        """Lays out what tells where a lane goes on, for a storage of TorchRL's."""
+        stored = [key for key in entries if self.keys is None or key in self.keys]
+        pairs = [(key, default_keys.next_key(key)) for key in self.gaps.compared(stored)]
+        compared = {key: entries[key] for pair in pairs for key in pair}
+        if not compared:
+            return None, None
+        layout = Layout.of(compared, len(batch_size))
+        return layout, stage(layout, compared, batch_size, self._episodes.device)
+
+    def _checked(self, staged: _Staged, lanes: Lanes) -> _Write:
+        """Finds out all about `[L, T]` steps that must be known before they are written."""
+        cut, last_trajectory = self._cuts(staged.trajectory, lanes)
+        layout, words, done = staged.layout, staged.words, staged.done
+        if self._on_disk is not None:
+            cut = self._on_disk.cut_where_reset(words, done, cut, lanes)  # type: ignore[arg-type]
+        gap = None
+        if self.gaps.is_looking and layout is not None and words is not None:
+            pairs = self.gaps.pairs(layout)
+            table, slots = self._rows_before(layout, words, lanes)
+            continued = partial(self._is_continued, lanes)
+            gap = self.gaps.find(table, slots, words, pairs, done, cut, continued)
             if gap is not None and self.gaps.on_gap == "cut":
                 cut = gap if cut is None else cut | gap
-        return _Write(data, entries, lanes, shape, done, cut, last_trajectory, gap)
+        return _Write(staged, lanes, cut, last_trajectory, gap)
 
-    def _write(
-        self,
-        writes: Sequence[_Write],
-        join: Callable[[list[torch.Tensor]], torch.Tensor],
-        then: Then | None,
-    ) -> torch.Tensor:
+    def _rows_before(
+        self, layout: Layout, words: torch.Tensor, lanes: Lanes
+    ) -> tuple[RowTable, torch.Tensor]:
+        """Returns a table of the newest rows, and `[L]` where it has those of the lanes."""
+        storage, newest = self._storage, self._episodes.newest_slots(lanes)
+        if not storage.initialized:
+            # Rows of no lane, since none is open.
+            return backend(words.device).RowTable(words[:, 0]), torch.zeros_like(newest)
+        if isinstance(storage, PackedStorage):
+            return storage.table, newest  # type: ignore[return-value]
+        before: dict[NestedKey, torch.Tensor] = {}
+        for key in self.gaps.compared(layout.keys):
+            after = default_keys.next_key(key)
+            before[after] = read_fields(storage, newest, [after])[after]
+            before[key] = before[after]
+        rows = stage(layout, before, newest.shape, words.device)
+        return backend(words.device).RowTable(rows), torch.arange(len(rows), device=words.device)
+
+    def _write(self, writes: Sequence[_Write], join: Join, then: Then | None) -> torch.Tensor:
         """Writes what was checked, each to lanes of its own, and returns the slots as `join` does."""
         warned = self.gaps.warn([write.gap for write in writes if write.gap is not None])
 
-        def write() -> torch.Tensor:
-            slots = join([self._write_steps(*each[:-1]) for each in writes])
+        def act() -> torch.Tensor:
+            slots = join([self._append(write) for write in writes])
             if then is not None:
                 then(slots)
             return slots
 
-        if self._on_disk is not None:
-            # Files have ways of their own to stay whole.
-            slots = write()
-        else:
-            slots = finish(write, partial(self._go_back, self._point()))
+        # Files have ways of their own to stay whole.
+        is_safe = self._on_disk is not None
+        slots = act() if is_safe else finish(act, partial(self._go_back, self._point()))
         self.gaps.has_warned |= warned
         return slots
 
@@ -345,38 +453,29 @@ class EpisodeWriter(RoundRobinWriter):
         if process is not None:
             self._last_process.copy_(process)  # type: ignore[union-attr]
 
-    def _write_steps(
-        self,
-        data: TensorDictBase,
-        entries: Mapping[NestedKey, torch.Tensor],
-        lanes: Lanes,
-        shape: tuple[int, int],
-        done: torch.Tensor,
-        cut: torch.Tensor | None,
-        last_trajectory: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Writes `[L, T]` steps, in whatever batch size they come, that were checked."""
-        (num_lanes, num_steps), episodes = shape, self._episodes
-        run, rows = episodes.next_run(num_steps, lanes), data
-        if run is None:
-            slots = episodes.next_slots(num_steps, lanes)
+    def _append(self, write: _Write) -> torch.Tensor:
+        """Writes `[L, T]` steps that were checked, and returns their slots."""
+        (done, _, words, data, layout), lanes, cut, last_trajectory, _ = write
+        storage, episodes, room = self._storage, self._episodes, self._episodes.steps_per_lane
+        is_packed, (num_lanes, num_steps) = isinstance(storage, PackedStorage), done.shape
+        if is_packed:
+            storage.lay_out(layout)
+        if is_packed and self._on_disk is None:
+            self._cut_between_processes(lanes)
+            slots = episodes.advance(done, cut, lanes, storage.rows, words)
+            storage._bump_mutation_revision()
         else:
-            # NumPy counts in half of torch's time.
-            slots = torch.from_numpy(np.arange(run.start, run.stop)).to(episodes.device)
-        written = slots = _in_shape(slots, data.batch_size)
-        if num_steps > episodes.steps_per_lane:
+            # Rows first: if they do not fit the storage, nothing has changed.
+            slots = episodes.next_slots(num_steps, lanes)
             # Only the newest find room.
-            slots = slots.reshape(shape)[:, -episodes.steps_per_lane :]
-            rows = data.reshape(shape)[:, -episodes.steps_per_lane :]
-            entries = self._entries(rows)
-        steps = None
-        if self._on_disk is not None:
-            steps = self._on_disk.steps(done, cut, lanes, last_trajectory)
-        # Rows first: if they do not fit the storage, nothing has changed.
-        at = slots if run is None else slice(run.start, run.stop)
-        self._set(at, rows, entries, steps)
-        self._cut_between_processes(lanes)
-        episodes.advance(done, cut, lanes)
+            at = slots[:, -room:].reshape(-1)
+            if is_packed:
+                steps = self._on_disk.steps(done, cut, lanes, last_trajectory)  # type: ignore[union-attr]
+                storage.write(layout, at, words[:, -room:].flatten(0, 1), steps=steps)  # type: ignore
+            else:
+                storage.set(at, data[:, -room:].reshape(-1), set_cursor=False)  # type: ignore[index]
+            self._cut_between_processes(lanes)
+            episodes.advance(done, cut, lanes)
         if last_trajectory is not None:
             which = slice(None) if lanes is None else torch.as_tensor(lanes)
             self._last_trajectory[which] = last_trajectory  # type: ignore[index]
@@ -386,10 +485,14 @@ class EpisodeWriter(RoundRobinWriter):
             self._last_written.fill(self._write_count)
         else:
             self._last_written[episodes.named_lanes(lanes)] = self._write_count
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)
+        kept = slots if num_steps <= room else slots[:, -room:]
+        self._mark(kept.flatten(), data if words is None else words)
+        return slots
+
+    def _mark(self, slots: torch.Tensor, rows: Any) -> None:
+        """Tells all who ask to hear of it that rows were written."""
         self._bump_generation(slots, rows)
         self._mark_update_entities(slots)
-        return written
 
     def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
         """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
@@ -413,37 +516,6 @@ class EpisodeWriter(RoundRobinWriter):
             self._count()
             self._mark_update_entities(missed)
 
-    def _set(
-        self,
-        slots: torch.Tensor | slice,
-        rows: TensorDictBase,
-        entries: Mapping[NestedKey, torch.Tensor],
-        steps: Steps | None = None,
-    ) -> None:
-        """Writes the entries that are wanted of rows of any batch size."""
-        storage = self._storage
-        if isinstance(storage, PackedStorage) and (self.keys is None or storage.layout):
-            nested = nested_sizes(rows, rows.ndim) if storage.layout is None else ()
-            storage.put(
-                slots,
-                entries,
-                rows.batch_size,
-                strict=self.keys is None,
-                steps=steps,
-                nested=nested,
-            )
-            return
-        if self.keys is not None:
-            rows = rows.select(*self.keys)
-        elif "index" in rows.keys():  # noqa: SIM118
-            rows = rows.exclude("index")
-        if isinstance(storage, PackedStorage):
-            nested = nested_sizes(rows, rows.ndim)
-            storage.put(slots, tensors_of(rows), rows.batch_size, steps=steps, nested=nested)
-        else:
-            at = slots if isinstance(slots, slice) else slots.reshape(-1)
-            storage.set(at, rows.reshape(-1), set_cursor=False)
-
     def _shape(self, data: TensorDictBase, lanes: Lanes) -> tuple[int, int]:
         """Returns `(L, T)`, or says what to pass."""
         num_lanes = len(self._episodes.named_lanes(lanes))
@@ -451,13 +523,11 @@ class EpisodeWriter(RoundRobinWriter):
         return lanes_and_steps(data, num_lanes, is_for_all=is_for_all, traj_key=self.traj_key)
 
     def _cuts(
-        self, entries: Mapping[NestedKey, torch.Tensor], lanes: Lanes, shape: tuple[int, int]
+        self, trajectory: torch.Tensor | None, lanes: Lanes
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns where a row has another trajectory than the row before it, and the last ones."""
-        trajectory = entries.get(self.traj_key)
         if trajectory is None:
             return None, None
-        trajectory = trajectory.to(self._episodes.device).reshape(shape).long()
         written = slice(None) if lanes is None else torch.as_tensor(lanes)
         before = self._last_trajectory[written].unsqueeze(1)  # type: ignore[index]
         return trajectory != torch.cat([before, trajectory[:, :-1]], 1), trajectory[:, -1]
@@ -511,31 +581,6 @@ class EpisodeWriter(RoundRobinWriter):
         if self._storage is not None:
             check_draws(self._storage, self)
         return self._track_generations
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a write changes rows, episodes and counters only."""
-        return (
-            self._generation is None and not self._track_generations and self._last_process is None
-        )
-
-    def count_step(self, slots: torch.Tensor, write_count: int) -> torch.Tensor:
-        """Counts a step that was written to the rows and to the episode index already.
-
-        Args:
-            slots: `[L, 1]` int64 on the CPU, where it was written.
-            write_count: rows written, with it.
-
-        Returns:
-            the same, `[L]`.
-        """
-        storage = self._storage
-        self._write_count = write_count
-        storage.count_write(len(storage.episodes), slots.numpy().item(-1))
-        storage._bump_mutation_revision()
-        written = slots.squeeze(1)
-        self._mark_update_entities(written)
-        return written
 
     def _mark_update_entities(self, index: torch.Tensor) -> None:
         # As TorchRL does, without what it adds for compiled writers.
@@ -620,8 +665,15 @@ class EpisodeWriter(RoundRobinWriter):
                     "would change: write another history with empty() and extend()."
                 )
 
+        storage = self._storage
+        if isinstance(storage, PackedStorage):
+            layout, words = self._stage_words(data, entries)
+            put = partial(storage.write, layout, slots, words)
+        else:
+            put = partial(storage.set, slots, self._stored(data), set_cursor=False)
+
         def write() -> None:
-            self._set(slots, data, entries)
+            put()
             self._bump_generation(slots, data)
 
         if self._on_disk is None:
@@ -812,9 +864,33 @@ def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
     return steps * episodes.num_envs
 
 
-def _in_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    # To reshape takes as long as to write a field, also where nothing is to be done.
-    return tensor if tensor.shape == shape else tensor.reshape(shape)
+def _in_lanes(shape: tuple[int, int], rows: Any) -> Any:
+    """Sees n rows as those of lanes, `[L, T]`."""
+    return rows.reshape(*shape, *rows.shape[1:])
+
+
+def _first_as(shape: torch.Size, slots: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the slots of a single write in the shape of what was written."""
+    return slots[0].reshape(shape)
+
+
+def _first_flat(slots: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the slots of a single write in one dimension."""
+    return slots[0].flatten()
+
+
+def _in_order(rows: list[torch.Tensor], slots: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the slots of several writes in the order of what was written.
+
+    Args:
+        rows: `[L, T]` for each write, the places of what it wrote.
+        slots: `[L, T]` for each write.
+    """
+    ordered = torch.empty(sum(map(len, map(torch.flatten, rows))), dtype=torch.int64)
+    ordered = ordered.to(slots[0].device)
+    for places, some in zip(rows, slots, strict=True):
+        ordered[places] = some
+    return ordered
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

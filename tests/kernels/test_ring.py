@@ -1,5 +1,6 @@
 """The ring of both backends, against the plain-Python model and against each other, bit for bit."""
 
+import ctypes
 import pickle
 
 import numpy as np
@@ -172,6 +173,7 @@ def interpreted(monkeypatch):
         if hasattr(loop, "py_func"):
             monkeypatch.setattr(host_ring, name, loop.py_func)
     monkeypatch.setattr(host_ring, "prefetch", lambda array, byte: None)
+    monkeypatch.setattr(host_ring, "copy_bytes", lambda *it: ctypes.memmove(*map(int, it)))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -186,6 +188,22 @@ def test_the_loops_are_python(data):
         machine.ages_and_extents()
         machine.windows_and_sequences()
         machine.draws()
+
+
+@BACKENDS
+@pytest.mark.parametrize("lanes", [None, [2, 0]])
+def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes):
+    """Over the end of the ring, and of more steps than find room the newest only."""
+    ring, table = kernels.Ring(13, 3, CPU), torch.zeros(13, 2, dtype=torch.int64)
+    which = None if lanes is None else torch.tensor(lanes)
+    expected = table.clone()
+    for num_steps in (1, 3, 2, 6):
+        rows = torch.randint(99, (len(lanes or "all"), num_steps, 2))
+        done = torch.zeros(rows.shape[:2], dtype=torch.bool)
+        slots = ring.append(done, None, which, table, rows)
+        assert (slots >= 0).sum(1).tolist() == [min(num_steps, 4)] * len(rows)
+        expected[slots[slots >= 0]] = rows[slots >= 0]
+        assert torch.equal(table, expected)
 
 
 @BACKENDS

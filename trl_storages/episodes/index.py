@@ -142,9 +142,7 @@ class EpisodeIndex(EpisodeAnswers):
 
     def newest_slots(self, lanes: Lanes = None) -> torch.Tensor:
         """Returns `[L]` the slot of the newest row of each of `lanes`; of an empty lane any slot."""
-        lane = self.lane_ids(lanes)
-        newest = (self.cursors if lanes is None else self.cursors[lane]) - 1
-        return newest % self.steps_per_lane * self.num_envs + lane
+        return self._ring.newest_slots(None if lanes is None else self.lane_ids(lanes))
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written after so many steps.
@@ -198,12 +196,26 @@ class EpisodeIndex(EpisodeAnswers):
         return self.advance(done.reshape(num_lanes, num_steps), cut, lanes).view(shape)
 
     def advance(
-        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
+        self,
+        done: torch.Tensor,
+        cut: torch.Tensor | None = None,
+        lanes: Lanes = None,
+        table: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Does what `append` does with `[L, S]` flags that fit."""
+        """Does what `append` does with `[L, S]` flags that fit, and copies rows to their slots.
+
+        Args:
+            done: as in `append`, as all that follow.
+            cut: likewise.
+            lanes: likewise.
+            table: `[N, W]` int64, where rows go; None if they are elsewhere.
+            rows: `[L, S, W]` int64 on the same device.
+        """
         if not self._on_host:
             self.host_steps[list(self.named_lanes(lanes))] += done.shape[1]
-        return self._ring.append(done, cut, None if lanes is None else self.lane_ids(lanes))
+        which = None if lanes is None else self.lane_ids(lanes)
+        return self._ring.append(done, cut, which, table, rows)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None

@@ -11,8 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from trl_storages.gym.dtypes import NUMPY_TO_TORCH, TORCH_TO_NUMPY
+from trl_storages.storages import as_array
 
 __all__ = ["Column", "as_tensor"]
+
+_FLAGS: frozenset[type] = frozenset({bool, np.bool_})
+_REALS: frozenset[type] = frozenset({float, np.float64, np.float32})
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
@@ -40,7 +44,15 @@ class Column:
         lossy: take any real dtype.
     """
 
-    __slots__ = ("_dtype", "_is_lossy", "_num_envs", "_numpy", "_shape", "_vector")
+    __slots__ = (
+        "_dtype",
+        "_is_lossy",
+        "_num_envs",
+        "_numbers",
+        "_numpy",
+        "_shape",
+        "_vector",
+    )
 
     def __init__(
         self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
@@ -51,6 +63,38 @@ class Column:
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
         self._is_lossy = lossy
+        # Plain numbers that are written as they are.
+        self._numbers: frozenset[type] = frozenset()
+        if self._shape == (1,):
+            self._numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
+
+    @property
+    def numpy_dtype(self) -> np.dtype | None:
+        """Of arrays that need no conversion; None if NumPy does not know it."""
+        return self._numpy
+
+    def put(self, target: Any, value: Any, name: str, label: str, is_vector: bool) -> None:
+        """Checks a value, and writes it into a column.
+
+        Args:
+            target: `[E, *shape]`, an array or a tensor.
+            value: as in `read`, as all that follow.
+            name: likewise.
+            label: likewise.
+            is_vector: likewise.
+
+        Raises:
+            TypeError, ValueError: as `read`. Nothing is written then.
+        """
+        if type(value) in self._numbers and not is_vector:
+            target[...] = value
+            return
+        is_real = type(value) is type(target) is np.ndarray and value.dtype.kind in "biuf"
+        if self._is_lossy and is_real and is_vector and value.shape == self._vector[:1]:
+            target[...] = value[:, None]
+            return
+        rows = self.read(value, name, label, is_vector)
+        target[...] = as_array(rows) if isinstance(target, np.ndarray) else rows
 
     def read(self, value: Any, name: str, label: str, is_vector: bool) -> torch.Tensor:
         """Returns `value` as a column.

@@ -7,8 +7,8 @@ from tensordict import NestedKey
 
 from trl_storages.gym.columns import Column, as_tensor
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, check_free, key_path
-from trl_storages.gym.trees import Tree, leaves, nested_keys, tree_of
-from trl_storages.keys import ACTION, OBSERVATION, next_key
+from trl_storages.gym.trees import TreeReader, leaves, nested_keys, tree_of
+from trl_storages.keys import ACTION, OBSERVATION, REWARD, TERMINATED, TRUNCATED, next_key
 
 __all__ = ["Layout", "add_field", "entries", "layout_of", "learn_fields"]
 
@@ -18,10 +18,12 @@ class Layout(NamedTuple):
 
     fields: Mapping[NestedKey, Field]
     columns: Mapping[NestedKey, Column]
-    observations: Tree
-    actions: Tree
+    observations: TreeReader
+    actions: TreeReader
     pairs: Sequence[tuple[NestedKey, NestedKey]]
     """The keys of each observation, now and one step later."""
+    places: Sequence[tuple[NestedKey, Column, str, str]]
+    """Where each value of a step goes, in the order of reading, and what messages call it."""
 
 
 def entries(observations: Any) -> Any:
@@ -47,13 +49,21 @@ def layout_of(
     actions = [key for key in at_root if next_key(key) not in fields]
     # "action" itself is the argument; a TorchRL spec may have actions of other names.
     is_plain = all(key_path(key)[0] == "action" for key in actions)
-    return Layout(
-        fields=fields,
-        columns={key: Column(*field, num_envs) for key, field in fields.items()},
-        observations=tree_of(key for key, _ in pairs),
-        actions=tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions),
-        pairs=pairs,
-    )
+    columns = {key: Column(*field, num_envs, lossy=key == REWARD) for key, field in fields.items()}
+    seen = TreeReader(tree_of(key for key, _ in pairs))
+    done = TreeReader(tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions))
+    places = [
+        (TERMINATED, columns[TERMINATED], "terminateds", ""),
+        (TRUNCATED, columns[TRUNCATED], "truncateds", ""),
+        (REWARD, columns[REWARD], "rewards", ""),
+        *((leaf.key, columns[leaf.key], "observations", leaf.label) for leaf in seen.leaves),
+        *((leaf.key, columns[leaf.key], "actions", leaf.label) for leaf in done.leaves),
+        *(
+            (leaf.next_key, columns[leaf.key], "next_observations", leaf.label)
+            for leaf in seen.leaves
+        ),
+    ]
+    return Layout(fields, columns, seen, done, pairs, places)
 
 
 def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[NestedKey, Field]:

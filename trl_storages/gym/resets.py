@@ -4,28 +4,46 @@ Letters: E environments.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey
-from torch import Tensor
 
 from trl_storages.gym.infos import given_final_observation
 from trl_storages.gym.layout import Layout, entries
-from trl_storages.gym.trees import leaves
-from trl_storages.keys import REWARD
+from trl_storages.keys import DONE, REWARD
 from trl_storages.storages import as_array
 
-__all__ = ["Ends", "ResetWatch", "check_last_observations"]
+__all__ = ["Ends", "ResetWatch", "check_last_observations", "last_observations"]
 
 #: The bits of the observations that episodes ended with, by environment.
 Ends = dict[int, list[bytes]]
 
 
+def last_observations(
+    layout: Layout, given: Any, lane: int
+) -> Iterator[tuple[NestedKey, torch.Tensor]]:
+    """Yields the entries of the last observation of an environment, checked.
+
+    Args:
+        layout: of the transitions.
+        given: what the infos hold.
+        lane: of which environment.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no observation.
+    """
+    name = "infos['final_obs']"
+    values = layout.observations.read(entries(given), name)
+    for leaf, value in zip(layout.observations.leaves, values, strict=True):
+        column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
+        yield leaf.next_key, column[0]
+
+
 def check_last_observations(
-    columns: Mapping[NestedKey, Tensor], layout: Layout, infos: Any, done: Tensor, is_vector: bool
+    columns: Mapping[NestedKey, Any], layout: Layout, infos: Any, is_vector: bool
 ) -> None:
     """Refuses first observations of new episodes in the place of last ones, where infos tell.
 
@@ -33,24 +51,22 @@ def check_last_observations(
         columns: the transitions of a step, `[E, ...]`.
         layout: how they were read.
         infos: those of the step.
-        done: `[E, 1]` bool.
         is_vector: whether the infos are of a vector of environments.
 
     Raises:
         ValueError: an episode ended with another observation than the next one that was given.
     """
-    name = "infos['final_obs']"
-    for lane in done.reshape(-1).nonzero().reshape(-1).tolist():
+    for lane in np.flatnonzero(_array(columns[DONE])).tolist():
         last = given_final_observation(infos, lane, is_vector=is_vector)
         if last is None:
             continue
-        for leaf, value in leaves(layout.observations, entries(last), name):
-            column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
-            if not torch.equal(column[0], columns[leaf.next_key][lane]):
+        for key, value in last_observations(layout, last, lane):
+            if not np.array_equal(as_array(value), _array(columns[key][lane])):
                 raise ValueError(
                     f"next_observations must hold the last observation of environment {lane}, which "
-                    f"ended, but {name} is another one: the environment was reset in the same step; "
-                    "make the storage with autoreset_mode=env.metadata['autoreset_mode']"
+                    "ended, but infos['final_obs'] is another one: the environment was reset in the same "
+                    "step; make the storage with "
+                    "autoreset_mode=env.metadata['autoreset_mode']"
                 )
 
 
@@ -73,15 +89,13 @@ class ResetWatch:
 
     def look(
         self,
-        columns: Mapping[NestedKey, Tensor | np.ndarray],
-        done: Tensor | np.ndarray,
+        columns: Mapping[NestedKey, Any],
         pairs: Sequence[tuple[NestedKey, NestedKey]],
     ) -> Ends | None:
         """Compares the beginnings of episodes with the ends before them.
 
         Args:
             columns: the transitions of a step, `[E, ...]`.
-            done: `[E, 1]` bool.
             pairs: the keys of the observations, now and one step later.
 
         Returns:
@@ -92,7 +106,7 @@ class ResetWatch:
         """
         if self.last is None:
             return None
-        ended = np.flatnonzero(_array(done)).tolist()
+        ended = np.flatnonzero(_array(columns[DONE])).tolist()
         if not (self.last or ended):
             return self.last
         # Bit by bit: NumPy does that in a tenth of the time that torch takes to compare.
@@ -115,7 +129,7 @@ class ResetWatch:
                 "ended with. If the environments reset themselves in the next step, make the "
                 "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
                 "when they end.",
-                stacklevel=6,
+                stacklevel=4,
             )
             return None
         ends = {lane: _bits(after, lane) for lane in ended}
@@ -140,7 +154,7 @@ class ResetWatch:
             self.last = {}
 
 
-def _array(column: Tensor | np.ndarray) -> np.ndarray:
+def _array(column: Any) -> np.ndarray:
     return column if isinstance(column, np.ndarray) else as_array(column)
 
 

@@ -1,6 +1,6 @@
 """Nested dictionaries of observations and actions, read against the keys they must have."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -97,13 +97,18 @@ def _gather(tree: Tree, value: Any, argument: str, found: list[tuple[Leaf, Any]]
 
 
 class TreeReader:
-    """Reads nested dictionaries as `leaves` does, several times as fast, and without its messages.
+    """Reads nested dictionaries as `leaves` does, in a fraction of the time.
 
     Args:
         tree: the keys that there must be.
     """
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        #: The leaves, in the order of what is read.
+        self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
+        if isinstance(tree, Leaf):
+            return
         self._names, self._size = tuple(tree), len(tree)
         # Of one name it would return the value, and not a tuple.
         self._pick = itemgetter(*tree) if self._size > 1 else None
@@ -111,23 +116,27 @@ class TreeReader:
             None if isinstance(below, Leaf) else TreeReader(below) for below in tree.values()
         ]
         self._branches = branches if any(branches) else []
-        #: The leaves, in the order of what is read.
-        self.leaves: list[Leaf] = []
         for below, branch in zip(tree.values(), branches, strict=True):
             self.leaves += [below] if branch is None else branch.leaves
 
-    def read(self, values: Any) -> Iterable[Any]:
+    def read(self, values: Any, argument: str) -> Sequence[Any]:
         """Returns the value of each leaf.
 
         Raises:
-            LookupError, TypeError: there are other entries, or no entries at all.
+            KeyError, TypeError, ValueError: as `leaves`.
         """
-        if len(values) != self._size:
-            raise LookupError(f"there must be {self._names}, and nothing else")
-        found = self._pick(values) if self._pick else [values[name] for name in self._names]
+        if isinstance(self._tree, Leaf):
+            return (values,)
+        try:
+            if len(values) != self._size:
+                raise LookupError
+            found = self._pick(values) if self._pick else [values[name] for name in self._names]
+        except (LookupError, TypeError, ValueError):
+            # Says what is wrong.
+            return [value for _, value in leaves(self._tree, values, argument)]
         if not self._branches:
             return found
         flat: list[Any] = []
         for branch, value in zip(self._branches, found, strict=True):
-            flat += [value] if branch is None else branch.read(value)
+            flat += [value] if branch is None else branch.read(value, argument)
         return flat

@@ -294,10 +294,9 @@ class CheckpointedBuffer(TensorDictReplayBuffer):
         dump_batches(path / _PREFETCH_DIRECTORY, prefetch_state["queue"])
 
     def __getstate__(self) -> dict[str, Any]:
-        # An iterator that was left halfway can't be pickled, nor is it part of the state, nor is the
-        # short way to rows that are elsewhere then. TorchRL's copy of the generator's state is of no use
-        # if the generator is one of a GPU.
-        state = {**super().__getstate__(), "_iterator": None, "_rng": None, "_steps": None}
+        # An iterator that was left halfway can't be pickled, nor is it part of the state. TorchRL's copy
+        # of the generator's state is of no use if the generator is one of a GPU.
+        state = {**super().__getstate__(), "_iterator": None, "_rng": None}
         # Another process could only repeat the draws of this one.
         is_spawning = get_spawning_popen() is not None
         state["generator__context"] = None if is_spawning else _describe(self._rng)

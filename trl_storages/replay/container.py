@@ -33,7 +33,6 @@ from trl_storages.replay.remote import Remote
 from trl_storages.replay.stored_rows import StoredRows
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
-from trl_storages.step_writer import StepWriter
 from trl_storages.stock_parts import check_sampler, draw, expand
 from trl_storages.storages import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.transforms import (
@@ -117,8 +116,6 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             )
         self._recorder = recorder
         self._collates = kwargs.get("collate_fn") is not None
-        # The short way for ordinary steps, once the first one has shown what they are made of.
-        self._steps: StepWriter | None = None
         # Steps of each lane that the sampler knows of, where other processes write too.
         self._heard: torch.Tensor | None = None
         if self.shared:
@@ -313,37 +310,31 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
-        step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
-            if self._has_short_way:
-                index = self._steps.write(*step)  # type: ignore[union-attr]
-                if index is not None:
-                    self._sampler.extend(index)
-                    return index
-        return self._record_any(*step)
-
-    @property
-    def _has_short_way(self) -> bool:
-        steps = self._steps
-        if steps is None or self._changes_writes:
-            return False
-        return steps.is_for(self._recorder, self._storage, self._writer)
-
-    def _record_any(self, *step: Any) -> torch.Tensor | None:
-        if self._recorder is None:
-            self._recorder = GymRecorder(self.episodes.num_envs)
-        made, memory = self._recorder.read(*step)
-        rows, lanes = (None, None) if made is None else made
-        if rows is not None and self._changes_writes:
-            rows = self._transform.inv(rows)
-        if rows is None:
-            self._recorder.remember(memory)
-            return None
-        with self._replay_lock, self._write_lock:
-            index = self.writer.extend(rows, lanes=lanes, then=partial(self._hear_of_step, memory))
-            if not (self._changes_writes or self._has_short_way):
-                self._steps = StepWriter.of(self._recorder, self._storage, self._writer)
-        return index
+            if self._recorder is None:
+                self._recorder = GymRecorder(self.episodes.num_envs)
+            step, memory = self._recorder.read(
+                observations,
+                actions,
+                rewards,
+                terminateds,
+                truncateds,
+                infos,
+                next_observations,
+                getattr(self._storage, "layout", None),
+            )
+            then, rows = partial(self._hear_of_step, memory), None
+            if step is not None:
+                if not self._changes_writes:
+                    if self._writer.takes(step.layout):
+                        return self._writer.append(*step, then)
+                    rows = step.tensordict()
+                else:
+                    rows = self._transform.inv(step.tensordict().clone())
+            if step is None or rows is None:
+                self._recorder.remember(memory)
+                return None
+            return self._writer.extend(rows, lanes=step.lanes, then=then)
 
     def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
         self._sampler.extend(slots)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
 from trl_storages.episodes import EpisodeIndex, Lanes
-from trl_storages.keys import continued_keys, next_key
+from trl_storages.keys import continued_keys
 from trl_storages.storages.durable import Durable
 from trl_storages.storages.journal import Steps
+from trl_storages.storages.layout import Layout
 from trl_storages.storages.packed import PackedStorage
+from trl_storages.storages.staging import pairs_of
 
 __all__ = ["DurableLanes"]
 
@@ -52,7 +53,7 @@ class DurableLanes:
 
     def cut_where_reset(
         self,
-        data: TensorDictBase,
+        rows: torch.Tensor,
         done: torch.Tensor,
         cut: torch.Tensor | None,
         lanes: Lanes,
@@ -60,7 +61,7 @@ class DurableLanes:
         """Returns `cut`, with a cut where an episode does not go on after reopening.
 
         Args:
-            data: the rows, `[L, T]`, `[T]` or `[L]`.
+            rows: `[L, T, W]` int64.
             done: `[L, T]` bool.
             cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
             lanes: the lanes, as the writer takes them.
@@ -68,7 +69,7 @@ class DurableLanes:
         if not self._unsure.any():
             return cut
         lane = self._episodes.lane_ids(lanes).numpy()
-        return self._cut_where_reset(data, done, cut, lane)
+        return self._cut_where_reset(rows, done, cut, lane)
 
     def steps(
         self,
@@ -113,20 +114,19 @@ class DurableLanes:
 
     def _cut_where_reset(
         self,
-        data: TensorDictBase,
+        rows: torch.Tensor,
         done: torch.Tensor,
         cut: torch.Tensor | None,
         lane: np.ndarray,
     ) -> torch.Tensor:
         cut = torch.zeros_like(done) if cut is None else cut.clone()
-        keys = continued_keys(self._storage.layout.keys)  # type: ignore[union-attr]
-        rows = data.reshape(done.shape)[:, 0]
+        storage = self._storage
+        layout: Layout = storage.layout  # type: ignore[assignment]
+        pairs = pairs_of(layout, continued_keys(layout.keys))
         slots = self._episodes.newest_slots(torch.from_numpy(lane))
-        before = self._storage.read(slots, [next_key(key) for key in keys])
-        goes_on = torch.full((len(lane),), bool(keys))
-        for key in keys:
-            pair = before[next_key(key)], rows.get(key).cpu()
-            goes_on &= (pair[0] == pair[1]).reshape(len(lane), -1).all(1)
-        cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & ~goes_on
+        breaks = storage.table.breaks(slots, rows, pairs)  # type: ignore[union-attr]
+        begins = torch.zeros_like(cut[:, 0]) if breaks is None else breaks[:, 0]
+        # Where nothing tells, an episode does not go on.
+        cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & (begins | (not len(pairs)))
         self._unsure[lane] = False
         return cut

@@ -193,7 +193,7 @@ class FollowingStorage(PackedStorage):
         """Raises a RuntimeError: these rows are another process's."""
         self.journal.check_writable()  # type: ignore[union-attr]
 
-    put = load_state_dict = loads = _empty = set
+    write = load_state_dict = loads = _empty = set
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
@@ -43,6 +44,11 @@ class Field:
     def start_byte(self) -> int:
         """Where the field begins in the row."""
         return self.start * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it takes."""
+        return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{_name(self.dtype)} {list(self.shape)}"
@@ -96,6 +102,8 @@ class Layout:
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
         self._by_key = {field.key: field for field in self.fields}
+        #: `[n, 2]` int64, the first byte of each field and how many it takes.
+        self.places = np.array([(it.start_byte, it.num_bytes) for it in self.fields], np.int64)
         #: As given.
         self.nested = nested
         self._tree = _tree_of(self.keys, nested)

@@ -31,7 +31,7 @@ from trl_storages.storages.entries import Nested, nested_sizes, tensors_of
 from trl_storages.storages.files import check_platform
 from trl_storages.storages.journal import Journal, Steps
 from trl_storages.storages.layout import Layout
-from trl_storages.storages.row_writer import RowWriter
+from trl_storages.storages.staging import stage
 
 if TYPE_CHECKING:
     from trl_storages.kernels import RowTable
@@ -124,10 +124,8 @@ class PackedStorage(LazyTensorStorage):
         self.layout: Layout | None = None
         # The process that shared the rows before there were any.
         self._sharing_process: int | None = None
-        #: Copies batches into the rows; another one where the rows are others.
-        self.row_writer: RowWriter | None = None
-        # Copies rows out of that memory and into it.
-        self._table: RowTable | None = None
+        #: Copies rows out of that memory and into it.
+        self.table: RowTable | None = None
         #: The files of the rows; None while they are in memory.
         self.journal: Journal | None = None
         self._durable: Durable | None = None
@@ -254,117 +252,104 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing_process is not None:
             rows.share_memory_()
         self.layout, self.rows = layout, rows
-        self.row_writer = RowWriter(layout, rows)
-        self._table = backend(rows.device).RowTable(rows)
+        self.table = backend(rows.device).RowTable(rows)
         self._storage = layout.tensordict(rows)
         self.initialized = True
 
     # Writing
 
-    def set(
-        self,
-        cursor: Any,
-        data: Any,
-        *,
-        set_cursor: bool = True,
-        strict: bool = True,
-        steps: Steps | None = None,
-    ) -> None:
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes transitions at the slots `cursor`.
 
         Args:
             cursor: an int for one transition, else slots as a tensor, slice, range or list.
             data: TensorDict whose batch size is that of `cursor`, or a list of transitions.
             set_cursor: whether the write counts as new rows; false for a write in place.
-            strict: whether entries that the rows have no room for are an error; they are left out
-                otherwise.
-            steps: which steps of which lanes they are, for the files of a directory.
 
         Raises:
             KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
                 the layout. Nothing is written then.
             ValueError: there are more or fewer rows than slots. Nothing is written then.
-            IndexError: a slot lies beyond the last row.
+            IndexError: a slot lies beyond the last row. Nothing is written then.
         """
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
             data = torch.stack(data) if data else None
         arguments.steps("data", data)
-        cursor, slots_shape = self._slots(cursor)
-        batch_size = data.batch_size[: len(slots_shape)]
-        if batch_size != slots_shape:
+        slots, shape = self._slots(cursor)
+        batch_size = data.batch_size[: len(shape)]
+        if batch_size != shape:
             raise ValueError(
-                f"the data must have one row for each of the slots {list(slots_shape)}, "
+                f"the data must have one row for each of the slots {list(shape)}, "
                 f"got a batch {list(data.batch_size)}."
             )
-        entries = tensors_of(data, strict=strict)
         nested = nested_sizes(data, len(batch_size)) if self.layout is None else ()
-        self.put(
-            cursor,
-            entries,
-            batch_size,
-            set_cursor=set_cursor,
-            strict=strict,
-            steps=steps,
-            nested=nested,
-        )
-
-    def put(
-        self,
-        slots: int | slice | torch.Tensor,
-        entries: Mapping[NestedKey, torch.Tensor],
-        batch_size: torch.Size,
-        *,
-        set_cursor: bool = False,
-        strict: bool = True,
-        steps: Steps | None = None,
-        nested: Nested = (),
-    ) -> None:
-        """Writes tensors at slots that are known to be there.
-
-        Args:
-            slots: an int, a slice of step 1 or more, or int64 of shape `batch_size` on the rows' device.
-            entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
-            batch_size: of the entries.
-            set_cursor: as in `set`.
-            strict: as in `set`.
-            steps: as in `set`.
-            nested: `nested_sizes` of what is written; only the first write fixes them.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `set`. Nothing is written then.
-        """
-        layout = self.layout or self._first_layout(entries, len(batch_size), nested)
-        fitting = layout.fit(entries, batch_size, strict=strict)
-        length = min(len(self) + batch_size.numel(), self.max_size) if set_cursor else None
-        write = partial(self._put, layout, slots, fitting, batch_size, length, steps)
+        layout, rows = self.stage(tensors_of(data), batch_size, nested=nested)
+        write = partial(self.write, layout, slots, rows, set_cursor=set_cursor)
         if self.scratch_dir is None:
             finish(write)
         else:
             # Files have ways of their own to stay whole.
             write()
 
-    def _put(
+    def stage(
         self,
-        layout: Layout,
-        slots: int | slice | torch.Tensor,
-        fitting: Sequence[torch.Tensor],
+        entries: Mapping[NestedKey, torch.Tensor],
         batch_size: torch.Size,
-        length: int | None,
-        steps: Steps | None,
-    ) -> None:
-        """Writes tensors that fit the layout; rows are new where their number is said to be `length`."""
+        *,
+        strict: bool = True,
+        nested: Nested = (),
+    ) -> tuple[Layout, torch.Tensor]:
+        """Lays out what is to be written, and changes nothing.
+
+        Args:
+            entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
+            batch_size: of the entries.
+            strict: whether entries that the rows have no room for are an error; they are left out
+                otherwise.
+            nested: `nested_sizes` of what is written; only the first write fixes them.
+
+        Returns:
+            the layout of the rows, and `[n, W]` int64 on their device.
+
+        Raises:
+            KeyError, TypeError, ValueError: an entry does not fit the layout.
+        """
+        layout = self.layout or self._first_layout(entries, len(batch_size), nested)
+        return layout, stage(layout, entries, batch_size, self.device, strict=strict)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Makes room for rows of this layout, if there is none yet."""
         if not self.initialized:
             self._allocate(layout)
-        write = self.row_writer.write  # type: ignore[union-attr]
+
+    def write(
+        self,
+        layout: Layout,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        steps: Steps | None = None,
+        set_cursor: bool = False,
+    ) -> None:
+        """Writes what `stage` returned.
+
+        Args:
+            layout: of the rows.
+            slots: `[n]` int64 on the device of the rows, all of them there.
+            rows: `[n, W]` int64.
+            steps: which steps of which lanes they are, for the files of a directory.
+            set_cursor: as in `set`.
+        """
+        self.lay_out(layout)
+        length = min(len(self) + len(slots), self.max_size) if set_cursor else 0
         if self._durable is None:
-            write(slots, fitting, batch_size)
+            self.table.put(slots, rows)  # type: ignore[union-attr]
         else:
-            is_new = length is not None
-            with self._durable.writing(slots, steps, length or 0, is_new=is_new):
-                write(slots, fitting, batch_size)
-        if length is not None:
+            with self._durable.writing(slots, steps, length, is_new=set_cursor):
+                self.table.put(slots, rows)  # type: ignore[union-attr]
+        if set_cursor:
             self._set_last_cursor(slots)
             self._len = length
         self._bump_mutation_revision()
@@ -391,22 +376,19 @@ class PackedStorage(LazyTensorStorage):
         else:
             super()._bump_mutation_revision()
 
-    def _slots(self, cursor: Any) -> tuple[Any, torch.Size]:
-        """Returns what indexes the views for `cursor`, and the shape of the slots it names."""
-        if isinstance(cursor, int) and -self.max_size <= cursor < self.max_size:
-            return cursor, torch.Size([])
+    def _slots(self, cursor: Any) -> tuple[torch.Tensor, torch.Size]:
+        """Returns the slots `[n]` that `cursor` names, and the shape in which it names them."""
         if isinstance(cursor, slice):
             cursor = range(*cursor.indices(self.max_size))
-        if isinstance(cursor, torch.Tensor):
-            return cursor.to(self.device), cursor.shape
-        if isinstance(cursor, range) and cursor.step > 0 and cursor.start >= 0:
-            if len(cursor) and cursor[-1] >= self.max_size:
-                raise IndexError(f"slots must be below {self.max_size}, got {cursor}.")
-            return slice(cursor.start, cursor.stop, cursor.step), torch.Size([len(cursor)])
         slots = torch.as_tensor(cursor)
-        if slots.numel() and not -self.max_size <= slots.min() <= slots.max() < self.max_size:
-            raise IndexError(f"slots must be below {self.max_size}, got {slots.tolist()}.")
-        return (int(slots) if not slots.ndim else slots.to(self.device)), slots.shape
+        if slots.dtype is torch.bool:
+            slots = slots.nonzero().squeeze(1)
+        shape, slots = slots.shape, slots.reshape(-1).long()
+        if slots.device.type == "cpu" and len(slots):
+            if not -self.max_size <= slots.min() <= slots.max() < self.max_size:
+                raise IndexError(f"slots must be below {self.max_size}, got {slots.tolist()}.")
+            slots = torch.where(slots < 0, slots + self.max_size, slots)
+        return slots.to(self.device), shape
 
     # Reading
 
@@ -434,7 +416,7 @@ class PackedStorage(LazyTensorStorage):
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""
         if not self._is_sent_away:
-            return self._table.pick(slots)  # type: ignore[union-attr]
+            return self.table.pick(slots)  # type: ignore[union-attr]
         rows: torch.Tensor = self.rows  # type: ignore[assignment]
         block = torch.empty(slots.numel(), rows.shape[1], dtype=rows.dtype, pin_memory=True)
         torch.index_select(rows, 0, slots.reshape(-1), out=block)
@@ -453,7 +435,7 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        layout, table = self.layout, self._table
+        layout, table = self.layout, self.table
         arguments.slots("index", index)
         fields = {key: layout.field(key) for key in keys}  # type: ignore[union-attr]
         return {
@@ -512,8 +494,8 @@ class PackedStorage(LazyTensorStorage):
 
         def move() -> None:
             if slots is not None and len(slots):
-                fitting = self.layout.fit(tensors_of(rows), slots.shape)  # type: ignore
-                self.row_writer.write(slots, fitting, slots.shape)  # type: ignore[union-attr]
+                _, staged = self.stage(tensors_of(rows), slots.shape)
+                self.table.put(slots, staged)  # type: ignore[union-attr]
 
         self._durable.restart(self.episodes, write_count, move)  # type: ignore[arg-type]
 
@@ -626,7 +608,7 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
-        state["_storage"] = state["row_writer"] = state["_table"] = None
+        state["_storage"] = state["table"] = None
         if self.journal is not None:
             # A directory has one writer, so a copy lives in memory.
             state["journal"] = state["_durable"] = state["scratch_dir"] = None

@@ -5,28 +5,26 @@ Letters: L lanes written now, T steps of each.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments
-from trl_storages.episodes import EpisodeIndex, Lanes
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.late_error import LateError
-from trl_storages.storages import as_array
+from trl_storages.storages import Layout, pairs_of
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import RowTable
 
 __all__ = ["GapWatch", "OnGap"]
 
-Array = Any  # NumPy's or torch's
 OnGap = Literal["warn", "cut", "ignore"]
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REMEDY = (
     "Call end_episodes() where environments are reset without a `done`, or where another stream of "
     "steps begins; or make the writer (or the ready-made storage) with on_gap='cut' to begin an "
@@ -61,8 +59,8 @@ class GapWatch:
         self.has_warned = False
         # Gaps in rows on a GPU, heard of at a later write.
         self._late: LateError | None = None
-        # The keys of the rows before, and those of them that are compared.
-        self._known: tuple[tuple[NestedKey, ...], list[NestedKey]] = ((), [])
+        # Of the layout of the rows before.
+        self._pairs: tuple[Layout, np.ndarray] | None = None
 
     @property
     def is_looking(self) -> bool:
@@ -75,78 +73,62 @@ class GapWatch:
         Raises:
             KeyError: one of `observation_keys`, or what lies under `next` of it, is missing.
         """
-        seen = tuple(keys)
-        if self._known[0] != seen:
-            chosen = self.observation_keys
-            if chosen is None:
-                chosen = continued_keys(keys)
-            for key in chosen:
-                for name in (key, next_key(key)):
-                    if name not in keys:
-                        raise KeyError(
-                            f"the data lacks {name!r}, which tells where a lane goes on "
-                            f"(observation_keys); its keys are {sorted(map(str, keys))}."
-                        )
-            self._known = seen, chosen
-        return self._known[1]
+        chosen = self.observation_keys
+        if chosen is None:
+            return continued_keys(keys)
+        for key in chosen:
+            for name in (key, next_key(key)):
+                if name not in keys:
+                    raise KeyError(
+                        f"the data lacks {name!r}, which tells where a lane goes on "
+                        f"(observation_keys); its keys are {sorted(map(str, keys))}."
+                    )
+        return chosen
+
+    def pairs(self, layout: Layout) -> np.ndarray:
+        """Returns which bytes of rows are compared, as `RowTable.breaks` takes them.
+
+        Raises:
+            KeyError: as `compared`.
+        """
+        if self._pairs is None or self._pairs[0] is not layout:
+            self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
+        return self._pairs[1]
 
     def find(
         self,
-        storage: Any,
-        entries: Mapping[NestedKey, torch.Tensor],
+        table: RowTable,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        pairs: np.ndarray,
         done: torch.Tensor,
         cut: torch.Tensor | None,
-        lanes: Lanes,
-        is_open: torch.Tensor,
+        is_open: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """Finds the gaps among rows that are to be written.
 
         Args:
-            storage: where the rows before them are.
-            entries: key -> tensor `[L, T, ...]`, `[T, ...]` or `[L, ...]` of what is to be stored.
+            table: where the rows before them are.
+            slots: `[L]` int64, of the newest row of each of the lanes.
+            rows: `[L, T, W]` int64, laid out as the table.
+            pairs: which bytes of them to compare.
             done: `[L, T]` bool.
             cut: `[L, T]` bool, rows that begin an episode anyway; or None.
-            lanes: the L lanes; None is all of them.
-            is_open: `[L]` bool, on the device of the index: the lane's last episode may go on.
+            is_open: returns `[L]` bool, whether the lane's last episode may go on.
 
         Returns:
-            `[L, T]` bool on the device of the index; None if there is none, as far as the host may ask.
+            `[L, T]` bool on the device of the rows; None if there is none, as far as the host may ask.
         """
-        episodes: EpisodeIndex = storage.episodes
-        on_host, shape = episodes.device.type == "cpu", done.shape
-        # NumPy compares a few rows in a fifth of torch's time.
-        see = as_array if on_host else torch.Tensor.detach
-        first: Array | None = None
-        later: Array | None = None
-        for key in self.compared(entries):
-            now, after = entries[key], entries[next_key(key)]
-            if now.dtype is not after.dtype or now.shape != after.shape:
-                # Not of one kind: whether they can be stored is for the storage to say.
-                continue
-            seen = _bits(see(now), shape)
-            if shape[1] > 1:
-                differs = (seen[:, 1:] != _bits(see(after), shape)[:, :-1]).any(2)
-                later = differs if later is None else later | differs
-            column = storage._storage.get(next_key(key)) if storage.initialized else None
-            if column is not None and column.dtype is now.dtype:
-                before = _bits(see(column)[see(episodes.newest_slots(lanes))], shape[:1])
-                begins = seen[:, 0] if on_host else seen[:, 0].to(episodes.device)
-                if begins.shape != before.shape:
-                    continue
-                differs = (begins != before).any(1)
-                first = differs if first is None else first | differs
-        if on_host and not any(found is not None and found.any() for found in (first, later)):
+        gap = table.breaks(slots, rows, pairs)
+        if gap is None:
             return None
-        gap = torch.zeros(shape, dtype=torch.bool, device=episodes.device)
-        if first is not None:
-            gap[:, 0] = torch.as_tensor(first) & is_open
-        if later is not None:
-            gap[:, 1:] = torch.as_tensor(later, device=gap.device) & ~done[:, :-1].to(gap.device)
+        gap[:, 0] &= is_open()
+        gap[:, 1:] &= ~done[:, :-1].to(gap.device)
         if cut is not None:
             gap &= ~cut
-        return None if on_host and not gap.any() else gap
+        return None if gap.device.type == "cpu" and not gap.any() else gap
 
-    def warn(self, gaps: Sequence[torch.Tensor], *, stacklevel: int = 6) -> bool:
+    def warn(self, gaps: Sequence[torch.Tensor], *, stacklevel: int = 5) -> bool:
         """Warns of gaps in rows that are about to be written, if there are any.
 
         On a GPU this is late: nothing waits for the device, and a later call of `warn_late` warns.
@@ -181,18 +163,5 @@ class GapWatch:
             warnings.warn(
                 "a row that was written did not begin with the observation that the row before it in its "
                 f"lane led to, and was taken for its continuation all the same. {_REMEDY}",
-                stacklevel=4,
+                stacklevel=6,
             )
-
-
-def _bits(array: Array, shape: Sequence[int]) -> Array:
-    """Sees `[*shape, ...]` elements as integers `[*shape, n]`, so that NaN equals itself."""
-    num_rows = math.prod(shape)
-    if isinstance(array, np.ndarray):
-        if array.itemsize > 8:
-            array = np.ascontiguousarray(array).view(np.uint64)
-        array = array.view(_UNSIGNED[array.itemsize])
-        return array.reshape(*shape, array.size // num_rows)
-    if array.is_complex():
-        array = torch.view_as_real(array.resolve_conj())
-    return array.view(_INTEGERS[array.dtype.itemsize]).reshape(*shape, array.numel() // num_rows)

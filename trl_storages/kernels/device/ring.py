@@ -20,14 +20,22 @@ class Ring(RingTables):
     """See `kernels.host.Ring`: the same methods, the same answers bit for bit."""
 
     def append(
-        self, done: torch.Tensor, cut: torch.Tensor | None, lanes: torch.Tensor | None = None
+        self,
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        lanes: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Takes S further steps of L lanes."""
+        """Takes S further steps of L lanes, and copies their rows `[L, S, W]` into a table."""
         if lanes is None:
             lanes = torch.arange(self.num_envs, device=self.device)
         done = done.to(self.device)
         room, num_steps = self.steps_per_lane, done.shape[1]
         slots, lane = self.next_slots(lanes, num_steps), lanes.unsqueeze(1)
+        if table is not None and rows is not None:
+            # Of more than T steps, the last T find room.
+            table[slots[:, -room:]] = rows[:, -room:]
         cursor, begun, is_open = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
@@ -43,7 +51,6 @@ class Ring(RingTables):
             [cursor[:, 0] + num_steps, number[:, -1] + 1, (~done[:, -1]).long()], 1
         )
 
-        # Of more than T steps, the last T find room.
         entry = (lane * room + number % room)[:, -room:]
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
         self.episode[slots[:, -room:]] = entry.to(self.episode.dtype)
@@ -53,6 +60,13 @@ class Ring(RingTables):
         self.spans[:, 1][newest] = step
         self.spans[:, 2][newest] = done.long()
         return slots
+
+    def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot."""
+        if lanes is None:
+            lanes = torch.arange(self.num_envs, device=self.device)
+        newest = self.cursors.index_select(0, lanes) - 1
+        return newest % self.steps_per_lane * self.num_envs + lanes
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest."""

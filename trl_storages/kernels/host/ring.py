@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.host.memory import copy_bytes
 from trl_storages.kernels.ring_tables import GOAL_STRATEGIES, RingTables
 
 __all__ = ["Ring"]
@@ -30,6 +31,7 @@ _STRATEGIES = {name: number for number, name in enumerate(GOAL_STRATEGIES)}
 # About as far as memory is away.
 _SAMPLES_AHEAD = 8
 _NO_CUTS = np.zeros((0, 0), bool)
+_NO_TABLE, _NO_ROWS = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.int64)
 
 
 class Ring(RingTables):
@@ -57,14 +59,21 @@ class Ring(RingTables):
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
     def append(
-        self, done: torch.Tensor, cut: torch.Tensor | None, lanes: torch.Tensor | None = None
+        self,
+        done: torch.Tensor,
+        cut: torch.Tensor | None,
+        lanes: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Takes S further steps of L lanes.
+        """Takes S further steps of L lanes, and copies their rows to where they belong.
 
         Args:
             done: `[L, S]` bool, on any device: the episode ends with this row.
             cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
             lanes: `[L]` int64, distinct; None is all of them.
+            table: `[M or more, W]` int64, where rows go; None if they are elsewhere.
+            rows: `[L, S, W]` int64, contiguous.
 
         Returns:
             `[L, S]` int64 slots; -1 for steps that find no room, as more than T are written.
@@ -73,8 +82,19 @@ class Ring(RingTables):
         cuts = _NO_CUTS if cut is None else cut.cpu().contiguous().numpy()
         written = self._all_lanes if lanes is None else lanes.numpy()
         slots = np.empty(ends.shape, np.int64)
-        _append(*self._arrays, self.steps_per_lane, written, ends, cuts, slots)
+        to = _NO_TABLE if table is None else table.numpy()
+        new = _NO_ROWS if rows is None else rows.numpy()
+        _append(*self._arrays, self.steps_per_lane, written, ends, cuts, to, new, slots)
         return torch.from_numpy(slots)
+
+    def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot.
+
+        Args:
+            lanes: `[L]` int64; None is all of them.
+        """
+        which = self._all_lanes if lanes is None else lanes.numpy()
+        return torch.from_numpy(_newest_slots(self._arrays[2], self.steps_per_lane, which))
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest.
@@ -193,9 +213,11 @@ def _append(
     written: Any,
     done: Any,
     cut: Any,
+    table: Any,
+    rows: Any,
     slots: Any,
 ) -> None:
-    num_steps = done.shape[1]
+    num_steps, row_bytes = done.shape[1], rows.shape[2] * 8
     has_cuts = cut.size > 0
     for i in range(len(written)):
         lane = written[i]
@@ -215,7 +237,12 @@ def _append(
             spans[entry, _LAST] = step
             spans[entry, _FINISHED] = done[i, s]
             goes_on = not done[i, s]
-            slots[i, s] = slot if s + room >= num_steps else -1
+            if s + room < num_steps:
+                slots[i, s] = -1
+            else:
+                slots[i, s] = slot
+                at = rows.ctypes.data + (i * num_steps + s) * row_bytes
+                copy_bytes(table.ctypes.data + slot * row_bytes, at, row_bytes)
             step += 1
             place = place + 1 if place + 1 < room else 0
         lanes[lane, _CURSOR] = step
@@ -229,6 +256,14 @@ def _below(noise: int, bound: int) -> int:
     if bound >= 1 << 31:
         return noise % bound
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+
+
+@compiled
+def _newest_slots(lanes: Any, room: int, which: Any) -> Any:
+    slots = np.empty(len(which), np.int64)
+    for i in range(len(which)):
+        slots[i] = (lanes[which[i], _CURSOR] - 1) % room * len(lanes) + which[i]
+    return slots
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The short way of `record` leads to the same rows, answers and errors as the general one."""
+"""`record` leads to the same rows, answers and errors as to extend with its transitions."""
 
 import copy
 import pickle
@@ -101,20 +101,22 @@ def pick(value, lane):
     return value[lane]
 
 
-def assert_same(short, general):
-    index = short.episodes
-    assert len(short) == len(general)
+def assert_same(recorded, general):
+    index = recorded.episodes
+    assert len(recorded) == len(general)
     slots = index.slots_by_age(torch.arange(len(index)))
-    assert torch.equal(short.storage.rows[slots], general.storage.rows[slots])
+    assert torch.equal(recorded.storage.rows[slots], general.storage.rows[slots])
     assert torch.equal(index.cursors, general.episodes.cursors)
     assert torch.equal(index.is_open, general.episodes.is_open)
     assert (index.episodes() == general.episodes.episodes()).all()
-    assert short.writer.state_dict()["_write_count"] == general.writer.state_dict()["_write_count"]
-    assert short.writer._cursor == general.writer._cursor
-    assert short.storage._last_cursor_index == general.storage._last_cursor_index
-    assert short.storage._mutation_revision == general.storage._mutation_revision
-    assert torch.equal(short.sampler.priorities, general.sampler.priorities)
-    short.validate()
+    assert (
+        recorded.writer.state_dict()["_write_count"] == general.writer.state_dict()["_write_count"]
+    )
+    assert recorded.writer._cursor == general.writer._cursor
+    assert recorded.storage._last_cursor_index == general.storage._last_cursor_index
+    assert recorded.storage._mutation_revision == general.storage._mutation_revision
+    assert torch.equal(recorded.sampler.priorities, general.sampler.priorities)
+    recorded.validate()
 
 
 @given(st.data())
@@ -122,7 +124,7 @@ def test_any_stream_of_steps(data):
     num_envs = data.draw(st.integers(1, 3))
     kind = data.draw(st.sampled_from(list(SPACES)))
     mode = data.draw(st.sampled_from(MODES))
-    short, general = (make(kind, num_envs, mode) for _ in range(2))
+    recorded, general = (make(kind, num_envs, mode) for _ in range(2))
     flags = st.lists(st.sampled_from([False] * 5 + [True]), min_size=num_envs, max_size=num_envs)
     for seed in range(data.draw(st.integers(1, 20))):
         vector = num_envs > 1 or data.draw(st.booleans())
@@ -130,32 +132,44 @@ def test_any_stream_of_steps(data):
         terminated, truncated = data.draw(flags), data.draw(flags)
         step = step_of(kind, num_envs, seed, terminated, truncated, vector=vector, told=told)
         if data.draw(st.sampled_from([False] * 9 + [True])):
-            short.end_episodes()
+            recorded.end_episodes()
             general.end_episodes()
-        general._steps = None
-        first, second = (storage.record(*step) for storage in (short, general))
+        first, second = recorded.record(*step), by_hand(general, *step)
         assert (first is None) == (second is None)
         assert first is None or torch.equal(first, second)
         if first is not None:
             error = torch.rand(len(first), generator=torch.Generator().manual_seed(seed))
-            for storage in (short, general):
+            for storage in (recorded, general):
                 storage.update_priority(first, error)
-        assert_same(short, general)
+        assert_same(recorded, general)
 
 
-def is_short(storage, monkeypatch, *step):
-    """Whether `storage` takes the short way for a step, which is recorded."""
-    taken = []
+def by_hand(storage, *step):
+    """What `record` does, with a TensorDict in between."""
+    made = storage._recorder.rows(*step)
+    return None if made is None else storage.extend(made[0], lanes=made[1])
+
+
+WAYS = {"record": ReplayStorage.record, "by hand": by_hand}
+
+
+def is_staged_once(storage, monkeypatch, *step):
+    """Records a step, and returns whether its values went straight to where rows are written from."""
+    again, really = [], PackedStorage.stage
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_record_any", lambda *_: taken.append("general"))
-        storage.record(*step)
-    return not taken
+        patch.setattr(
+            PackedStorage,
+            "stage",
+            lambda *given, **options: again.append(1) or really(*given, **options),
+        )
+        assert storage.record(*step) is not None
+    return not again
 
 
-def outcome(storage, step):
+def outcome(way, storage, step):
     """The slots, or the error."""
     try:
-        return storage.record(*step).tolist()
+        return way(storage, *step).tolist()
     except (TypeError, ValueError, KeyError) as error:
         return type(error), str(error)
 
@@ -173,20 +187,20 @@ def storage():
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_ordinary_steps_take_the_short_way(monkeypatch, kind, num_envs, mode):
+def test_ordinary_steps_are_staged_once(monkeypatch, kind, num_envs, mode):
     storage = make(kind, num_envs, mode)
     none = [False] * num_envs
     storage.record(*step_of(kind, num_envs, 0, none, none))
     for seed in range(1, 20):
         vector = num_envs > 1 or seed % 2 == 0
         step = step_of(kind, num_envs, seed, none, none, vector=vector)
-        assert is_short(storage, monkeypatch, *step)
+        assert is_staged_once(storage, monkeypatch, *step)
 
 
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("mode", [None, "Disabled", "NextStep"])
-def test_steps_that_end_episodes_take_the_short_way(monkeypatch, kind, num_envs, mode):
+def test_steps_that_end_episodes_are_staged_once(monkeypatch, kind, num_envs, mode):
     storage = make(kind, num_envs, mode)
     none = [False] * num_envs
     storage.record(*step_of(kind, num_envs, 0, none, none))
@@ -198,7 +212,7 @@ def test_steps_that_end_episodes_take_the_short_way(monkeypatch, kind, num_envs,
         if mode == "NextStep" and num_envs == 1 and seed % 4 == 2:
             assert storage.record(*step) is None
         else:
-            assert is_short(storage, monkeypatch, *step)
+            assert is_staged_once(storage, monkeypatch, *step)
     if num_envs == 3 and mode == "NextStep":
         # The first environment was only reset in five of the steps.
         assert storage.episodes.cursors.tolist() == [15, 20, 20]
@@ -213,17 +227,15 @@ def test_so_do_those_whose_infos_tell_of_last_observations(monkeypatch, kind, nu
     none = [False] * num_envs
     storage.record(*step_of(kind, num_envs, 0, none, none))
     step = step_of(kind, num_envs, 1, [True, *none[1:]], none, vector=num_envs > 1)
-    assert is_short(storage, monkeypatch, *step)
+    assert is_staged_once(storage, monkeypatch, *step)
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_a_last_observation_that_may_be_another_one_is_refused(storage, short):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_last_observation_that_may_be_another_one_is_refused(storage, way):
     step = step_of("dict", 1, 1, [True], [False], vector=False)
     step[5]["final_obs"] = seeded(SPACES["dict"][0], 9)
-    if not short:
-        storage._steps = None
     with pytest.raises(ValueError, match="must hold the last observation of environment 0"):
-        storage.record(*step)
+        WAYS[way](storage, *step)
     # Nothing was written, and nothing of it is seen later.
     assert len(storage) == 1
     storage.record(*step_of("dict", 1, 2, **ORDINARY))
@@ -231,14 +243,12 @@ def test_a_last_observation_that_may_be_another_one_is_refused(storage, short):
     storage.validate()
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_a_last_observation_that_is_missing_is_asked_for(short):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_last_observation_that_is_missing_is_asked_for(way):
     storage = make(mode="SameStep")
     storage.record(*step_of("dict", 1, 0, **ORDINARY))
-    if not short:
-        storage._steps = None
     with pytest.raises(ValueError, match="final_obs"):
-        storage.record(*step_of("dict", 1, 1, [True], [False], vector=False, told=False))
+        WAYS[way](storage, *step_of("dict", 1, 1, [True], [False], vector=False, told=False))
     assert len(storage) == 1
 
 
@@ -249,24 +259,23 @@ def test_arrays_in_several_pieces_are_ordinary(storage, monkeypatch):
         for seen in (step[0], step[-1])
     ]
     assert not spread[0]["observation"].flags.contiguous
-    assert is_short(storage, monkeypatch, spread[0], *step[1:-1], spread[1])
+    assert is_staged_once(storage, monkeypatch, spread[0], *step[1:-1], spread[1])
     row = storage[1]
     assert row["observation"].tolist() == step[0]["observation"].tolist()
     assert row["next", "picture"].tolist() == step[-1]["picture"].tolist()
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_environments_that_seem_to_reset_themselves_are_noticed(storage, short):
+@pytest.mark.parametrize("way", WAYS)
+def test_environments_that_seem_to_reset_themselves_are_noticed(storage, way):
     end = step_of("dict", 1, 1, [True], [False], vector=False, told=False)
     step = [*step_of("dict", 1, 2, **ORDINARY)]
     step[0] = end[6]
-    if not short:
-        storage._steps = None
+    if way == "by hand":
         end[5]["final_obs"] = end[6]
         step[2] = torch.tensor(step[2])
-    storage.record(*end)
+    WAYS[way](storage, *end)
     with pytest.warns(UserWarning, match="its next step begins with the observation") as warned:
-        storage.record(*step)
+        WAYS[way](storage, *step)
     # It points at the loop.
     assert warned[0].filename == __file__
 
@@ -275,7 +284,7 @@ def test_plain_numbers_and_lists_of_infos_are_ordinary(monkeypatch):
     storage = make("plain")
     seen = np.zeros(2, np.float32)
     storage.record(seen, 1, 1, False, False, {}, seen)
-    assert is_short(storage, monkeypatch, seen, 2, -1, False, False, {}, seen)
+    assert is_staged_once(storage, monkeypatch, seen, 2, -1, False, False, {}, seen)
     assert storage[:]["action"].tolist() == [1, 2]
     assert storage[:]["next", "reward"].tolist() == [[1], [-1]]
     storage = make("plain", 2)
@@ -283,11 +292,11 @@ def test_plain_numbers_and_lists_of_infos_are_ordinary(monkeypatch):
     step = [*step_of("plain", 2, 0, none, none)]
     storage.record(*step)
     step[5] = [{}, {}]
-    assert is_short(storage, monkeypatch, *step)
+    assert is_staged_once(storage, monkeypatch, *step)
 
 
 class TestOtherSteps:
-    """What is not ordinary goes the general way, with its result or its error."""
+    """Values of other kinds are converted, or refused."""
 
     CHANGES = {
         "end": (3, True),
@@ -316,8 +325,7 @@ class TestOtherSteps:
         step[at] = value
         general = make()
         general.record(*step_of("dict", 1, 0, **ORDINARY))
-        general._steps = None
-        assert outcome(storage, step) == outcome(general, step)
+        assert outcome(ReplayStorage.record, storage, step) == outcome(by_hand, general, step)
         assert_same(storage, general)
 
     def test_nothing_of_a_step_that_fails_is_seen_later(self, storage):
@@ -340,11 +348,12 @@ class TestOtherSteps:
 
 
 class TestOtherStorages:
-    """Where rows are not plain memory of this process alone, every step goes the general way."""
+    """All packed rows are written from where the step is gathered."""
 
     def check(self, storage, monkeypatch):
         storage.record(*step_of("dict", 1, 0, **ORDINARY))
-        assert not is_short(storage, monkeypatch, *step_of("dict", 1, 1, **ORDINARY))
+        assert is_staged_once(storage, monkeypatch, *step_of("dict", 1, 1, **ORDINARY))
+        storage.validate()
 
     def test_a_directory(self, monkeypatch, tmp_path):
         self.check(make(path=tmp_path), monkeypatch)
@@ -354,7 +363,8 @@ class TestOtherStorages:
         step = [*step_of("dict", 1, 0, **ORDINARY)]
         step[5] = {"force": 1.0}
         storage.record(*step)
-        assert not is_short(storage, monkeypatch, *step)
+        assert is_staged_once(storage, monkeypatch, *step)
+        assert storage[:]["force"].tolist() == [1.0, 1.0]
 
     def test_generations(self, monkeypatch):
         writer = EpisodeWriter(track_generations=True, on_gap="ignore")
@@ -370,9 +380,9 @@ class TestOtherStorages:
         storage = make("plain")
         step = step_of("plain", 1, 0, **ORDINARY)
         storage.record(*step)
-        assert is_short(storage, monkeypatch, *step)
+        assert is_staged_once(storage, monkeypatch, *step)
         storage.append_transform(RewardScaling(0.0, 1.0))
-        assert not is_short(storage, monkeypatch, *step)
+        assert not is_staged_once(storage, monkeypatch, *step)
 
 
 def test_a_write_that_is_heard_of_once(storage):
@@ -416,6 +426,6 @@ def test_after_other_rows_were_loaded(storage):
 def test_after_it_was_emptied(storage, monkeypatch):
     storage.empty()
     step = step_of("dict", 1, 1, **ORDINARY)
-    assert is_short(storage, monkeypatch, *step)
+    assert is_staged_once(storage, monkeypatch, *step)
     assert storage[:]["observation"].tolist() == [step[0]["observation"].tolist()]
     storage.validate()
