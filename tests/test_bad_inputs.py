@@ -395,6 +395,8 @@ OTHER_WORDS = {
     "env": "no compute_reward",
     "state_dict": "saved",
 }
+#: Classes that are one part of another, in a file of their own.
+WRITTEN_IN = {"EpisodeAnswers": "EpisodeIndex"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
@@ -465,18 +467,19 @@ def public_callables() -> dict[str, list[str]]:
             owner = next((base for base in public.__mro__ if member in vars(base)), object)
             if member.startswith("_") or not owner.__module__.startswith("trl_storages"):
                 continue
-            if member in BETWEEN_PARTS.get(owner.__name__, ()):
+            owner_name = WRITTEN_IN.get(owner.__name__, owner.__name__)
+            if member in BETWEEN_PARTS.get(owner_name, ()):
                 continue
             static = inspect.getattr_static(public, member)
             if isinstance(static, property):
                 if static.fset is not None and member != "ran_out":
-                    found[f"{owner.__name__}.{member}"] = ["value"]
+                    found[f"{owner_name}.{member}"] = ["value"]
             elif hasattr(type(static), "__set__"):
-                found[f"{owner.__name__}.{member}"] = ["value"]
+                found[f"{owner_name}.{member}"] = ["value"]
             elif callable(getattr(public, member)):
                 bound = inspect.ismethod(getattr(public, member))
                 named = parameters_of(getattr(public, member))
-                found[f"{owner.__name__}.{member}"] = named if bound else named[1:]
+                found[f"{owner_name}.{member}"] = named if bound else named[1:]
     return found
 
 
