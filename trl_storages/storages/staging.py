@@ -60,7 +60,7 @@ def stage(
             # They cross in one piece.
             begin = torch.device("cpu")
         fields = [field.to(begin) for field in fields]
-    rows = backend(begin).join(fields, layout.places, batch_size.numel(), layout.num_words)
+    rows = backend(device).join(fields, layout.places, batch_size.numel(), layout.num_words)
     return rows.to(device)
 
 
