@@ -48,10 +48,10 @@ class Column:
         "_dtype",
         "_is_lossy",
         "_num_envs",
-        "_numbers",
         "_numpy",
         "_shape",
         "_vector",
+        "numbers",
     )
 
     def __init__(
@@ -63,10 +63,10 @@ class Column:
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
         self._is_lossy = lossy
-        # Plain numbers that are written as they are.
-        self._numbers: frozenset[type] = frozenset()
+        #: Types of plain numbers that may be written as they are, without the leading dimension.
+        self.numbers: frozenset[type] = frozenset()
         if self._shape == (1,):
-            self._numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
+            self.numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
 
     @property
     def numpy_dtype(self) -> np.dtype | None:
@@ -86,9 +86,6 @@ class Column:
         Raises:
             TypeError, ValueError: as `read`. Nothing is written then.
         """
-        if type(value) in self._numbers and not is_vector:
-            target[...] = value
-            return
         is_real = type(value) is type(target) is np.ndarray and value.dtype.kind in "biuf"
         if self._is_lossy and is_real and is_vector and value.shape == self._vector[:1]:
             target[...] = value[:, None]

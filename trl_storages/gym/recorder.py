@@ -114,6 +114,8 @@ class GymRecorder:
         # Where the next step is gathered, and what for.
         self._block: StepBlock | None = None
         self._block_is_for: tuple = ()
+        # The block as a step of all environments.
+        self._whole: RecordedStep | None = None
         # Where each value of a step goes, without and with the leading dimension.
         self._places: list[list[tuple]] = []
 
@@ -213,30 +215,35 @@ class GymRecorder:
         block = self._block_for(layout, rows, values[3])
         columns = block.columns
         for place, value in zip(self._places[is_vector], values, strict=True):
-            target, dtype, shape, key, column, name, label = place
-            # Most values are arrays of just the right kind.
-            if getattr(value, "dtype", None) is dtype and value.shape == shape:
+            target, dtype, shape, numbers, key, column, name, label = place
+            # Most values are arrays of just the right kind, or numbers.
+            if type(value) in numbers or (
+                getattr(value, "dtype", None) is dtype and value.shape == shape
+            ):
                 target[...] = value
             else:
                 column.put(columns[key], value, name, label, is_vector)
         done = columns[DONE]
         done[...] = columns[TERMINATED] | columns[TRUNCATED]
-        finals = self._reset_already(done)
+        is_end = _any(done)
+        finals = self._reset_already(done) if is_end else []
         if finals:
             _put_last_observations(columns, layout, infos, finals, is_vector)
-        elif infos and _any(done):
+        elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
         last = self._watch.last
-        if self.autoreset_mode is None and last is not None and (last or _any(done)):
+        if self.autoreset_mode is None and last is not None and (last or is_end):
             last = self._watch.look(columns, layout.pairs)
-        for key, value in self._infos(infos, lanes, finals, is_vector).items():
-            column = Column(*layout.fields[key], len(lanes))
-            read = column.read(value, "infos", f"[{key!r}]", is_vector)
-            columns[key][lanes] = as_array(read) if block.is_on_host else read
+        if self.info_keys:
+            for key, value in self._infos(infos, lanes, finals, is_vector).items():
+                column = Column(*layout.fields[key], len(lanes))
+                read = column.read(value, "infos", f"[{key!r}]", is_vector)
+                columns[key][lanes] = as_array(read) if block.is_on_host else read
         ended = self._ended
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             ended = _host(done)
-        return _step(block, lanes), Memory(layout, ended, last)
+        step = self._whole if lanes is self._all_lanes else _step_of(block, lanes)
+        return step, Memory(layout, ended, last)
 
     def _flags(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
         """Returns which episodes end, `[E, 1]` bool."""
@@ -246,21 +253,24 @@ class GymRecorder:
     def _block_for(self, layout: Layout, rows: RowLayout | None, value: Any) -> StepBlock:
         """Returns where the values of a step go, on the device of one of them."""
         device = value.device if isinstance(value, Tensor) else _CPU
-        if self._block is None or self._block_is_for != (layout, rows, device):
+        at = self._block_is_for
+        # Layouts are looked at by themselves: to compare those of many fields takes time.
+        if not at or at[0] is not layout or at[1] is not rows or at[2] != device:
             known = RowLayout(layout.fields)
             if rows is not None and rows.described == known.described:
                 known = rows
             self._block = StepBlock(known, self.num_envs, device)
             self._block_is_for = layout, rows, device
+            self._whole = RecordedStep(known, self._block.steps, self._block.views[DONE], None)
             self._places = [
                 [_place(self._block, is_vector, *place) for place in layout.places]
                 for is_vector in (False, True)
             ]
-        return self._block
+        return self._block  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a block of its own.
-        return {**self.__dict__, "_block": None, "_places": []}
+        return {**self.__dict__, "_block": None, "_block_is_for": (), "_whole": None, "_places": []}
 
     def remember(self, memory: Memory) -> None:
         """Takes over what is known once a step is written."""
@@ -313,7 +323,8 @@ class GymRecorder:
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension, as the flags tell most surely."""
-        if not np.ndim(terminateds):
+        # NumPy takes long to count the dimensions of a mere number.
+        if type(terminateds) is bool or not np.ndim(terminateds):
             if self.num_envs > 1:
                 raise ValueError(
                     f"terminateds must hold {self.num_envs} flags, one for each environment, got "
@@ -398,15 +409,13 @@ def _place(
         target = target[..., 0]
     # Tensors are looked at one by one, as they may need gradients.
     dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
-    return target, dtype, tuple(target.shape), key, column, name, label
+    numbers = frozenset() if is_vector else column.numbers
+    return target, dtype, tuple(target.shape), numbers, key, column, name, label
 
 
-def _step(block: StepBlock, lanes: list[int]) -> RecordedStep:
-    words, done = block.steps, block.views[DONE]
-    if len(lanes) == len(words):
-        return RecordedStep(block.layout, words, done, None)
-    which = torch.tensor(lanes).to(words.device)
-    return RecordedStep(block.layout, words[which], done[which], lanes)
+def _step_of(block: StepBlock, lanes: list[int]) -> RecordedStep:
+    which = torch.tensor(lanes).to(block.device)
+    return RecordedStep(block.layout, block.steps[which], block.views[DONE][which], lanes)
 
 
 def _any(flags: Any) -> bool:
