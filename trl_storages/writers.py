@@ -284,11 +284,11 @@ class EpisodeWriter(RoundRobinWriter):
         return self._write(writes, partial(_in_order, [rows for _, rows in blocks]), then)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether `append` takes rows of this layout."""
+        """Whether `append` takes rows of just this layout."""
         storage = self._storage
         return (
             isinstance(storage, PackedStorage)
-            and storage.layout == layout
+            and storage.layout is layout
             and self.done_key == default_keys.DONE
             and self.traj_key not in layout.keys
             and default_keys.MASK not in layout.keys
@@ -462,7 +462,7 @@ class EpisodeWriter(RoundRobinWriter):
             storage.lay_out(layout)
         if is_packed and self._on_disk is None:
             self._cut_between_processes(lanes)
-            slots = episodes.advance(done, cut, lanes, storage.rows, words)
+            slots = episodes.advance(done, cut, lanes, storage.table, words)
             storage._bump_mutation_revision()
         else:
             # Rows first: if they do not fit the storage, nothing has changed.
@@ -486,13 +486,10 @@ class EpisodeWriter(RoundRobinWriter):
         else:
             self._last_written[episodes.named_lanes(lanes)] = self._write_count
         kept = slots if num_steps <= room else slots[:, -room:]
-        self._mark(kept.flatten(), data if words is None else words)
+        marked = kept.flatten()
+        self._bump_generation(marked, data if words is None else words)
+        self._mark_update_entities(marked)
         return slots
-
-    def _mark(self, slots: torch.Tensor, rows: Any) -> None:
-        """Tells all who ask to hear of it that rows were written."""
-        self._bump_generation(slots, rows)
-        self._mark_update_entities(slots)
 
     def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
         """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
@@ -590,7 +587,8 @@ class EpisodeWriter(RoundRobinWriter):
     def _count(self, num_rows: int = 0, last_slot: int | None = None) -> None:
         """Tells TorchRL's counters of rows that were written, and of those that are there now."""
         storage, episodes = self._storage, self._episodes
-        self._write_count += num_rows
+        if num_rows:
+            self._write_count += num_rows
         length = num_slots(storage, episodes)
         if last_slot is None:
             storage._len = length

@@ -200,7 +200,7 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes):
     for num_steps in (1, 3, 2, 6):
         rows = torch.randint(99, (len(lanes or "all"), num_steps, 2))
         done = torch.zeros(rows.shape[:2], dtype=torch.bool)
-        slots = ring.append(done, None, which, table, rows)
+        slots = ring.append(done, None, which, kernels.RowTable(table), rows)
         assert (slots >= 0).sum(1).tolist() == [min(num_steps, 4)] * len(rows)
         expected[slots[slots >= 0]] = rows[slots >= 0]
         assert torch.equal(table, expected)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from trl_storages.episodes.answers import EpisodeAnswers
 from trl_storages.episodes.invariants import check_invariants
 from trl_storages.episodes.lanes import Lanes, named_lanes
 from trl_storages.saved import SavedState
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import RowTable
 
 __all__ = ["EpisodeIndex", "Kept", "episodes_of"]
 
@@ -200,7 +203,7 @@ class EpisodeIndex(EpisodeAnswers):
         done: torch.Tensor,
         cut: torch.Tensor | None = None,
         lanes: Lanes = None,
-        table: torch.Tensor | None = None,
+        table: RowTable | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Does what `append` does with `[L, S]` flags that fit, and copies rows to their slots.
@@ -209,7 +212,7 @@ class EpisodeIndex(EpisodeAnswers):
             done: as in `append`, as all that follow.
             cut: likewise.
             lanes: likewise.
-            table: `[N, W]` int64, where rows go; None if they are elsewhere.
+            table: of N rows, where rows go; None if they are elsewhere.
             rows: `[L, S, W]` int64 on the same device.
         """
         if not self._on_host:
@@ -240,15 +243,14 @@ class EpisodeIndex(EpisodeAnswers):
         """Cuts the running episode of the lanes: their next row begins another one."""
         self._ring.is_open[self.lane_ids(lanes)] = 0
 
-    def counters(self) -> tuple[torch.Tensor, np.ndarray | None]:
+    def counters(self) -> tuple[Any, np.ndarray | None]:
         """Returns copies of all that a write of steps goes on from."""
-        on_host = self.device.type == "cpu"
-        return self._ring.lanes.clone(), None if on_host else self.host_steps.copy()
+        return self._ring.counters(), None if self._on_host else self.host_steps.copy()
 
-    def recount(self, counters: tuple[torch.Tensor, np.ndarray | None]) -> None:
+    def recount(self, counters: tuple[Any, np.ndarray | None]) -> None:
         """Puts `counters` back: the steps that were taken since can be taken once more."""
         lanes, host_steps = counters
-        self._ring.lanes.copy_(lanes)
+        self._ring.recount(lanes)
         if host_steps is not None:
             self.host_steps[:] = host_steps
 

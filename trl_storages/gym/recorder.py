@@ -260,12 +260,12 @@ class GymRecorder:
             if rows is not None and rows.described == known.described:
                 known = rows
             self._block = StepBlock(known, self.num_envs, device)
-            self._block_is_for = layout, rows, device
             self._whole = RecordedStep(known, self._block.steps, self._block.views[DONE], None)
             self._places = [
                 [_place(self._block, is_vector, *place) for place in layout.places]
                 for is_vector in (False, True)
             ]
+            self._block_is_for = layout, rows, device
         return self._block  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.ring_tables import RingTables, take
 
 __all__ = ["Ring"]
@@ -24,7 +25,7 @@ class Ring(RingTables):
         done: torch.Tensor,
         cut: torch.Tensor | None,
         lanes: torch.Tensor | None = None,
-        table: torch.Tensor | None = None,
+        table: RowTable | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Takes S further steps of L lanes, and copies their rows `[L, S, W]` into a table."""
@@ -35,7 +36,7 @@ class Ring(RingTables):
         slots, lane = self.next_slots(lanes, num_steps), lanes.unsqueeze(1)
         if table is not None and rows is not None:
             # Of more than T steps, the last T find room.
-            table[slots[:, -room:]] = rows[:, -room:]
+            table.rows[slots[:, -room:]] = rows[:, -room:]
         cursor, begun, is_open = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
@@ -60,6 +61,14 @@ class Ring(RingTables):
         self.spans[:, 1][newest] = step
         self.spans[:, 2][newest] = done.long()
         return slots
+
+    def counters(self) -> torch.Tensor:
+        """Returns a copy of all that a write goes on from."""
+        return self.lanes.clone()
+
+    def recount(self, counters: torch.Tensor) -> None:
+        """Puts back what `counters` returned."""
+        self.lanes.copy_(counters)
 
     def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot."""

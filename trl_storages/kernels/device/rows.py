@@ -22,13 +22,14 @@ class RowTable:
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
+        #: `[N, W]` int64.
+        self.rows = rows
         self._num_rows, self._num_words = rows.shape
         self._bytes = rows.view(torch.uint8)
 
     def pick(self, slots: torch.Tensor) -> torch.Tensor:
         """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
-        picked = self._rows.index_select(0, self._counted(slots))
+        picked = self.rows.index_select(0, self._counted(slots))
         return picked.view((*slots.shape, self._num_words))
 
     def pick_field(
@@ -50,12 +51,12 @@ class RowTable:
         self, slots: torch.Tensor, others: torch.Tensor, masks: torch.Tensor
     ) -> torch.Tensor:
         """Copies rows `[B, W]` whose bits in `masks` `[W]` are those of the rows at `others`."""
-        one, other = self._rows.index_select(0, slots), self._rows.index_select(0, others)
+        one, other = self.rows.index_select(0, slots), self.rows.index_select(0, others)
         return (one & ~masks) | (other & masks)
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies rows `[B, W]` to their slots `[B]`."""
-        self._rows[slots] = rows
+        self.rows[slots] = rows
 
     def breaks(self, slots: torch.Tensor, rows: torch.Tensor, pairs: np.ndarray) -> torch.Tensor:
         """Finds rows among `[L, S, W]` that do not begin with what the row before them led to."""

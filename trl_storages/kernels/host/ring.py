@@ -11,7 +11,7 @@ compared and subtracted.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
 from trl_storages.kernels.ring_tables import GOAL_STRATEGIES, RingTables
+
+if TYPE_CHECKING:
+    from trl_storages.kernels.host.rows import RowTable
 
 __all__ = ["Ring"]
 
@@ -63,7 +66,7 @@ class Ring(RingTables):
         done: torch.Tensor,
         cut: torch.Tensor | None,
         lanes: torch.Tensor | None = None,
-        table: torch.Tensor | None = None,
+        table: RowTable | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Takes S further steps of L lanes, and copies their rows to where they belong.
@@ -72,20 +75,28 @@ class Ring(RingTables):
             done: `[L, S]` bool, on any device: the episode ends with this row.
             cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
             lanes: `[L]` int64, distinct; None is all of them.
-            table: `[M or more, W]` int64, where rows go; None if they are elsewhere.
+            table: of M or more rows, where rows go; None if they are elsewhere.
             rows: `[L, S, W]` int64, contiguous.
 
         Returns:
             `[L, S]` int64 slots; -1 for steps that find no room, as more than T are written.
         """
-        ends = done.cpu().contiguous().numpy()
+        ends = (done if done.is_cpu else done.cpu()).contiguous().numpy()
         cuts = _NO_CUTS if cut is None else cut.cpu().contiguous().numpy()
         written = self._all_lanes if lanes is None else lanes.numpy()
         slots = np.empty(ends.shape, np.int64)
-        to = _NO_TABLE if table is None else table.numpy()
+        to = _NO_TABLE if table is None else table.array
         new = _NO_ROWS if rows is None else rows.numpy()
         _append(*self._arrays, self.steps_per_lane, written, ends, cuts, to, new, slots)
         return torch.from_numpy(slots)
+
+    def counters(self) -> np.ndarray:
+        """Returns a copy of all that a write goes on from."""
+        return self._arrays[2].copy()
+
+    def recount(self, counters: np.ndarray) -> None:
+        """Puts back what `counters` returned."""
+        self._arrays[2][:] = counters
 
     def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot.

@@ -31,8 +31,9 @@ class RowTable:
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self._table = rows.numpy()
-        self._bytes = self._table.view(np.uint8)
+        #: `[N, W]` int64.
+        self.array = rows.numpy()
+        self._bytes = self.array.view(np.uint8)
         self._num_words = rows.shape[1]
 
     def pick(self, slots: torch.Tensor) -> torch.Tensor:
@@ -76,10 +77,10 @@ class RowTable:
 
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
         flat = slots.numpy().reshape(-1)
-        wrong = _pick(self._table, flat, start, size, out.data_ptr())
+        wrong = _pick(self.array, flat, start, size, out.data_ptr())
         if wrong >= 0:
             raise IndexError(
-                f"slots must be below {len(self._table)}, the size of the storage, got {flat[wrong]}."
+                f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
             )
 
     def pick_two(
@@ -96,7 +97,7 @@ class RowTable:
             `[B, W]` int64 in new memory.
         """
         out = torch.empty((len(slots), self._num_words), dtype=torch.int64)
-        _pick_two(self._table, slots.numpy(), others.numpy(), masks.numpy(), out.numpy())
+        _pick_two(self.array, slots.numpy(), others.numpy(), masks.numpy(), out.numpy())
         return out
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -106,7 +107,7 @@ class RowTable:
             slots: `[B]` int64, from 0 to N - 1.
             rows: `[B, W]` int64, contiguous.
         """
-        _put(self._table, slots.numpy(), rows.data_ptr())
+        _put(self.array, slots.numpy(), rows.data_ptr())
 
     def breaks(
         self, slots: torch.Tensor, rows: torch.Tensor, pairs: np.ndarray
