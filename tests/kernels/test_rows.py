@@ -60,16 +60,6 @@ def test_a_slot_beyond_the_rows(kernels, slot):
 
 
 @BACKENDS
-def test_rows_made_of_two(kernels):
-    rows, masks = random_rows(0, 20, 9), random_rows(2, 1, 9)[0]
-    masks[:3] = torch.tensor([0, -1, 0xFFFF])
-    slots, others = random_slots(1, (40,), 20) % 20, random_slots(3, (40,), 20) % 20
-    picked = kernels.RowTable(rows).pick_two(slots, others, masks)
-    one, other, mask = rows.numpy()[slots], rows.numpy()[others], masks.numpy()
-    np.testing.assert_array_equal(picked.numpy(), (one & ~mask) | (other & mask))
-
-
-@BACKENDS
 def test_rows_are_put_where_they_belong(kernels):
     rows, block = torch.zeros(20, 5, dtype=torch.int64), random_rows(0, 3, 5)
     kernels.RowTable(rows).put(torch.tensor([19, 0, 7]), block)
@@ -113,7 +103,6 @@ def test_on_a_simulated_gpu(simulated_gpu):
     slots = torch.zeros(4, dtype=torch.int64, device=simulated_gpu)
     table.put(slots, table.pick(slots))
     assert table.pick_field(slots, 8, torch.float32, (3,)).shape == (4, 3)
-    assert table.pick_two(slots, slots, slots.new_zeros(5)).device == simulated_gpu
     weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
     rewards = torch.ones(2, 4, dtype=torch.float64, device=simulated_gpu)
     assert device.fold(rewards, slots + 1, weights).shape == (4,)

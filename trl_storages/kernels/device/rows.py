@@ -47,13 +47,6 @@ class RowTable:
         flat = slots.reshape(-1)
         return torch.where(flat < 0, flat + self._num_rows, flat)
 
-    def pick_two(
-        self, slots: torch.Tensor, others: torch.Tensor, masks: torch.Tensor
-    ) -> torch.Tensor:
-        """Copies rows `[B, W]` whose bits in `masks` `[W]` are those of the rows at `others`."""
-        one, other = self.rows.index_select(0, slots), self.rows.index_select(0, others)
-        return (one & ~masks) | (other & masks)
-
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies rows `[B, W]` to their slots `[B]`."""
         self.rows[slots] = rows

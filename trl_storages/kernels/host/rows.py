@@ -83,23 +83,6 @@ class RowTable:
                 f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
             )
 
-    def pick_two(
-        self, slots: torch.Tensor, others: torch.Tensor, masks: torch.Tensor
-    ) -> torch.Tensor:
-        """Copies rows that are made of two rows each.
-
-        Args:
-            slots: `[B]` int64 live rows, which lend the bits that `masks` leaves out.
-            others: `[B]` int64 live rows, which lend the bits in `masks`.
-            masks: `[W]` int64.
-
-        Returns:
-            `[B, W]` int64 in new memory.
-        """
-        out = torch.empty((len(slots), self._num_words), dtype=torch.int64)
-        _pick_two(self.array, slots.numpy(), others.numpy(), masks.numpy(), out.numpy())
-        return out
-
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies rows to where they belong.
 
@@ -191,25 +174,6 @@ def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int)
             return i
         copy_bytes(out + i * size, address + slot * row_bytes + start, size)
     return -1
-
-
-@compiled
-def _pick_two(
-    table: np.ndarray, slots: np.ndarray, others: np.ndarray, masks: np.ndarray, out: np.ndarray
-) -> None:
-    """Copies rows whose bits in `masks` are those of other rows."""
-    num_words = out.shape[1]
-    row_bytes = num_words * _WORD
-    asked = min(row_bytes, _MOST_AHEAD)
-    for i in range(slots.shape[0]):
-        ahead = i + _AHEAD
-        if ahead < slots.shape[0]:
-            for byte in range(0, asked, _LINE):
-                prefetch(table, slots[ahead] * row_bytes + byte)
-                prefetch(table, others[ahead] * row_bytes + byte)
-        one, other, to = table[slots[i]], table[others[i]], out[i]
-        for w in range(num_words):
-            to[w] = (one[w] & ~masks[w]) | (other[w] & masks[w])
 
 
 @compiled
