@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from trl_storages import ReplayStorage, ReplayTransform
-from trl_storages.storages import RowView
+from trl_storages.rows import RowView
 
 __all__ = [
     "GOAL_SIZE",

@@ -7,9 +7,9 @@ from goal_data import goal_transitions
 from snapshots import files_of
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import PERSampler, UniformSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("refused-is-unchanged")
 

@@ -20,7 +20,7 @@ from trl_storages import (
     UniformReplayStorage,
     UniformSampler,
 )
-from trl_storages.storages import Journal
+from trl_storages.rows import Journal
 
 SPACES = Box(-1, 1, (3,)), Discrete(2)
 

@@ -8,8 +8,9 @@ import torch
 from durable.rows import block, check, is_torn, make, priority_of, write
 from interrupter import Interrupter
 
-from trl_storages import PERSampler, ReplayStorage, UniformSampler, storages
-from trl_storages.storages import Journal, following
+from trl_storages import PERSampler, ReplayStorage, UniformSampler, disk, rows
+from trl_storages.disk import following
+from trl_storages.rows import Journal
 
 
 def rewrite(storage):
@@ -35,7 +36,7 @@ def test_interrupted_at_any_line_and_going_on(tmp_path, act):
     while True:
         line += 1
         before = storage.episodes.num_steps_written.clone()
-        interrupter = Interrupter(line, storages)
+        interrupter = Interrupter(line, disk, rows)
         with suppress(KeyboardInterrupt), interrupter:
             act(storage)
         # Whatever was interrupted, the next write and the next process find all as it should be.
@@ -246,7 +247,7 @@ def test_priorities_that_were_loaded_are_there_after_reopening(tmp_path, way):
 
 def test_two_processes_that_make_one_directory(tmp_path, monkeypatch):
     """The second looks into the directory before the first has begun, and gets the lock after it."""
-    from trl_storages.storages import directory
+    from trl_storages.disk import directory
 
     really, first = directory.WriterLock, []
 

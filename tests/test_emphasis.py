@@ -20,14 +20,14 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.scheduler import LinearScheduler, SchedulerList, StepScheduler
 
-from trl_storages.episodes import EpisodeIndex
 from trl_storages.functional.emphasis import linear_eta
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers.emphasis import ERESampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.uniform import UniformSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 
 class Rows(SimpleNamespace):

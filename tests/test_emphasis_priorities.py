@@ -9,10 +9,10 @@ from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from trl_storages.episodes import EpisodeIndex
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("ere-per")
 

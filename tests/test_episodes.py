@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import RingOracle
 
-from trl_storages.episodes import EpisodeIndex, episodes_of
+from trl_storages.ring import EpisodeIndex, episodes_of
 
 
 def flags(rows):

@@ -7,11 +7,11 @@ from oracles import RingOracle
 from tensordict import TensorDict
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 BASIC = ["slot", "lane", "age", "episode", "step", "length"]

@@ -12,10 +12,10 @@ from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage, read_fields
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
-from trl_storages.storages import PackedStorage, read_fields
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random"]
 each_storage = pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])

@@ -13,8 +13,8 @@ from torchrl.envs import GymEnv, GymWrapper
 
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.replay import ReplayStorage
-from trl_storages.storages.packed import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.rows.packed import PackedStorage
+from trl_storages.writing import EpisodeWriter
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 

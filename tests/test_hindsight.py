@@ -13,10 +13,10 @@ from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffe
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import HERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random"]
 ROWS = {strategy: pytest.mark.requirement(f"her-{strategy}") for strategy in STRATEGIES}

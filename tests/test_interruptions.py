@@ -25,7 +25,7 @@ import trl_storages
 from trl_storages import EpisodeWriter, ERESampler, PackedStorage, PERSampler, ReplayStorage
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
-from trl_storages.storages import tensors_of
+from trl_storages.rows import tensors_of
 
 Write = Callable[[], object]
 SIZE = 24

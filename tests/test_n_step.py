@@ -206,7 +206,7 @@ class TestFold:
     @each_storage
     def test_one_further_row_of_observations_is_read(self, storage_type, monkeypatch):
         """Of the rows in between only the rewards, however long the window."""
-        from trl_storages.storages import fields
+        from trl_storages.rows import fields
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
         reads, read_fields = [], fields.read_fields

@@ -17,7 +17,7 @@ from trl_storages import (
     PackedStorage,
     ReplayStorage,
 )
-from trl_storages.storages import Layout
+from trl_storages.rows import Layout
 
 pytestmark = [
     pytest.mark.requirement("many-agents"),

@@ -17,7 +17,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.samplers import prioritized
 
-from trl_storages.storages import PackedStorage, read_fields
+from trl_storages.rows import PackedStorage, read_fields
 
 FIELDS = {
     ("pixels", "front"): (torch.uint8, (3, 5, 7)),

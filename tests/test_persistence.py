@@ -26,10 +26,10 @@ from trl_storages import (
     UniformReplayStorage,
 )
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("persistence")
 

@@ -26,7 +26,7 @@ with suppress(ImportError):
 
 PACKAGE = Path(trl_storages.__file__).parent
 #: The one module that may use what not every platform has; what needs it asks `check_platform`.
-FILES = PACKAGE / "storages" / "files.py"
+FILES = PACKAGE / "disk" / "files.py"
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 #: Of these modules only what every platform has may be used elsewhere.
 EVERYWHERE = {

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scipy.stats import chisquare
 
-from trl_storages.episodes import EpisodeIndex
 from trl_storages.priorities import ABSENT, PriorityTable
 from trl_storages.priorities.weighing import leaf_weights
+from trl_storages.ring import EpisodeIndex
 
 CPU = torch.device("cpu")
 

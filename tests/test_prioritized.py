@@ -24,11 +24,11 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler, StepScheduler
 
 from trl_storages.priorities import ABSENT
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.prioritized import PERSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 
 @pytest.fixture(params=["numba", "torch"])

@@ -7,10 +7,10 @@ from oracles import RingOracle
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import HERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 RELABELLED = [
     "desired_goal",

@@ -16,10 +16,10 @@ from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage,
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 each_storage = pytest.mark.parametrize(

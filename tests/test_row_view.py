@@ -5,8 +5,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
-from trl_storages.storages import PackedStorage, RowView, StoredFields
-from trl_storages.storages.fields import BatchFields
+from trl_storages.rows import PackedStorage, RowView, StoredFields
+from trl_storages.rows.fields import BatchFields
 
 NUM_ROWS = 12
 REWARD, NEXT = ("next", "reward"), ("next", "observation")

@@ -12,13 +12,13 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 
-from trl_storages.episodes import EpisodeIndex
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("sequences")
 

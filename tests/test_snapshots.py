@@ -9,7 +9,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, PrioritizedSample
 
 from trl_storages import HERReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 GOALS = spaces.Dict(
     {

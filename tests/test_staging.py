@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.kernels import backend
-from trl_storages.storages import Layout, pairs_of, stage
+from trl_storages.rows import Layout, pairs_of, stage
 
 CPU = torch.device("cpu")
 DTYPES = [

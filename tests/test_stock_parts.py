@@ -24,10 +24,10 @@ from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
 SAMPLERS = {

@@ -11,10 +11,10 @@ from scipy import stats
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import HERSampler
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)

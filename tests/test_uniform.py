@@ -8,9 +8,9 @@ from scipy import stats
 from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import UniformSampler
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("uniform-ring")
 

@@ -14,8 +14,8 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from trl_storages.replay import ReplayStorage
-from trl_storages.storages import PackedStorage
-from trl_storages.writers import EpisodeWriter
+from trl_storages.rows import PackedStorage
+from trl_storages.writing import EpisodeWriter
 
 # The rows of this file tell who they are, and do not begin where the row before them ended.
 writer_of_any_rows = partial(EpisodeWriter, on_gap="ignore")

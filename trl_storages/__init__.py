@@ -2,7 +2,6 @@
 
 # Imported for what it registers: the test environments.
 import trl_storages.envs  # noqa: F401
-from trl_storages.episodes import EpisodeIndex
 from trl_storages.functional.priorities import sequence_priority
 from trl_storages.recipes import (
     EpisodeReplayStorage,
@@ -13,6 +12,8 @@ from trl_storages.recipes import (
     UniformReplayStorage,
 )
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import (
     ERESampler,
@@ -21,9 +22,8 @@ from trl_storages.samplers import (
     ReturnImprovementEta,
     UniformSampler,
 )
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 __version__ = "0.2.0"
 

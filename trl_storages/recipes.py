@@ -24,12 +24,13 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.episodes import Lanes
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.gym.fields import Field, InfoKeys, info_key_names
 from trl_storages.priorities import Normalization
 from trl_storages.recipe_options import DEFAULTS, Options, check_names, with_options
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring import Lanes
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import (
     ERESampler,
     GoalStrategy,
@@ -37,11 +38,9 @@ from trl_storages.samplers import (
     PERSampler,
     UniformSampler,
 )
-from trl_storages.storages import PackedStorage
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
-from trl_storages.writers import EpisodeWriter
-from trl_storages.writing import OnGap
+from trl_storages.writing import EpisodeWriter, OnGap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments
-from trl_storages.episodes import episodes_of
+from trl_storages.ring import episodes_of
 
 __all__ = ["EpisodeSequence"]
 

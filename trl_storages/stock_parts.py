@@ -31,8 +31,8 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages.episodes import EpisodeIndex
-from trl_storages.storages import PackedStorage, read_fields
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage, read_fields
 
 __all__ = [
     "check_buffers",

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from durable.rows import check, is_torn, make, priority_of, write
 
-from trl_storages import storages
+from trl_storages import disk, rows
 
 torch.set_num_threads(1)
 
 SIZE = 24
-FOLDER = str(Path(storages.__file__).parent)
+FOLDERS = tuple(str(Path(package.__file__).parent) for package in (disk, rows))
 
 
 def work(storage, rng, acknowledge):
@@ -168,7 +168,7 @@ def fork_killed(line, body):
 
         def trace(frame, event, _arg):
             nonlocal left
-            if not frame.f_code.co_filename.startswith(FOLDER):
+            if not frame.f_code.co_filename.startswith(FOLDERS):
                 return None
             if event == "line":
                 left -= 1

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from trl_storages.gym.dtypes import NUMPY_TO_TORCH, TORCH_TO_NUMPY
-from trl_storages.storages import as_array
+from trl_storages.rows import as_array
 
 __all__ = ["Column", "as_tensor"]
 

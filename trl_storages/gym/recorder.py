@@ -25,9 +25,9 @@ from trl_storages.gym.resets import (
     last_observations,
 )
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
+from trl_storages.rows import Layout as RowLayout
+from trl_storages.rows import StepBlock, as_array
 from trl_storages.saved import SavedState
-from trl_storages.storages import Layout as RowLayout
-from trl_storages.storages import StepBlock, as_array
 
 __all__ = ["GymRecorder", "Memory", "RecordedStep"]
 

@@ -14,7 +14,7 @@ from tensordict import NestedKey
 from trl_storages.gym.infos import given_final_observation
 from trl_storages.gym.layout import Layout, entries
 from trl_storages.keys import DONE, REWARD
-from trl_storages.storages import as_array
+from trl_storages.rows import as_array
 
 __all__ = ["Ends", "ResetWatch", "check_last_observations", "last_observations"]
 

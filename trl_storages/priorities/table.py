@@ -10,13 +10,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from trl_storages.episodes import EpisodeIndex
 from trl_storages.functional.priorities import importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.absent import ABSENT
 from trl_storages.priorities.late_error import LateError
 from trl_storages.priorities.weighing import leaf_weights
+from trl_storages.ring import EpisodeIndex
 
 __all__ = ["Normalization", "PriorityTable"]
 

@@ -16,19 +16,19 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 
 from trl_storages import arguments
-from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.replay.batch_files import dump_batches, load_batches
-from trl_storages.samplers import PERSampler, WrappingSampler
-from trl_storages.saved import DumpFolder, SavedState, check_names, check_part, read_part
-from trl_storages.storages import (
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.rows import (
     RowsCheckpointer,
     field_keys,
     load_rows_state,
     read_rows_dump,
     read_rows_state,
 )
-from trl_storages.writers import EpisodeWriter, num_slots
+from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.saved import DumpFolder, SavedState, check_names, check_part, read_part
+from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = ["CheckpointedBuffer"]
 

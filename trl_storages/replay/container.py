@@ -19,7 +19,6 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
-from trl_storages.episodes import Lanes, episodes_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
 from trl_storages.interrupts import finish
@@ -31,17 +30,18 @@ from trl_storages.replay.options import check_options, check_parts
 from trl_storages.replay.parameters import Parameters
 from trl_storages.replay.remote import Remote
 from trl_storages.replay.stored_rows import StoredRows
+from trl_storages.ring import Lanes, episodes_of
+from trl_storages.rows import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import check_sampler, draw, expand
-from trl_storages.storages import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.transforms import (
     ReplayTransform,
     apply_transforms,
     parts_of,
     transform_batch,
 )
-from trl_storages.writers import EpisodeWriter
+from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import keys
-from trl_storages.episodes import EpisodeIndex
+from trl_storages.ring import EpisodeIndex
 
 __all__ = ["Explanation", "explain"]
 

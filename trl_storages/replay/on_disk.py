@@ -18,9 +18,9 @@ from trl_storages import arguments
 from trl_storages.interrupts import finish
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
+from trl_storages.rows import PROGRESS, FollowingStorage, Journal, PackedStorage
 from trl_storages.samplers import PERSampler, WrappingSampler
 from trl_storages.stock_parts import take_in_rows
-from trl_storages.storages import PROGRESS, FollowingStorage, Journal, PackedStorage
 
 __all__ = ["OnDisk", "intact"]
 

@@ -13,9 +13,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Trajectory, filter_trajectories
 
 from trl_storages import arguments, keys
-from trl_storages.episodes import EpisodeIndex, episodes_of
-from trl_storages.episodes.history import is_key, slots_of
 from trl_storages.replay.on_disk import intact
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.ring.history import is_key, slots_of
 
 __all__ = ["StoredRows"]
 

@@ -14,8 +14,8 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.episodes import episodes_of
 from trl_storages.functional.draws import random_noise
+from trl_storages.ring import episodes_of
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import draw
 

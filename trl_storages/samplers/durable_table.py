@@ -13,7 +13,7 @@ from torchrl.data import Storage
 
 from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
-from trl_storages.storages import PriorityColumn
+from trl_storages.rows import PriorityColumn
 
 __all__ = ["DurableTable"]
 

@@ -14,8 +14,8 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.episodes import EpisodeIndex, episodes_of
 from trl_storages.functional.emphasis import window_size
+from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from, overridden
 from trl_storages.saved import SavedState

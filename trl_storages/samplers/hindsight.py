@@ -14,7 +14,7 @@ from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.episodes import episodes_of
+from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
 from trl_storages.saved import SavedState

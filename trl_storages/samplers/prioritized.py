@@ -17,10 +17,10 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from trl_storages import arguments
-from trl_storages.episodes import episodes_of
 from trl_storages.interrupts import finish
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
+from trl_storages.ring import episodes_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler

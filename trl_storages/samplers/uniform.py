@@ -9,7 +9,7 @@ import torch
 from torchrl.data import RandomSampler, Storage
 
 from trl_storages import arguments
-from trl_storages.episodes import episodes_of
+from trl_storages.ring import episodes_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise, check_not_empty
 from trl_storages.saved import DumpFolder, SavedState
 

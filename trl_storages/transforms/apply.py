@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages._torchrl import dispatch_td_nn_modules
-from trl_storages.storages import RowView
+from trl_storages.rows import RowView
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["apply_transforms", "parts_of", "transform_batch"]

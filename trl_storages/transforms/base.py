@@ -7,7 +7,7 @@ from abc import abstractmethod
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from trl_storages.storages import RowView
+from trl_storages.rows import RowView
 
 __all__ = ["ReplayTransform"]
 

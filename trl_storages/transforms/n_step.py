@@ -15,7 +15,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, window_length
 from trl_storages.functional.rewards import return_dtype
 from trl_storages.kernels import backend
-from trl_storages.storages import RowView
+from trl_storages.rows import RowView
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]

@@ -13,9 +13,9 @@ import torch
 from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments, keys
-from trl_storages.episodes import episodes_of
 from trl_storages.functional.rewards import relabelled_dtype
-from trl_storages.storages import RowView, read_fields
+from trl_storages.ring import episodes_of
+from trl_storages.rows import RowView, read_fields
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit"]

@@ -1,15 +1,6 @@
-"""What a writer asks before it writes: which lane a row is for, and whether it continues that lane."""
+"""How steps become rows: which lane a row is for, whether it continues that lane, and the writer."""
 
-from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
-from trl_storages.writing.gaps import GapWatch, OnGap
-from trl_storages.writing.routing import Block, route
+from trl_storages.writing.gaps import OnGap
+from trl_storages.writing.writer import EpisodeWriter, num_slots
 
-__all__ = [
-    "Block",
-    "GapWatch",
-    "OnGap",
-    "end_flags",
-    "lanes_and_steps",
-    "refuse_padding",
-    "route",
-]
+__all__ = ["EpisodeWriter", "OnGap", "num_slots"]

@@ -16,7 +16,7 @@ from tensordict import NestedKey
 from trl_storages import arguments
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.late_error import LateError
-from trl_storages.storages import Layout, pairs_of
+from trl_storages.rows import Layout, pairs_of
 
 if TYPE_CHECKING:
     from trl_storages.kernels import RowTable

@@ -21,14 +21,12 @@ from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
-from trl_storages.episodes import EpisodeIndex, Lanes
-from trl_storages.episodes.history import slots_of
-from trl_storages.episodes.index import Kept
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
-from trl_storages.saved import DumpFolder, SavedState
-from trl_storages.stock_parts import check_buffers, check_draws
-from trl_storages.storages import (
+from trl_storages.ring import EpisodeIndex, Lanes
+from trl_storages.ring.history import slots_of
+from trl_storages.ring.index import Kept
+from trl_storages.rows import (
     DurableLanes,
     Layout,
     Nested,
@@ -38,14 +36,11 @@ from trl_storages.storages import (
     stage,
     tensors_of,
 )
-from trl_storages.writing import (
-    GapWatch,
-    OnGap,
-    end_flags,
-    lanes_and_steps,
-    refuse_padding,
-    route,
-)
+from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.stock_parts import check_buffers, check_draws
+from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
+from trl_storages.writing.gaps import GapWatch, OnGap
+from trl_storages.writing.routing import route
 
 if TYPE_CHECKING:
     from trl_storages.kernels import RowTable

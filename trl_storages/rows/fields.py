@@ -10,8 +10,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
-from trl_storages.storages.layout import nest
-from trl_storages.storages.packed import PackedStorage
+from trl_storages.rows.layout import nest
+from trl_storages.rows.packed import PackedStorage
 
 __all__ = ["BatchFields", "StoredFields", "field_keys", "read_fields"]
 

@@ -19,19 +19,19 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
-from trl_storages.episodes import EpisodeIndex
+from trl_storages.disk.directory import check_is_storage, holds_storage, size_of
+from trl_storages.disk.durable import Durable, Track, check_same
+from trl_storages.disk.files import check_platform
+from trl_storages.disk.journal import Journal, Steps
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows.dumping import RowsCheckpointer, copy_fields, read_rows
+from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
+from trl_storages.rows.layout import Layout
+from trl_storages.rows.staging import stage
 from trl_storages.saved import DumpFolder, SavedState
-from trl_storages.storages.directory import check_is_storage, holds_storage, size_of
-from trl_storages.storages.dumping import RowsCheckpointer, copy_fields, read_rows
-from trl_storages.storages.durable import Durable, Track, check_same
-from trl_storages.storages.entries import Nested, nested_sizes, tensors_of
-from trl_storages.storages.files import check_platform
-from trl_storages.storages.journal import Journal, Steps
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.staging import stage
 
 if TYPE_CHECKING:
     from trl_storages.kernels import RowTable

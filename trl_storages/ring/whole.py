@@ -13,7 +13,7 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.kernels.ring_tables import RingTables
 
 if TYPE_CHECKING:
-    from trl_storages.episodes.answers import EpisodeAnswers
+    from trl_storages.ring.answers import EpisodeAnswers
 
 __all__ = ["draw_whole_episodes", "first_of_whole_episodes"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from trl_storages.episodes.index import EpisodeIndex
+    from trl_storages.ring.index import EpisodeIndex
 
 __all__ = ["check_invariants"]
 

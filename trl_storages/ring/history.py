@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trl_storages.episodes.index import EpisodeIndex
+from trl_storages.ring.index import EpisodeIndex
 
 __all__ = ["is_key", "slots_of"]
 

@@ -13,11 +13,11 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage, TensorStorage
 
+from trl_storages.rows.dumping import copy_fields, read_rows
+from trl_storages.rows.entries import tensors_of
+from trl_storages.rows.layout import Layout
+from trl_storages.rows.packed import PackedStorage
 from trl_storages.saved import DumpFolder, SavedState, check_part, read_part
-from trl_storages.storages.dumping import copy_fields, read_rows
-from trl_storages.storages.entries import tensors_of
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.packed import PackedStorage
 
 __all__ = ["load_rows_state", "read_rows_dump", "read_rows_state"]
 

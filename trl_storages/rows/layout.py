@@ -16,7 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
-from trl_storages.storages.entries import Nested
+from trl_storages.rows.entries import Nested
 
 __all__ = ["Field", "Layout", "nest"]
 

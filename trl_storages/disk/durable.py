@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from tensordict import NestedKey, unravel_key
 
-from trl_storages.episodes import EpisodeIndex
-from trl_storages.storages.header import State
-from trl_storages.storages.journal import Journal, Steps
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.marks import begins, dones, pack_marks, steps
+from trl_storages.disk.header import State
+from trl_storages.disk.journal import Journal, Steps
+from trl_storages.disk.marks import begins, dones, pack_marks, steps
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows.layout import Layout
 
 __all__ = ["Durable", "Track", "check_same", "feed"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trl_storages.episodes import EpisodeIndex, Lanes
+from trl_storages.disk.durable import Durable
+from trl_storages.disk.journal import Steps
 from trl_storages.keys import continued_keys
-from trl_storages.storages.durable import Durable
-from trl_storages.storages.journal import Steps
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.packed import PackedStorage
-from trl_storages.storages.staging import pairs_of
+from trl_storages.ring import EpisodeIndex, Lanes
+from trl_storages.rows.layout import Layout
+from trl_storages.rows.packed import PackedStorage
+from trl_storages.rows.staging import pairs_of
 
 __all__ = ["DurableLanes"]
 

@@ -13,8 +13,8 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Storage
 
 from trl_storages._torchrl import set_entry
-from trl_storages.episodes import EpisodeIndex, episodes_of
-from trl_storages.storages.fields import BatchFields, StoredFields
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.rows.fields import BatchFields, StoredFields
 
 __all__ = ["RowView", "Rule"]
 

@@ -1,6 +1,6 @@
 """Which rows of the ring belong to one episode, and how old they are."""
 
-from trl_storages.episodes.index import EpisodeIndex, episodes_of
-from trl_storages.episodes.lanes import Lanes
+from trl_storages.ring.index import EpisodeIndex, episodes_of
+from trl_storages.ring.lanes import Lanes
 
 __all__ = ["EpisodeIndex", "Lanes", "episodes_of"]

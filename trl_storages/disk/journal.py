@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trl_storages.storages.directory import HEADER, UNDO
-from trl_storages.storages.files import MappedWords, WriterLock
-from trl_storages.storages.header import State, fence
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.marks import checksums, pack_marks, steps
-from trl_storages.storages.open_files import OpenFiles
-from trl_storages.storages.undo import Undo
+from trl_storages.disk.directory import HEADER, UNDO
+from trl_storages.disk.files import MappedWords, WriterLock
+from trl_storages.disk.header import State, fence
+from trl_storages.disk.marks import checksums, pack_marks, steps
+from trl_storages.disk.open_files import OpenFiles
+from trl_storages.disk.undo import Undo
+from trl_storages.rows.layout import Layout
 
 __all__ = ["Journal", "Steps"]
 

@@ -14,7 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages.kernels import backend
 from trl_storages.keys import next_key
-from trl_storages.storages.layout import Layout
+from trl_storages.rows.layout import Layout
 
 __all__ = ["StepBlock", "as_array", "pairs_of", "stage"]
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
-from trl_storages.episodes import EpisodeIndex
+from trl_storages.disk.durable import Track, feed
+from trl_storages.disk.header import fence
+from trl_storages.disk.journal import Journal
 from trl_storages.progress_bar import tracker
-from trl_storages.storages.durable import Track, feed
-from trl_storages.storages.header import fence
-from trl_storages.storages.journal import Journal
-from trl_storages.storages.packed import PackedStorage
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows.packed import PackedStorage
 
 __all__ = ["FollowingStorage"]
 

@@ -16,8 +16,8 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import LazyTensorStorage, TensorStorageCheckpointer
 
 from trl_storages.progress_bar import tracker
+from trl_storages.rows.entries import tensors_of
 from trl_storages.saved import DumpFolder, SavedState, check_names
-from trl_storages.storages.entries import tensors_of
 
 __all__ = ["RowsCheckpointer", "copy_fields", "read_rows"]
 

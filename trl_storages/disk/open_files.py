@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_storages.storages.directory import (
+from trl_storages.disk.directory import (
     HEADER,
     MARKS,
     PROGRESS,
@@ -22,15 +22,15 @@ from trl_storages.storages.directory import (
     remove_files,
     write_header,
 )
-from trl_storages.storages.files import (
+from trl_storages.disk.files import (
     MappedWords,
     WriterLock,
     check_platform,
     sync_directory,
     write_text,
 )
-from trl_storages.storages.header import Header
-from trl_storages.storages.layout import Layout
+from trl_storages.disk.header import Header
+from trl_storages.rows.layout import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self

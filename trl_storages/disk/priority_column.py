@@ -10,10 +10,10 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from trl_storages.storages.directory import PRIORITIES
-from trl_storages.storages.files import MappedWords, create_file
-from trl_storages.storages.journal import Journal
-from trl_storages.storages.marks import steps
+from trl_storages.disk.directory import PRIORITIES
+from trl_storages.disk.files import MappedWords, create_file
+from trl_storages.disk.journal import Journal
+from trl_storages.disk.marks import steps
 
 __all__ = ["PriorityColumn"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trl_storages.storages.files import WORD, MappedWords, create_file
+from trl_storages.disk.files import WORD, MappedWords, create_file
 
 __all__ = ["Undo"]
 

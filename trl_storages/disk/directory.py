@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trl_storages.storages.files import MappedWords, WriterLock, create_file, write_text
-from trl_storages.storages.header import VERSION, Header, Identity
-from trl_storages.storages.layout import Layout
-from trl_storages.storages.undo import Undo
+from trl_storages.disk.files import MappedWords, WriterLock, create_file, write_text
+from trl_storages.disk.header import VERSION, Header, Identity
+from trl_storages.disk.undo import Undo
+from trl_storages.rows.layout import Layout
 
 __all__ = [
     "HEADER",

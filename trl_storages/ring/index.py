@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from trl_storages import arguments
-from trl_storages.episodes.answers import EpisodeAnswers
-from trl_storages.episodes.invariants import check_invariants
-from trl_storages.episodes.lanes import Lanes, named_lanes
+from trl_storages.ring.answers import EpisodeAnswers
+from trl_storages.ring.invariants import check_invariants
+from trl_storages.ring.lanes import Lanes, named_lanes
 from trl_storages.saved import SavedState
 
 if TYPE_CHECKING:

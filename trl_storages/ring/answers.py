@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages import arguments
-from trl_storages.episodes.whole import draw_whole_episodes, first_of_whole_episodes
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
+from trl_storages.ring.whole import draw_whole_episodes, first_of_whole_episodes
 
 __all__ = ["EpisodeAnswers"]
 

@@ -1,0 +1,1 @@
+"""Rows in files: one writer, any number of readers."""

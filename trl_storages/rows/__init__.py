@@ -1,0 +1,43 @@
+"""Where the rows live."""
+
+from trl_storages.disk.directory import PROGRESS
+from trl_storages.disk.durable_lanes import DurableLanes
+from trl_storages.disk.following import FollowingStorage
+from trl_storages.disk.journal import Journal, Steps
+from trl_storages.disk.priority_column import PriorityColumn
+from trl_storages.rows.dumping import RowsCheckpointer
+from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
+from trl_storages.rows.fields import StoredFields, field_keys, read_fields
+from trl_storages.rows.layout import Field, Layout, nest
+from trl_storages.rows.packed import PackedStorage
+from trl_storages.rows.row_view import RowView
+from trl_storages.rows.staging import StepBlock, as_array, pairs_of, stage
+from trl_storages.rows.stock_rows import load_rows_state, read_rows_dump, read_rows_state
+
+__all__ = [
+    "PROGRESS",
+    "DurableLanes",
+    "Field",
+    "FollowingStorage",
+    "Journal",
+    "Layout",
+    "Nested",
+    "PackedStorage",
+    "PriorityColumn",
+    "RowView",
+    "RowsCheckpointer",
+    "StepBlock",
+    "Steps",
+    "StoredFields",
+    "as_array",
+    "field_keys",
+    "load_rows_state",
+    "nest",
+    "nested_sizes",
+    "pairs_of",
+    "read_fields",
+    "read_rows_dump",
+    "read_rows_state",
+    "stage",
+    "tensors_of",
+]
