@@ -339,7 +339,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     @pin_memory_output
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = self.sample_episodes(batch_size)
+        batch = self._draw_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}
 
 

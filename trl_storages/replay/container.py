@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import ReplayBuffer, Storage, Writer
+from torchrl.data import ReplayBuffer, Storage, Trajectory, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
@@ -25,12 +25,12 @@ from trl_storages.interrupts import finish
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.checkpoint import CheckpointedBuffer
 from trl_storages.replay.explain import Explanation, explain
+from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
 from trl_storages.replay.on_disk import OnDisk, intact
 from trl_storages.replay.options import check_options, check_parts
 from trl_storages.replay.parameters import Parameters
-from trl_storages.replay.remote import Remote
-from trl_storages.replay.stored_rows import StoredRows
-from trl_storages.ring import Lanes, episodes_of
+from trl_storages.replay.remote import in_actor
+from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import FollowingStorage, PackedStorage, RowView, StoredFields
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, CheckpointedBuffer):
+class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -208,6 +208,27 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             ReplayStorage.__init__(storage, storage=rows, writer=writer, **options)
         storage._is_settled = True
         return storage
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """Returns this class as one that Ray makes an actor of; `in_actor` says what it does there.
+
+        Args:
+            remote_config: what an actor is given of the machine, as in `ray.remote`.
+        """
+        if remote_config is not None:
+            arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
+        return super(ReplayStorage, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The episode index of the storage."""
+        return episodes_of(self.storage)
+
+    def __len__(self) -> int:
+        # A storage of TorchRL's counts the slots up to the last row, also those in between.
+        with self._replay_lock:
+            return len(self.episodes)
 
     @property
     def is_full(self) -> bool:
@@ -405,6 +426,65 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             self._sampler.extend(self.episodes.slots_since(self._heard))
             self._heard = written.clone()
 
+    # Rows as they were stored
+
+    @intact
+    def __getitem__(self, index: Any) -> Any:
+        """Reads rows as they were stored, without transforms, into new memory.
+
+        Args:
+            index: a slice of the history in time order, the oldest row first (the rows of several
+                lanes alternate, as `EpisodeIndex.ages` orders them); or slots, as an int, a list, a
+                mask or an integer tensor of any shape B; or the key of an entry of the whole history.
+
+        Returns:
+            TensorDict `[B]`, or the entry.
+
+        Raises:
+            IndexError: a slot holds no row.
+        """
+        with self._replay_lock, self._write_lock:
+            return read_rows(self._storage, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Overwrites rows in place, which stay as old as they are.
+
+        Args:
+            index: as for reading.
+            value: TensorDict `[B]` of all entries, or the entry of the whole history.
+
+        Raises:
+            IndexError: a slot holds no row. Nothing is written then.
+            ValueError: an episode would end elsewhere than it does, or there are more or fewer rows
+                than slots. Nothing is written then.
+        """
+        with self._replay_lock, self._write_lock:
+            overwrite_rows(self._storage, self._writer, index, value)
+
+    @intact
+    def query(
+        self,
+        predicate: Callable[[Trajectory], bool] | None = None,
+        *,
+        trajectory_key: NestedKey | None = None,
+    ) -> list[Trajectory]:
+        """Lists the stored episodes, lane by lane, the oldest first.
+
+        Args:
+            predicate: which of them, as built from `torchrl.data.traj`; None lists all.
+            trajectory_key: entry that tells episodes apart; None asks the episode index.
+
+        Returns:
+            TorchRL's `Trajectory`s of rows as they were stored, running and cut episodes included;
+            `("collector", "traj_ids")` of the rows is a number of their episode.
+        """
+        if predicate is not None:
+            arguments.function("predicate", predicate, "of a Trajectory, or None")
+        if trajectory_key is not None:
+            trajectory_key = arguments.key("trajectory_key", trajectory_key)
+        with self._replay_lock, self._write_lock:
+            return list_trajectories(self._storage, predicate, trajectory_key)
+
     # Priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -541,7 +621,6 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
                 "goal_index declares it by uses_goals = True."
             )
 
-    @intact
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.
 
@@ -557,7 +636,10 @@ class ReplayStorage(ShownSignature, Parameters, Remote, OnDisk, StoredRows, Chec
             ValueError: `n` is below 1.
             RuntimeError: no finished episode is stored whole.
         """
-        n = arguments.integer("n", n, at_least=1)
+        return self._draw_episodes(arguments.integer("n", n, at_least=1))
+
+    @intact
+    def _draw_episodes(self, n: int) -> TensorDictBase:
         with self._replay_lock, self._write_lock:
             episodes = self.episodes
             first = episodes.random_episodes(n, self._rng).unsqueeze(1)

@@ -5,32 +5,13 @@ Letters: B batch, T steps, L lanes written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
 
-from trl_storages import arguments
-
-__all__ = ["Remote", "in_actor"]
-
-
-class Remote:
-    """The part of `ReplayStorage` that TorchRL's `RayReplayBuffer` takes it by."""
-
-    @classmethod
-    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """Returns this class as one that Ray makes an actor of; `in_actor` says what it does there.
-
-        Args:
-            remote_config: what an actor is given of the machine, as in `ray.remote`.
-        """
-        if remote_config is not None:
-            arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
-        return super(Remote, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
+__all__ = ["in_actor"]
 
 
 def in_actor(storage_class: type) -> type:
@@ -68,19 +49,6 @@ def _unpack(batch: TensorDictBase) -> TensorDictBase:
     # Entries with memory of their own, which come back alone, and which may be added to: a consolidated
     # TensorDict is pickled as it once was.
     return batch.clone()
-
-
-# Whether a method was called from outside: those of a storage call one another, for batches as they are.
-_from_outside = ContextVar("from_outside", default=True)
-
-
-@contextmanager
-def _inside() -> Iterator[None]:
-    is_call = _from_outside.set(False)
-    try:
-        yield
-    finally:
-        _from_outside.reset(is_call)
 
 
 class _InActor:
@@ -127,24 +95,18 @@ class _InActor:
         _refuse("record")
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        with _inside():
-            batch = super().sample(*args, **kwargs)  # type: ignore[misc]
+        batch = super().sample(*args, **kwargs)  # type: ignore[misc]
         return tuple(map(self._sent, batch)) if isinstance(batch, tuple) else self._sent(batch)
 
     def sample_episodes(self, n: int) -> Any:
-        with _inside():
-            batch = super().sample_episodes(n)  # type: ignore[misc]
-        return self._sent(batch)
+        return self._sent(super().sample_episodes(n))  # type: ignore[misc]
 
     def __getitem__(self, index: Any) -> Any:
-        with _inside():
-            rows = super().__getitem__(index)  # type: ignore[misc]
-        return self._sent(rows)
+        return self._sent(super().__getitem__(index))  # type: ignore[misc]
 
     def _sent(self, value: Any) -> Any:
-        """Returns what is sent for a batch, if it is asked for from outside."""
-        is_sent = self._sends and _from_outside.get() and isinstance(value, TensorDictBase)
-        return _Parcel(value) if is_sent else value
+        """Returns what is sent for a batch."""
+        return _Parcel(value) if self._sends and isinstance(value, TensorDictBase) else value
 
 
 def _refuse(method: str) -> NoReturn:

@@ -1,0 +1,57 @@
+"""Rows as they were stored: read, overwritten, listed by episode; no sampler or transform takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
+
+from trl_storages import keys
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.ring.history import is_key, slots_of
+
+__all__ = ["list_trajectories", "overwrite_rows", "read_rows"]
+
+
+def read_rows(storage: Storage, index: Any) -> Any:
+    """Reads rows or an entry; `index` is as in `ReplayStorage.__getitem__`."""
+    episodes = episodes_of(storage)
+    if is_key(index):
+        return _rows(storage, slots_of(episodes, slice(None)))[index]
+    return _rows(storage, slots_of(episodes, index))
+
+
+def overwrite_rows(storage: Storage, writer: Writer, index: Any, value: Any) -> None:
+    """Overwrites rows or an entry in place; the arguments are as in `ReplayStorage.__setitem__`."""
+    episodes = episodes_of(storage)
+    slots = slots_of(episodes, slice(None) if is_key(index) else index)
+    writer.write_at(slots, _rows(storage, slots).set(index, value) if is_key(index) else value)
+
+
+def _rows(storage: Storage, slots: torch.Tensor) -> TensorDictBase:
+    # One gather, also for a single slot: its row would be a view of the storage otherwise.
+    return storage.get(slots.reshape(-1)).reshape(slots.shape)
+
+
+def list_trajectories(
+    storage: Storage,
+    predicate: Callable[[Trajectory], bool] | None,
+    trajectory_key: NestedKey | None,
+) -> list[Trajectory]:
+    """Lists episodes, lane by lane; the arguments are as in `ReplayStorage.query`."""
+    episodes: EpisodeIndex = episodes_of(storage)
+    if not len(episodes):
+        return []
+    listed = episodes.episodes()
+    length = listed["length"]
+    number = torch.arange(len(length), device=length.device).repeat_interleave(length)
+    step = torch.arange(len(number), device=length.device)
+    step -= (length.cumsum(0) - length)[number]
+    rows = storage.get(episodes.shift(listed["first"][number], step))
+    if trajectory_key is None:
+        trajectory_key = keys.TRAJECTORY_IDS
+        rows.set(trajectory_key, number.to(rows.device))
+    return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
