@@ -26,10 +26,11 @@ class Row:
 
 @dataclass
 class RingOracle:
-    """A ring of `num_envs` lanes with `capacity // num_envs` places each."""
+    """A ring of `num_envs` lanes that keep `capacity // num_envs` rows each, and have spare places."""
 
     capacity: int
     num_envs: int = 1
+    spare_steps: int = 0
     lanes: list[list[Row]] = field(init=False)
     torn: set[int] = field(default_factory=set)  # episodes that lost rows when it was cleared
     episodes_begun: int = 0
@@ -37,6 +38,7 @@ class RingOracle:
     def __post_init__(self) -> None:
         self.places = self.capacity // self.num_envs
         self.lanes = [[] for _ in range(self.num_envs)]
+        self.tails = [0] * self.num_envs  # steps before these are evicted, whatever else is
 
     def append(
         self,
@@ -51,7 +53,8 @@ class RingOracle:
             history = self.lanes[lane]
             slots.append([])
             for s, row_done in enumerate(done[i]):
-                goes_on = history and not history[-1].done and not (cut is not None and cut[i][s])
+                goes_on = self.surviving(lane) and not history[-1].done
+                goes_on = goes_on and not (cut is not None and cut[i][s])
                 if not goes_on:
                     self.episodes_begun += 1
                 episode = history[-1].episode if goes_on else self.episodes_begun
@@ -68,14 +71,20 @@ class RingOracle:
             self.torn |= {row.episode for row in kept if not self.is_whole(row)}
             self.torn |= {row.episode for row in kept if self.episode(row)[0] not in kept}
             self.lanes[lane] = [replace(row, step=step) for step, row in enumerate(kept)]
+            self.tails[lane] = 0
+
+    def evict(self, tails: Sequence[int]) -> None:
+        """Evicts the rows before a step of each lane, whose steps go on."""
+        for lane, tail in enumerate(tails):
+            self.tails[lane] = min(max(tail, self.tails[lane]), len(self.lanes[lane]))
 
     def slot(self, row: Row) -> int:
         """Where the row lies in the ring."""
-        return (row.step % self.places) * self.num_envs + row.lane
+        return row.step % (self.places + self.spare_steps) * self.num_envs + row.lane
 
     def surviving(self, lane: int) -> list[Row]:
-        """The rows of a lane that are not overwritten, oldest first."""
-        return self.lanes[lane][-self.places :]
+        """The rows of a lane that are not evicted, oldest first."""
+        return self.lanes[lane][self.tails[lane] :][-self.places :]
 
     def live(self) -> dict[int, Row]:
         """Every surviving row, by its slot."""

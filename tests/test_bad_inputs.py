@@ -258,7 +258,12 @@ TABLE: dict[str, dict[str, str]] = {
     "EpisodeWriter.dumps": {"path": "path"},
     "EpisodeWriter.loads": {"path": "path"},
     "EpisodeWriter.load_state_dict": {"state_dict": "mapping"},
-    "EpisodeIndex": {"capacity": "count from 1", "num_envs": "count from 1", "device": "device"},
+    "EpisodeIndex": {
+        "capacity": "count from 1",
+        "num_envs": "count from 1",
+        "device": "device",
+        "spare_steps": "count",
+    },
     "EpisodeIndex.append": {"done": "flags", "cut": "flags?", "lanes": "lanes?"},
     "EpisodeIndex.clear": {"keep_steps": "count"},
     "EpisodeIndex.end_episodes": {"lanes": "lanes?"},
@@ -402,6 +407,7 @@ BETWEEN_PARTS = {
     "EpisodeIndex": {
         *("advance", "check_state_dict", "draw", "goals", "newest_per_lane", "next_run", "rejoin"),
         *(
+            "evict",
             "is_newest",
             "read_state",
             "newest",

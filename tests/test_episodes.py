@@ -136,13 +136,22 @@ class TestErrors:
 
 
 class EpisodeMachine(RuleBasedStateMachine):
-    """Writes of every shape, clears and reloads; every answer is compared after each of them."""
+    """Writes of every shape, evictions, clears and reloads; every answer is compared after each."""
 
-    @initialize(num_envs=st.integers(1, 4), places=st.integers(1, 7), spare=st.integers(0, 3))
-    def start(self, num_envs, places, spare):
-        self.size = num_envs * places + min(spare, num_envs - 1)
-        self.index = EpisodeIndex(self.size, num_envs)
-        self.oracle = RingOracle(self.size, num_envs)
+    @initialize(
+        num_envs=st.integers(1, 4),
+        places=st.integers(1, 7),
+        over=st.integers(0, 3),
+        spare_steps=st.sampled_from([0, 1, 3, None]),
+    )
+    def start(self, num_envs, places, over, spare_steps):
+        self.size = num_envs * places + min(over, num_envs - 1)
+        self.spare_steps = places if spare_steps is None else spare_steps
+        self.index = self.empty_index(num_envs)
+        self.oracle = RingOracle(self.size, num_envs, self.spare_steps)
+
+    def empty_index(self, num_envs):
+        return EpisodeIndex(self.size, num_envs, spare_steps=self.spare_steps)
 
     @rule(data=st.data())
     def append(self, data):
@@ -205,9 +214,43 @@ class EpisodeMachine(RuleBasedStateMachine):
 
     @rule()
     def reload(self):
-        other = EpisodeIndex(self.size, self.oracle.num_envs)
+        other = self.empty_index(self.oracle.num_envs)
         other.load_state_dict(self.index.state_dict())
         self.index = other
+
+    @rule(data=st.data())
+    def evict(self, data):
+        tails = [data.draw(st.integers(0, len(lane) + 1)) for lane in self.oracle.lanes]
+        self.index.evict(tails)
+        self.oracle.evict(tails)
+
+    @rule()
+    def go_on_from_the_rows(self):
+        """As a directory does that is opened: lane by lane, at steps other than 0."""
+        self.index = self.empty_index(self.oracle.num_envs)
+        for lane, history in enumerate(self.oracle.lanes):
+            rows = self.oracle.surviving(lane)
+            is_first = [
+                all(row.episode != old.episode for old in history[: row.step]) for row in rows
+            ]
+            begins = [
+                [is_first[i] and row.episode not in self.oracle.torn for i, row in enumerate(rows)]
+            ]
+            done = flags([[row.done for row in rows]])
+            self.index.rejoin(done, flags(begins), len(history), [lane])
+
+    @rule(data=st.data())
+    def take_back(self, data):
+        """A write that is done once more: what it counted and evicted is as before."""
+        counters = self.index.counters()
+        cursors, tails = self.index.cursors.tolist(), self.index.tails.tolist()
+        steps = data.draw(st.integers(1, self.spare_steps + 1))
+        self.index.append(torch.zeros(self.oracle.num_envs, steps, dtype=torch.bool))
+        self.index.recount(counters)
+        assert (self.index.cursors.tolist(), self.index.tails.tolist()) == (cursors, tails)
+        row = [[False] * steps] * self.oracle.num_envs
+        self.index.append(flags(row))
+        self.oracle.append(row)
 
     @precondition(lambda self: len(self.index))
     @rule(data=st.data())
@@ -240,6 +283,12 @@ class EpisodeMachine(RuleBasedStateMachine):
         assert len(self.index) == len(live)
         assert self.index.num_rows.item() == len(live)
         assert self.index.is_full == (len(live) == self.index.capacity)
+        assert self.index.fill.tolist() == self.index.host_fill.tolist()
+        ring = torch.arange(-1, self.index.num_slots + 1)
+        assert ring[self.index.is_live(ring)].tolist() == sorted(live)
+        assert self.index.num_slots_reached == max(live, default=-1) + 1
+        is_level = len({*self.index.host_fill.tolist()}) == 1 and {*live} == {*range(len(live))}
+        assert self.index.is_level == is_level
 
     @invariant()
     def answers(self):
@@ -264,6 +313,35 @@ class EpisodeMachine(RuleBasedStateMachine):
         assert len(pairs) == len({row.episode for row in rows}) == len(set(ids))
 
     @invariant()
+    def episodes_are_listed(self):
+        listed, expected = self.index.episodes(), []
+        for lane in range(self.oracle.num_envs):
+            for row in self.oracle.surviving(lane):
+                if self.oracle.behind(row) == 0:
+                    about = self.oracle.slot(row), self.oracle.ahead(row) + 1
+                    expected.append(
+                        (*about, self.oracle.is_finished(row), self.oracle.is_whole(row))
+                    )
+        names = ("first", "length", "finished", "whole")
+        assert [*zip(*(listed[name].tolist() for name in names), strict=True)] == expected
+        drawable = {first for first, _, finished, whole in expected if finished and whole}
+        assert self.index.has_whole_episode() == bool(drawable)
+        if drawable:
+            assert set(self.index.random_episodes(8).tolist()) <= drawable
+
+    @invariant()
+    def newest_slots(self):
+        since = [max(len(lane) - 3, 0) for lane in self.oracle.lanes]
+        rows = [row for lane in range(len(since)) for row in self.oracle.surviving(lane)]
+        new = [self.oracle.slot(row) for row in rows if row.step >= since[row.lane]]
+        assert self.index.slots_since(torch.tensor(since)).tolist() == new
+        newest = self.index.newest_slots().tolist()
+        for lane in range(len(since)):
+            assert self.index.newest_slot([lane]) == newest[lane]
+            if self.oracle.surviving(lane):
+                assert newest[lane] == self.oracle.slot(self.oracle.lanes[lane][-1])
+
+    @invariant()
     def draws_are_live(self):
         live = self.oracle.live()
         if live:
@@ -285,3 +363,32 @@ def test_the_newest_rows_of_each_lane_are_those_of_the_lowest_ages(num_envs, ste
         newest = index.slots_by_age(torch.arange(min(window, len(index))))
         expected = torch.bincount(newest % num_envs, minlength=num_envs)
         assert torch.equal(index.newest_per_lane(torch.tensor(window)), expected)
+
+
+def test_the_host_knows_the_fill_of_a_gpu(simulated_gpu):
+    """It counts along, as nothing can be read back."""
+    index = EpisodeIndex(12, 2, simulated_gpu, spare_steps=2)
+    done = torch.zeros(2, 5, dtype=torch.bool, device=simulated_gpu)
+    index.append(done)
+    index.append(done[:1, :4], lanes=[1])
+    assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [0, 3])
+    index.evict([7, 2])
+    counters = index.counters()
+    index.append(done)
+    index.recount(counters)
+    assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [5, 3])
+    assert (len(index), index.is_full, index.is_level) == (6, False, False)
+
+
+@pytest.mark.parametrize("tail", [-1, 0, 8, 2**61])
+def test_a_saved_tail_that_cannot_be(tail):
+    """Seven steps of a lane of five: the oldest one that is live is from step 2 to 7."""
+    index = EpisodeIndex(5, spare_steps=3)
+    index.append(flags([[0, 0, 1, 0, 0, 0, 0]]))
+    state = index.state_dict()
+    state["lanes"][0, 3] = tail
+    with pytest.raises(ValueError, match="oldest step of lane 0"):
+        index.load_state_dict(state)
+    with pytest.raises(ValueError, match="spare_steps"):
+        EpisodeIndex(5).load_state_dict(index.state_dict())
+    assert index.tails.tolist() == [2]

@@ -214,7 +214,7 @@ def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
     Returns:
         `[B]` int64 slots.
     """
-    fill, lanes = torch.sort(episodes.cursors.clamp(max=episodes.steps_per_lane), stable=True)
+    fill, lanes = torch.sort(episodes.fill, stable=True)
     num_envs = episodes.num_envs
     # Level j holds the places that exactly the j emptiest lanes have no row at.
     first_place = torch.cat([fill.new_zeros(1), fill[:-1]])
@@ -258,7 +258,7 @@ def check_draws(storage: Any, writer: Writer) -> None:
 
 def _check_level(sampler: Sampler, episodes: EpisodeIndex) -> None:
     if not episodes.is_level:
-        fill = episodes.num_steps_written.clamp(max=episodes.steps_per_lane).tolist()
+        fill = episodes.host_fill.tolist()
         raise RuntimeError(
             f"{type(sampler).__name__} takes the first slots for the rows, so that all lanes must hold "
             f"equally many, got {fill}: {_USE_SINGLE_ROWS}; {_USE_SEQUENCES}."

@@ -48,11 +48,19 @@ def both(rings, ask):
 class RingMachine(RuleBasedStateMachine):
     """Writes of every shape; every answer is compared after each of them."""
 
-    @initialize(num_envs=st.integers(1, 4), places=st.integers(1, 7), spare=st.integers(0, 3))
-    def start(self, num_envs, places, spare):
-        size = num_envs * places + min(spare, num_envs - 1)
-        self.rings = [kernels.Ring(size, num_envs, CPU) for kernels in (host, device)]
-        self.oracle, self.seed = RingOracle(size, num_envs), 0
+    @initialize(
+        num_envs=st.integers(1, 4),
+        places=st.integers(1, 7),
+        over=st.integers(0, 3),
+        spare_steps=st.sampled_from([0, 1, 3, None]),
+    )
+    def start(self, num_envs, places, over, spare_steps):
+        size = num_envs * places + min(over, num_envs - 1)
+        spare_steps = places if spare_steps is None else spare_steps
+        self.rings = [
+            kernels.Ring(size, num_envs, CPU, spare_steps=spare_steps) for kernels in (host, device)
+        ]
+        self.oracle, self.seed = RingOracle(size, num_envs, spare_steps), 0
 
     @rule(data=st.data())
     def append(self, data):
@@ -80,6 +88,14 @@ class RingMachine(RuleBasedStateMachine):
         lost = max(steps - places, 0)
         expected = self.oracle.append(done, cut, lanes)
         assert slots.tolist() == [[-1] * lost + lane[lost:] for lane in expected]
+
+    @rule(data=st.data())
+    def evict(self, data):
+        tails = self.rings[0].tails.tolist()
+        for lane, history in enumerate(self.oracle.lanes):
+            tails[lane] = data.draw(st.integers(tails[lane], len(history)))
+        both(self.rings, lambda ring: ring.evict(torch.tensor(tails)) or ring.tails)
+        self.oracle.evict(tails)
 
     @invariant()
     def knows_the_same(self):
@@ -181,9 +197,9 @@ def interpreted(monkeypatch):
 @settings(max_examples=5, suppress_health_check=list(settings().suppress_health_check))
 def test_the_loops_are_python(data):
     machine = RingMachine()
-    machine.start(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 0)
-    for _ in range(4):
-        machine.append(data)
+    machine.start(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 0, 1)
+    for write in (machine.append, machine.append, machine.evict, machine.append):
+        write(data)
         machine.knows_the_same()
         machine.ages_and_extents()
         machine.windows_and_sequences()
@@ -212,7 +228,7 @@ def test_draws_below_any_bound(kernels, num_rows):
     """Scaled below 2^31, by remainder beyond; never through floats, which would miss most rows."""
     ring = kernels.Ring(8, 1, CPU)
     # As large as no machine's memory: draws look at cursors only.
-    ring.capacity = ring.steps_per_lane = num_rows
+    ring.capacity = ring.steps_per_lane = ring.ring_steps = num_rows
     ring.lanes[0, 0] = num_rows
     noise = noise_of(3, 50)
     noise[:2] = torch.tensor([0, HIGHEST])
@@ -272,12 +288,13 @@ def test_copies_and_shared_tables_are_written_where_they_are():
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
-    ring = device.Ring(24, num_envs, simulated_gpu)
+    ring = device.Ring(24, num_envs, simulated_gpu, spare_steps=5)
     for num_steps in (1, 5, 40):
         done = torch.zeros(num_envs, num_steps, dtype=torch.bool, device=simulated_gpu)
         ring.append(done, None)
         ring.append(done, done)
     ring.append(done[:1], None, torch.zeros(1, dtype=torch.int64, device=simulated_gpu))
+    ring.evict(ring.cursors - 3)
     noise = torch.empty(2, 8, dtype=torch.int64, device=simulated_gpu).random_()
     window = ring.fill.sum().clamp(max=5)
     for newest in (None, window):

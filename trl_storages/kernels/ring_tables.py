@@ -1,10 +1,11 @@
 """The tables of an episode index, and what is rarely asked of them.
 
-Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
+Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), M = R * E
+slots, B any shape of slots.
 
-Step s of lane l lives in slot `(s % T) * E + l`. Every slot names an entry of a table of episodes, and an
-entry holds the steps with which its episode began and ended. A row that was overwritten changes no entry:
-answers are clamped to the oldest step that survives, `cursor - T`.
+Step s of lane l lives in slot `(s % R) * E + l`. The live rows of a lane are those from its tail up to
+its cursor. Every slot names an entry of a table of episodes, and an entry holds the steps with which its
+episode began and ended. A row that was evicted changes no entry: answers are clamped to the tail.
 """
 
 from __future__ import annotations
@@ -26,27 +27,32 @@ class RingTables:
     Both backends keep the same tables. They differ in how they write them and draw from them.
 
     Args:
-        capacity: slots of the ring; rounded down to a multiple of `num_envs`.
+        capacity: live rows at most; rounded down to a multiple of `num_envs`.
         num_envs: number of lanes E, at least 1 and at most `capacity`.
         device: where the tables live.
+        spare_steps: R - T, so that a write of so many steps goes to slots that hold no live row.
     """
 
-    def __init__(self, capacity: int, num_envs: int, device: torch.device) -> None:
+    def __init__(
+        self, capacity: int, num_envs: int, device: torch.device, *, spare_steps: int = 0
+    ) -> None:
         self.num_envs = num_envs
         self.steps_per_lane = capacity // num_envs
         self.capacity = self.steps_per_lane * num_envs
+        self.ring_steps = self.steps_per_lane + spare_steps
+        self.num_slots = self.ring_steps * num_envs
         self.device = device
         # 4 bytes a slot while entries fit.
         entries = torch.int32 if self.capacity < 2**31 else torch.int64
         #: `[M]` the entry of each slot's episode.
-        self.episode = self._zeros(self.capacity, dtype=entries)
-        #: `[M + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
+        self.episode = self._zeros(self.num_slots, dtype=entries)
+        #: `[T E + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
         #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
         #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
         self.spans = self._zeros(self.capacity + 1, 3)
-        #: `[E, 3]` int64, of each lane: steps written, episodes begun, and whether its next row
-        #: continues the last one.
-        self.lanes = self._zeros(num_envs, 3)
+        #: `[E, 4]` int64, of each lane: steps written, episodes begun, whether its next row continues
+        #: the last one, and the oldest step that is live.
+        self.lanes = self._zeros(num_envs, 4)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -76,9 +82,20 @@ class RingTables:
         return self.lanes[:, 2]
 
     @property
+    def tails(self) -> torch.Tensor:
+        """`[E]` int64, the oldest live step of each lane; its cursor where there is none."""
+        return self.lanes[:, 3]
+
+    @property
     def fill(self) -> torch.Tensor:
         """`[E]` int64, the live rows of each lane."""
-        return self.cursors.clamp(max=self.steps_per_lane)
+        return self.cursors - self.tails
+
+    def evict(self, tails: torch.Tensor) -> None:
+        """Evicts rows: `[E]` int64 the new tails, from the old ones up to the cursors, on any device."""
+        self.tails.copy_(tails)
+        # A lane without a row begins an episode with its next one.
+        self.is_open.mul_(self.tails < self.cursors)
 
     # Slots
 
@@ -86,19 +103,19 @@ class RingTables:
         """Returns the slots `[L, S]` of the next S steps of L lanes; -1 for steps that find no room."""
         lane = lanes.unsqueeze(1)
         step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
-        slots = step % self.steps_per_lane * self.num_envs + lane
+        slots = step % self.ring_steps * self.num_envs + lane
         if num_steps > self.steps_per_lane:
             slots[:, : -self.steps_per_lane] = -1
         return slots
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
         """Returns the slots so many steps later in the same lane."""
-        return (slots + steps * self.num_envs) % self.capacity
+        return (slots + steps * self.num_envs) % self.num_slots
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the step of each slot in its lane; below 0 where nothing was written yet."""
+        """Returns the newest step of each slot in its lane; below the tail where no live row is."""
         newest = take(self.cursors, slots % self.num_envs) - 1
-        return newest - (newest - slots // self.num_envs) % self.steps_per_lane
+        return newest - (newest - slots // self.num_envs) % self.ring_steps
 
     # Episodes
 
@@ -121,9 +138,8 @@ class RingTables:
         return step - torch.maximum(first, self.oldest(slots)), last - step
 
     def oldest(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the oldest step that survives in the lane of each slot."""
-        oldest = (self.cursors - self.steps_per_lane).clamp(min=0)
-        return take(oldest, slots % self.num_envs)
+        """Returns the oldest live step in the lane of each slot."""
+        return take(self.tails, slots % self.num_envs)
 
     # Ages
 

@@ -132,7 +132,7 @@ class PriorityTable:
         """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
             finish(partial(self._arrange, episodes.num_envs))
-        lengths, room = episodes.newest_per_lane(window), episodes.steps_per_lane
+        lengths, room = episodes.newest_per_lane(window), episodes.ring_steps
         ranges = self._order.newest(lengths, episodes.cursors, room)
         return self._drawn(noise, beta, None, *ranges)
 

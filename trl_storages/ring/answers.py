@@ -1,6 +1,6 @@
 """What an episode index answers about the rows of a ring.
 
-Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
+Letters: T live steps per lane at most, E lanes (environments), B any shape of slots.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ class EpisodeAnswers:
         capacity: as in `EpisodeIndex`.
         num_envs: as in `EpisodeIndex`.
         device: as in `EpisodeIndex`.
+        spare_steps: as in `EpisodeIndex`.
     """
 
     def __init__(
-        self, capacity: int, num_envs: int = 1, device: torch.device | str = "cpu"
+        self,
+        capacity: int,
+        num_envs: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        spare_steps: int = 0,
     ) -> None:
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         capacity = arguments.integer("capacity", capacity, at_least=1)
@@ -39,12 +45,17 @@ class EpisodeAnswers:
                 f"capacity must be at least num_envs, so that every lane holds a row; got capacity "
                 f"{capacity} for {num_envs} lanes."
             )
+        spare_steps = arguments.integer("spare_steps", spare_steps)
         self.device = arguments.device("device", device)
         self._on_host = self.device.type == "cpu"
-        self._ring = backend(self.device).Ring(capacity, num_envs, self.device)
+        ring = backend(self.device).Ring
+        self._ring = ring(capacity, num_envs, self.device, spare_steps=spare_steps)
         self.num_envs = num_envs
+        self.spare_steps = spare_steps
         self.steps_per_lane: int = self._ring.steps_per_lane
         self.capacity: int = self._ring.capacity
+        self.ring_steps: int = self._ring.ring_steps
+        self.num_slots: int = self._ring.num_slots
         self._lane_ids = torch.arange(num_envs, device=self.device)
 
     # Size
@@ -52,25 +63,28 @@ class EpisodeAnswers:
     def __len__(self) -> int:
         """Number of live rows, known to the host."""
         if self.num_envs == 1:
-            return min(self.host_steps.item(), self.steps_per_lane)
-        return int(np.minimum(self.host_steps, self.steps_per_lane).sum())
+            return self.host_steps.item() - self.host_tails.item()
+        return int(self.host_fill.sum())
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds a row."""
+        """Whether there are as many live rows as there can be."""
         return len(self) == self.capacity
 
     @property
     def is_level(self) -> bool:
         """Whether all lanes hold equally many rows, so that the live slots are the first ones."""
-        fill = np.minimum(self.host_steps, self.steps_per_lane)
-        return self.num_envs == 1 or not np.count_nonzero(fill != fill[0])
+        fill, start = self.host_fill, self.host_tails % self.ring_steps
+        is_at_start = (start == 0) | (fill == self.ring_steps) | (fill == 0)
+        return bool(((fill == fill[0]) & is_at_start).all())
 
     @property
     def num_slots_reached(self) -> int:
         """How many slots there are up to the last live one."""
-        fill = np.minimum(self.host_steps, self.steps_per_lane)
-        last = (fill - 1) * self.num_envs + np.arange(self.num_envs)
+        fill, start = self.host_fill, self.host_tails % self.ring_steps
+        # Rows that go over the end of the ring reach to its end.
+        last = np.minimum(start + fill, self.ring_steps) - 1
+        last = last * self.num_envs + np.arange(self.num_envs)
         return int(last[fill > 0].max(initial=-1)) + 1
 
     @property
@@ -82,6 +96,16 @@ class EpisodeAnswers:
     def cursors(self) -> torch.Tensor:
         """`[E]` int64, on the device: steps written to each lane since the beginning."""
         return self._ring.cursors
+
+    @property
+    def tails(self) -> torch.Tensor:
+        """`[E]` int64, on the device: the oldest live step of each lane, its cursor if it has none."""
+        return self._ring.tails
+
+    @property
+    def fill(self) -> torch.Tensor:
+        """`[E]` int64, on the device: the live rows of each lane."""
+        return self._ring.fill
 
     @property
     def num_steps_written(self) -> torch.Tensor:
@@ -99,6 +123,16 @@ class EpisodeAnswers:
         # On the CPU they are the same memory.
         return self.cursors.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
 
+    @cached_property
+    def host_tails(self) -> np.ndarray:
+        """`[E]` int64, the tails as the host knows them without asking the device."""
+        return self.tails.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
+
+    @property
+    def host_fill(self) -> np.ndarray:
+        """`[E]` int64, the live rows of each lane as the host knows them."""
+        return self.host_steps - self.host_tails
+
     # Questions about slots
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
@@ -108,9 +142,10 @@ class EpisodeAnswers:
     def is_live(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each slot, of any number at all, is one that holds a row, bool."""
         slots = _slots("slots", slots)
-        inside = (slots >= 0) & (slots < self.capacity)
-        # Counted back from the cursor, a slot not yet written comes out before step 0.
-        return inside & (self._ring.steps(slots.clamp(0, self.capacity - 1)) >= 0)
+        inside = (slots >= 0) & (slots < self.num_slots)
+        slots = slots.clamp(0, self.num_slots - 1)
+        # Counted back from the cursor, a slot that holds no live row comes out before the tail.
+        return inside & (self._ring.steps(slots) >= self._ring.oldest(slots))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
         """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked.
@@ -190,7 +225,7 @@ class EpisodeAnswers:
         return entry == lane * self.steps_per_lane + number % self.steps_per_lane
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether no row of the slot's episode has been overwritten, bool."""
+        """Returns whether no row of the slot's episode has been evicted, bool."""
         slots = _slots("slots", slots)
         return self._ring.span(slots)[..., 0] >= self._ring.oldest(slots)
 

@@ -1,9 +1,11 @@
 """Which rows of the ring belong to one episode, kept up to date in O(1) per written step.
 
-Letters: T steps per lane, E lanes (environments), M = T * E slots, B any shape of slots.
+Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), B any shape of
+slots.
 
 A lane is the stream of one environment. The ring is time-major: step s of lane l lives in slot
-`(s % T) * E + l`, and each lane has a cursor of its own, so a lane may skip a step.
+`(s % R) * E + l`, and each lane has a cursor of its own, so a lane may skip a step. The live rows of a
+lane are those from its tail up to its cursor; the tail is at most T steps behind.
 """
 
 from __future__ import annotations
@@ -64,12 +66,13 @@ class EpisodeIndex(EpisodeAnswers):
     without synchronising with the host, and cost the same however many rows are stored.
 
     Args:
-        capacity: slots of the ring; rounded down to a multiple of `num_envs`.
+        capacity: live rows at most; rounded down to a multiple of `num_envs`.
         num_envs: number of lanes E.
         device: where the index lives and answers.
+        spare_steps: R - T. A write of so many steps goes to slots that hold no live row.
 
     Raises:
-        ValueError: `num_envs` is below 1 or `capacity` below `num_envs`.
+        ValueError: `num_envs` is below 1, `capacity` below `num_envs` or `spare_steps` below 0.
 
     >>> index = EpisodeIndex(8)
     >>> index.append(torch.tensor([[False, False, True, False]])).tolist()
@@ -133,15 +136,15 @@ class EpisodeIndex(EpisodeAnswers):
         steps = self.host_steps
         if self.num_envs > 1 and (num_steps > 1 or np.count_nonzero(steps != steps[0])):
             return None
-        first = steps.item(0) % self.steps_per_lane
-        if first + num_steps > self.steps_per_lane:
+        first = steps.item(0) % self.ring_steps
+        if num_steps > self.steps_per_lane or first + num_steps > self.ring_steps:
             return None
         return range(first * self.num_envs, (first + num_steps) * self.num_envs)
 
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
         lane = self.named_lanes(lanes)[-1]
-        return (self.host_steps.item(lane) - 1) % self.steps_per_lane * self.num_envs + lane
+        return (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
 
     def newest_slots(self, lanes: Lanes = None) -> torch.Tensor:
         """Returns `[L]` the slot of the newest row of each of `lanes`; of an empty lane any slot."""
@@ -156,12 +159,12 @@ class EpisodeIndex(EpisodeAnswers):
         Returns:
             int64 slots `[n]`, lane by lane, the oldest row first.
         """
-        written = self.host_steps
+        tails, cursors = self.host_tails.tolist(), self.host_steps.tolist()
         steps = [
-            torch.arange(max(before, now - self.steps_per_lane), now)
-            for before, now in zip(num_steps.tolist(), written.tolist(), strict=True)
+            torch.arange(max(before, tail), cursor)
+            for before, tail, cursor in zip(num_steps.tolist(), tails, cursors, strict=True)
         ]
-        slots = [step % self.steps_per_lane * self.num_envs + at for at, step in enumerate(steps)]
+        slots = [step % self.ring_steps * self.num_envs + at for at, step in enumerate(steps)]
         return torch.cat(slots).to(self.device)
 
     # Writing
@@ -217,6 +220,7 @@ class EpisodeIndex(EpisodeAnswers):
         """
         if not self._on_host:
             self.host_steps[list(self.named_lanes(lanes))] += done.shape[1]
+            np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
         which = None if lanes is None else self.lane_ids(lanes)
         return self._ring.append(done, cut, which, table, rows)
 
@@ -226,33 +230,48 @@ class EpisodeIndex(EpisodeAnswers):
         """Replaces what is known of lanes by their surviving rows, after steps that went unseen.
 
         Args:
-            done: `[L, S]` bool, of the last S steps of the lanes: the episode ends with this row.
+            done: `[L, S]` bool, of the last S <= T steps of the lanes: the episode ends with this row.
             begins: `[L, S]` bool: it begins with this row. Where that of the first row is not among
                 these, the episode has lost rows.
             cursor: steps written to each of the lanes; S of them survive.
             lanes: the L distinct lanes; None is all of them.
         """
         lane = self.lane_ids(lanes)
-        self.host_steps[lane.cpu().numpy()] = cursor - done.shape[1]
-        self._ring.cursors[lane] = cursor - done.shape[1]
-        self.end_episodes(lane)
-        first = self.advance(done, begins, lane)[:, 0]
-        self._ring.tear(first[~begins[:, 0].to(self.device)])
+        tail, which = cursor - done.shape[1], list(self.named_lanes(lanes))
+        self.host_steps[which] = self.host_tails[which] = tail
+        self._ring.cursors[lane] = self._ring.tails[lane] = tail
+        self._ring.is_open[lane] = 0
+        if done.shape[1]:
+            first = self.advance(done, begins, lanes)[:, 0]
+            self._ring.tear(first[~begins[:, 0].to(self.device)])
+
+    def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
+        """Evicts the rows before a step of each lane; steps never start again.
+
+        Args:
+            tails: `[E]` int64 on the host, the first step of each lane that stays. Before the tail it
+                evicts nothing, beyond the cursor all rows there are; a lane without a row begins an
+                episode with its next one.
+        """
+        tails = np.clip(np.asarray(tails, np.int64), self.host_tails, self.host_steps)
+        self._ring.evict(torch.from_numpy(tails))
+        self.host_tails[:] = tails
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
         self._ring.is_open[self.lane_ids(lanes)] = 0
 
-    def counters(self) -> tuple[Any, np.ndarray | None]:
+    def counters(self) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
         """Returns copies of all that a write of steps goes on from."""
-        return self._ring.counters(), None if self._on_host else self.host_steps.copy()
+        on_host = None if self._on_host else (self.host_steps.copy(), self.host_tails.copy())
+        return self._ring.counters(), on_host
 
-    def recount(self, counters: tuple[Any, np.ndarray | None]) -> None:
+    def recount(self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]) -> None:
         """Puts `counters` back: the steps that were taken since can be taken once more."""
-        lanes, host_steps = counters
+        lanes, on_host = counters
         self._ring.recount(lanes)
-        if host_steps is not None:
-            self.host_steps[:] = host_steps
+        if on_host is not None:
+            self.host_steps[:], self.host_tails[:] = on_host
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
@@ -268,10 +287,11 @@ class EpisodeIndex(EpisodeAnswers):
         """Returns what `restart` must know to keep the last `keep_steps` of each lane."""
         keep_steps = arguments.integer("keep_steps", keep_steps)
         kept, is_open = [], self._ring.is_open.clone()
-        for lane, cursor in enumerate(self.host_steps.tolist()):
-            steps = range(max(cursor - min(keep_steps, self.steps_per_lane), 0), cursor)
+        tails, cursors = self.host_tails.tolist(), self.host_steps.tolist()
+        for lane, (tail, cursor) in enumerate(zip(tails, cursors, strict=True)):
+            steps = range(max(cursor - keep_steps, tail), cursor)
             slots = torch.tensor([*steps], dtype=torch.int64, device=self.device)
-            slots = slots % self.steps_per_lane * self.num_envs + lane
+            slots = slots % self.ring_steps * self.num_envs + lane
             behind, ahead = self.extent(slots)
             done = self.is_finished(slots) & (ahead == 0)
             is_torn = ~(self.is_whole(slots) & (behind == 0))
@@ -290,6 +310,7 @@ class EpisodeIndex(EpisodeAnswers):
         for tensor in self._ring.tensors.values():
             tensor.zero_()
         self.host_steps.fill(0)
+        self.host_tails.fill(0)
         for lane, (slots, done, begins, is_torn, is_open) in enumerate(kept.lanes):
             if len(slots):
                 moved = self.advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
@@ -326,11 +347,11 @@ class EpisodeIndex(EpisodeAnswers):
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
-        read = EpisodeIndex(self.capacity, self.num_envs)
+        read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=self.spare_steps)
         tables = read._ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])
         for name, table in tables.items():
-            hint = "capacity and num_envs must be those it was saved with"
+            hint = "capacity, num_envs and spare_steps must be those it was saved with"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
             saved.within(name, -1, self.capacity - 1 if name == "episode" else _MOST_STEPS)
             table.copy_(tensor)
@@ -352,13 +373,15 @@ class EpisodeIndex(EpisodeAnswers):
         for name, tensor in self._ring.tensors.items():
             tensor.copy_(state_dict[name])
         self.host_steps[:] = self.cursors.cpu().numpy()
+        self.host_tails[:] = self.tails.cpu().numpy()
 
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
         self._ring.share_memory_()
         if self._on_host:
-            # A view of where they were.
+            # Views of where they were.
             self.__dict__.pop("host_steps", None)
+            self.__dict__.pop("host_tails", None)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,8 +389,9 @@ class EpisodeIndex(EpisodeAnswers):
             self.share_memory_()
         state = self.__dict__.copy()
         if self._on_host:
-            # A view would be pickled as a copy.
+            # Views would be pickled as copies.
             state.pop("host_steps", None)
+            state.pop("host_tails", None)
         return state
 
     def __repr__(self) -> str:

@@ -20,12 +20,20 @@ def check_invariants(index: EpisodeIndex) -> None:
     """
     if not torch.equal(index.cursors.cpu(), index.num_steps_written):
         raise RuntimeError("the host's cursors differ from the device's.")
+    if not torch.equal(index.tails.cpu(), torch.from_numpy(index.host_tails)):
+        raise RuntimeError("the host's tails differ from the device's.")
+    tails = index.host_tails.tolist()
+    for lane, (tail, rows) in enumerate(zip(tails, index.host_fill.tolist(), strict=True)):
+        if tail < 0 or not 0 <= rows <= index.steps_per_lane:
+            raise RuntimeError(
+                f"the oldest step of lane {lane} is {tail}, with {rows} rows from it on; it must be at "
+                f"least 0, with 0 to {index.steps_per_lane} rows."
+            )
     if int(index.num_rows) != len(index):
         raise RuntimeError(f"num_rows is {int(index.num_rows)} for {len(index)} live rows.")
     for lane, cursor in enumerate(index.num_steps_written.tolist()):
-        oldest = max(cursor - index.steps_per_lane, 0)
-        steps = torch.arange(oldest, cursor, device=index.device)
-        slots = steps % index.steps_per_lane * index.num_envs + lane
+        steps = torch.arange(tails[lane], cursor, device=index.device)
+        slots = steps % index.ring_steps * index.num_envs + lane
         entry, (behind, ahead) = index.episode_id(slots), index.extent(slots)
         begins = torch.ones_like(entry, dtype=torch.bool)
         begins[1:] = entry[1:] != entry[:-1]

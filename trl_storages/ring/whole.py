@@ -1,6 +1,6 @@
-"""Draws whole episodes: finished ones, of which no row was overwritten.
+"""Draws whole episodes: finished ones, of which no row was evicted.
 
-Letters: T steps per lane, E lanes (environments).
+Letters: E lanes (environments).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def draw_whole_episodes(
     Returns:
         `[n]` int64 slots of their first rows, or None if it was out of luck.
     """
-    room, begun = index.steps_per_lane, ring.lanes[:, 1]
+    most_live, room, begun = index.steps_per_lane, index.ring_steps, ring.lanes[:, 1]
     lanes = torch.arange(index.num_envs, device=index.device)
     # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
-    start = (index.cursors - room).clamp(min=0)
+    start = index.tails
     entry = ring.entries(start % room * index.num_envs + lanes)
-    oldest = begun - 1 - (begun - 1 - entry + lanes * room) % room
+    oldest = begun - 1 - (begun - 1 - entry + lanes * most_live) % most_live
     # One that began before the oldest row has lost its beginning.
     oldest += ring.spans[entry, 0] < start
-    counts = torch.where(index.cursors > 0, begun - oldest, 0).clamp(min=0)
+    counts = torch.where(index.fill > 0, begun - oldest, 0).clamp(min=0)
     ends = counts.cumsum(0)
     found = torch.full((n,), -1, device=index.device)
     # Cut and running episodes are drawn too, and drawn again. They are few as a rule.
@@ -45,7 +45,7 @@ def draw_whole_episodes(
         draw = random_noise(n, generator=generator, device=index.device) % ends[-1]
         lane = torch.searchsorted(ends, draw, right=True)
         number = oldest[lane] + draw - (ends - counts)[lane]
-        drawn = lane * room + number % room
+        drawn = lane * most_live + number % most_live
         usable = (ring.spans[drawn, 2] != 0) & (found < 0)
         found = torch.where(usable, ring.spans[drawn, 0] % room * index.num_envs + lane, found)
         if bool((found >= 0).all()):

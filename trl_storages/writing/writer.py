@@ -619,7 +619,7 @@ class EpisodeWriter(RoundRobinWriter):
         if storage is None:
             return 0
         episodes = storage.episodes
-        return episodes.host_steps.item(0) % episodes.steps_per_lane * self.num_envs
+        return episodes.host_steps.item(0) % episodes.ring_steps * self.num_envs
 
     @_cursor.setter
     def _cursor(self, value: int) -> None:
@@ -777,7 +777,7 @@ class EpisodeWriter(RoundRobinWriter):
         index = self._episodes.read_state(saved["episodes"])
         if len(index):
             SavedState(state_dict, "the saved EpisodeWriter", (*keys, *more))
-        cursor = index.host_steps.item(0) % index.steps_per_lane * index.num_envs
+        cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
         if saved.integer("_cursor") != cursor:
             raise saved.error("_cursor", f"{cursor}, as in its episode index", saved["_cursor"])
         saved.integer("_write_count")
@@ -853,8 +853,7 @@ def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
         return len(episodes)
     # TorchRL's storages read the slots below their length only; lanes of unequal fill reach beyond the
     # number of rows.
-    steps = min(int(episodes.host_steps.max()), episodes.steps_per_lane)
-    return steps * episodes.num_envs
+    return int(episodes.host_fill.max()) * episodes.num_envs
 
 
 def _in_lanes(shape: tuple[int, int], rows: Any) -> Any:

@@ -1,7 +1,7 @@
 """Writes an episode index and draws from it in tensor operations.
 
-Letters: T steps per lane, E lanes (environments), M = T * E slots, L lanes and S steps written now,
-B batch, n rows of a window.
+Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
+L lanes and S steps written now, B batch, n rows of a window.
 
 No number that changes with writes is read on the host, so that a captured graph stays right while the
 ring grows and wraps, and where a lane skips a step later.
@@ -37,7 +37,7 @@ class Ring(RingTables):
         if table is not None and rows is not None:
             # Of more than T steps, the last T find room.
             table.rows[slots[:, -room:]] = rows[:, -room:]
-        cursor, begun, is_open = self.lanes[lane].unbind(-1)
+        cursor, begun, is_open, tail = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
@@ -48,9 +48,9 @@ class Ring(RingTables):
         # Whether a row is the last of its episode among those written now.
         last = torch.ones_like(begins)
         last[:, :-1] = begins[:, 1:]
-        self.lanes[lanes] = torch.stack(
-            [cursor[:, 0] + num_steps, number[:, -1] + 1, (~done[:, -1]).long()], 1
-        )
+        end = cursor[:, 0] + num_steps
+        tail = torch.maximum(tail[:, 0], end - room)
+        self.lanes[lanes] = torch.stack([end, number[:, -1] + 1, (~done[:, -1]).long(), tail], 1)
 
         entry = (lane * room + number % room)[:, -room:]
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
@@ -75,12 +75,12 @@ class Ring(RingTables):
         if lanes is None:
             lanes = torch.arange(self.num_envs, device=self.device)
         newest = self.cursors.index_select(0, lanes) - 1
-        return newest % self.steps_per_lane * self.num_envs + lanes
+        return newest % self.ring_steps * self.num_envs + lanes
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest."""
         if self.num_envs == 1:
-            return (self.cursors - 1 - ranks) % self.steps_per_lane
+            return (self.cursors - 1 - ranks) % self.ring_steps
         fill, lanes = self.by_fill()
         # Level j holds the ages at which exactly the j emptiest lanes have no row left. Its first
         # rank is the number of rows younger than its first age.
@@ -94,7 +94,7 @@ class Ring(RingTables):
         age = take(first_age, level) + offset // width
         lane = take(lanes, self.num_envs - 1 - offset % width)
         step = take(self.cursors, lane) - 1 - age
-        return step % self.steps_per_lane * self.num_envs + lane
+        return step % self.ring_steps * self.num_envs + lane
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
         """Draws live rows uniformly, or the newest ones only."""

@@ -1,6 +1,6 @@
 """The order of leaves in which the newest rows lie together, in compiled loops.
 
-Letters: E lanes (environments), T steps per lane.
+Letters: E lanes (environments), R ring steps per lane.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["LaneOrder"]
 class LaneOrder:
     """Maps slots, which are time-major, to leaves, which lie lane by lane.
 
-    Slot `t * E + l` is leaf `l * T + t`, so that the newest rows of a lane are two ranges of leaves
+    Slot `t * E + l` is leaf `l * R + t`, so that the newest rows of a lane are two ranges of leaves
     at most, also where the lanes are filled unequally.
 
     Args:
-        capacity: number of slots, E T or a little more.
+        capacity: number of slots, E R or a little more.
         num_lanes: E.
 
     Attributes:
@@ -52,7 +52,7 @@ class LaneOrder:
         Args:
             lengths: `[E]` int64, how many rows of each lane.
             cursors: `[E]` int64, steps written to each lane since the beginning.
-            room: T.
+            room: R.
 
         Returns:
             `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, of which some are empty.

@@ -1,7 +1,7 @@
 """Writes an episode index and draws from it in compiled loops.
 
-Letters: T steps per lane, E lanes (environments), M = T * E slots, L lanes and S steps written now,
-B batch, n rows of a window.
+Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
+L lanes and S steps written now, B batch, n rows of a window. In the loops `room` is R.
 
 The loops are what the tables mean that `RingTables` describes. A slot is divided by E only where there
 are several lanes, since a 64-bit division takes as long as all the rest of a sample; what wraps around is
@@ -27,7 +27,7 @@ __all__ = ["Ring"]
 
 # Columns of the tables.
 _FIRST, _LAST, _FINISHED = 0, 1, 2
-_CURSOR, _BEGUN, _OPEN = 0, 1, 2
+_CURSOR, _BEGUN, _OPEN, _TAIL = 0, 1, 2, 3
 _SPAN_BYTES = 24
 _FUTURE, _FINAL, _EPISODE, _RANDOM = range(len(GOAL_STRATEGIES))
 _STRATEGIES = {name: number for number, name in enumerate(GOAL_STRATEGIES)}
@@ -87,7 +87,8 @@ class Ring(RingTables):
         slots = np.empty(ends.shape, np.int64)
         to = _NO_TABLE if table is None else table.array
         new = _NO_ROWS if rows is None else rows.numpy()
-        _append(*self._arrays, self.steps_per_lane, written, ends, cuts, to, new, slots)
+        most_live, room = self.steps_per_lane, self.ring_steps
+        _append(*self._arrays, most_live, room, written, ends, cuts, to, new, slots)
         return torch.from_numpy(slots)
 
     def counters(self) -> np.ndarray:
@@ -105,7 +106,7 @@ class Ring(RingTables):
             lanes: `[L]` int64; None is all of them.
         """
         which = self._all_lanes if lanes is None else lanes.numpy()
-        return torch.from_numpy(_newest_slots(self._arrays[2], self.steps_per_lane, which))
+        return torch.from_numpy(_newest_slots(self._arrays[2], self.ring_steps, which))
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest.
@@ -118,7 +119,7 @@ class Ring(RingTables):
         """
         slots = np.empty(ranks.shape, np.int64)
         flat = ranks.contiguous().numpy().reshape(-1)
-        _slots_by_age(self._arrays[2], self.steps_per_lane, flat, slots.reshape(-1))
+        _slots_by_age(self._arrays[2], self.ring_steps, flat, slots.reshape(-1))
         return torch.from_numpy(slots)
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,7 +135,7 @@ class Ring(RingTables):
         numbers = noise.contiguous().numpy()
         slots = np.empty(numbers.shape, np.int64)
         num_newest = self.capacity if window is None else int(window)
-        _draw(self._arrays[2], self.steps_per_lane, numbers, num_newest, slots)
+        _draw(self._arrays[2], self.ring_steps, numbers, num_newest, slots)
         return torch.from_numpy(slots)
 
     def goals(
@@ -155,7 +156,7 @@ class Ring(RingTables):
         goals = np.empty(anchors.shape, np.int64)
         _goals(
             *self._arrays,
-            self.steps_per_lane,
+            self.ring_steps,
             anchors,
             noise.contiguous().numpy(),
             mask.contiguous().numpy(),
@@ -178,7 +179,7 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         windows = np.empty((num_rows, len(anchors)), np.int64)
         lengths = np.empty(anchors.shape, np.int64)
-        _windows(*self._arrays, self.steps_per_lane, anchors, windows, lengths)
+        _windows(*self._arrays, self.ring_steps, anchors, windows, lengths)
         return torch.from_numpy(windows), torch.from_numpy(lengths)
 
     def sequences(
@@ -198,7 +199,7 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         rows = np.empty((len(anchors), num_steps), np.int64)
         valid = np.empty(rows.shape, bool)
-        _sequences(*self._arrays, self.steps_per_lane, anchors, burn_in, rows, valid)
+        _sequences(*self._arrays, self.ring_steps, anchors, burn_in, rows, valid)
         return torch.from_numpy(rows), torch.from_numpy(valid)
 
     def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
@@ -211,7 +212,7 @@ class Ring(RingTables):
             `[E]` int64: the newest so many rows of each lane make up the window.
         """
         lengths = np.empty(self.num_envs, np.int64)
-        _newest_per_lane(self._arrays[2], self.steps_per_lane, int(window), lengths)
+        _newest_per_lane(self._arrays[2], int(window), lengths)
         return torch.from_numpy(lengths)
 
 
@@ -220,6 +221,7 @@ def _append(
     episode: Any,
     spans: Any,
     lanes: Any,
+    most_live: int,
     room: int,
     written: Any,
     done: Any,
@@ -237,10 +239,10 @@ def _append(
         goes_on = lanes[lane, _OPEN] != 0
         place = step % room
         # The episode that was begun last.
-        entry = lane * room + (number - 1) % room
+        entry = lane * most_live + (number - 1) % most_live
         for s in range(num_steps):
             if not goes_on or (has_cuts and cut[i, s]):
-                entry = lane * room + number % room
+                entry = lane * most_live + number % most_live
                 number += 1
                 spans[entry, _FIRST] = step
             slot = place * len(lanes) + lane
@@ -248,7 +250,7 @@ def _append(
             spans[entry, _LAST] = step
             spans[entry, _FINISHED] = done[i, s]
             goes_on = not done[i, s]
-            if s + room < num_steps:
+            if s + most_live < num_steps:
                 slots[i, s] = -1
             else:
                 slots[i, s] = slot
@@ -259,6 +261,7 @@ def _append(
         lanes[lane, _CURSOR] = step
         lanes[lane, _BEGUN] = number
         lanes[lane, _OPEN] = goes_on
+        lanes[lane, _TAIL] = max(lanes[lane, _TAIL], step - most_live)
 
 
 @inlined
@@ -287,7 +290,7 @@ def _newest_places(lanes: Any, room: int) -> Any:
 
 
 @compiled
-def _by_age(lanes: Any, room: int) -> tuple[Any, Any, Any, Any, int]:
+def _by_age(lanes: Any) -> tuple[Any, Any, Any, Any, int]:
     """Returns how rows of any lanes are ordered by age.
 
     Level j holds the ages at which exactly the j emptiest lanes have no row left.
@@ -302,7 +305,7 @@ def _by_age(lanes: Any, room: int) -> tuple[Any, Any, Any, Any, int]:
     for lane in range(num_lanes):
         # Sorted by insertion: lanes are nearly in order as a rule, and NumPy's sort takes seconds to
         # compile.
-        rows, place = min(lanes[lane, _CURSOR], room), lane
+        rows, place = lanes[lane, _CURSOR] - lanes[lane, _TAIL], lane
         while place > 0 and fill[place - 1] > rows:
             fill[place], order[place] = fill[place - 1], order[place - 1]
             place -= 1
@@ -335,13 +338,14 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
     in_step = True
     for lane in range(num_lanes):
         in_step = in_step and lanes[lane, _CURSOR] == lanes[0, _CURSOR]
+        in_step = in_step and lanes[lane, _TAIL] == lanes[0, _TAIL]
     if in_step:
         newest_slot = newest[0] * num_lanes + num_lanes - 1
         for i in range(len(ranks)):
             slot = newest_slot - ranks[i]
             slots[i] = slot if slot >= 0 else slot + room * num_lanes
         return
-    order, first_age, first_rank, _, _ = _by_age(lanes, room)
+    order, first_age, first_rank, _, _ = _by_age(lanes)
     for i in range(len(ranks)):
         level = _level(first_rank, ranks[i])
         offset = ranks[i] - first_rank[level]
@@ -355,7 +359,7 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
 def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> None:
     num_rows = 0
     for lane in range(len(lanes)):
-        num_rows += min(lanes[lane, _CURSOR], room)
+        num_rows += lanes[lane, _CURSOR] - lanes[lane, _TAIL]
     num_rows = min(num_rows, num_newest)
     for i in range(len(noise)):
         slots[i] = _below(noise[i], num_rows)
@@ -383,10 +387,9 @@ def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: in
         place = slot // len(lanes)
         lane = slot - place * len(lanes)
     back = newest[lane] - place
-    cursor = lanes[lane, _CURSOR]
-    step = cursor - 1 - (back if back >= 0 else back + room)
-    oldest = max(cursor - room, 0)
-    return step - max(spans[entry, _FIRST], oldest), spans[entry, _LAST] - step
+    step = lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+    first = max(spans[entry, _FIRST], lanes[lane, _TAIL])
+    return step - first, spans[entry, _LAST] - step
 
 
 @inlined
@@ -469,9 +472,9 @@ def _sequences(
 
 
 @compiled
-def _newest_per_lane(lanes: Any, room: int, window: int, lengths: Any) -> None:
+def _newest_per_lane(lanes: Any, window: int, lengths: Any) -> None:
     num_lanes = len(lanes)
-    order, first_age, first_rank, fill, num_rows = _by_age(lanes, room)
+    order, first_age, first_rank, fill, num_rows = _by_age(lanes)
     level = _level(first_rank, window)
     sharing, left = num_lanes - level, window - first_rank[level]
     for place in range(num_lanes):
