@@ -210,22 +210,23 @@ class TestFold:
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
         reads, read_fields = [], fields.read_fields
-        gets, get = [], storage_type.get
+        name = "gather" if storage_type is PackedStorage else "get"
+        gathers, gather = [], getattr(storage_type, name)
 
         def spy(storage, slots, wanted):
             reads.extend((key, tuple(slots.shape)) for key in wanted)
             return read_fields(storage, slots, wanted)
 
-        def get_and_note(storage, slots):
-            gets.append(tuple(slots.shape))
-            return get(storage, slots)
+        def gather_and_note(storage, *slots):
+            gathers.extend(tuple(each.shape) for each in slots)
+            return gather(storage, *slots)
 
         monkeypatch.setattr(fields, "read_fields", spy)
-        monkeypatch.setattr(storage_type, "get", get_and_note)
+        monkeypatch.setattr(storage_type, name, gather_and_note)
         buffer.sample(16)
         assert reads == [(("next", "reward"), (10, 16))]
         # The sampled rows, and the last of each window.
-        assert gets == [(16,), (16,)]
+        assert gathers == [(16,), (16,)]
 
 
 flags = st.sampled_from([False, False, False, True])

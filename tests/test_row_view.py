@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
-from trl_storages.rows import PackedStorage, RowView, StoredFields
+from trl_storages.rows import PackedStorage, RowView, stored_fields
 from trl_storages.rows.fields import BatchFields
 
 NUM_ROWS = 12
@@ -35,7 +35,7 @@ def storage(request):
 
 
 def view(storage, **drawn):
-    return RowView(StoredFields(storage, SLOTS), storage, drawn)
+    return RowView(stored_fields(storage, SLOTS), storage, drawn)
 
 
 def expected(storage, slots=SLOTS):
@@ -101,6 +101,15 @@ def test_what_is_defined_is_so_for_further_rows_too(storage):
     assert further[REWARD].tolist() == [[[4.0], [2.0], [10.0]], [[5.0], [3.0], [11.0]]]
     wanted = expected(storage).set("bonus", bonus)
     assert_same(rows.tensordict(), wanted.set(REWARD, wanted[REWARD] * 2 + bonus))
+
+
+def test_what_is_set_or_defined_last_stays(storage):
+    """A rule for several entries, asked for one of them, leaves the others to those that came later."""
+    rows = view(storage)
+    rows.define([REWARD, "mark", "bonus"], lambda seen: dict.fromkeys((REWARD, "mark", "bonus"), 7))
+    rows["mark"] = torch.ones(3, 1)
+    rows.define([REWARD], lambda seen: {REWARD: seen[REWARD] + 1})
+    assert (rows["bonus"], rows["mark"].tolist(), rows[REWARD]) == (7, [[1]] * 3, 8)
 
 
 def test_a_rule_is_not_applied_before_it_is_asked_for(storage):
@@ -171,9 +180,9 @@ def test_only_what_is_wanted_is_read():
     rows.follow(SLOTS, reason="rows were folded")
     rows[REWARD] = torch.zeros(3, 1)
     rows.tensordict()
-    # Of the sampled rows nothing under next, and nothing twice.
+    # Of the sampled rows nothing under next, nothing twice, and nothing that is replaced.
     assert sorted(map(str, storage.fields)) == sorted(
-        map(str, [REWARD, "observation", "mark", NEXT, REWARD])
+        map(str, [REWARD, "observation", "mark", NEXT])
     )
     assert not storage.batches
 
@@ -181,4 +190,4 @@ def test_only_what_is_wanted_is_read():
 def test_entries_of_a_batch():
     batch = TensorDict({"a": torch.ones(2)}, [2])
     assert BatchFields(batch).keys() == ("a",)
-    assert BatchFields(batch).tensordict() is batch
+    assert BatchFields(batch).tensordict({}) is batch

@@ -37,6 +37,21 @@ def test_whole_rows(kernels, shape, num_words):
 
 
 @BACKENDS
+@pytest.mark.parametrize("shape", [(0,), (40,), (3, 5)])
+@pytest.mark.parametrize("spans", [[], [(0, 8)], [(3, 1), (8, 30), (800, 5)]])
+def test_rows_that_others_lend_some_bytes(kernels, shape, spans):
+    rows, slots = random_rows(0, 20, 300), random_slots(1, shape, 20)
+    following = random_slots(2, shape, 20) % 20
+    spans = np.array(spans, np.int64).reshape(-1, 2)
+    picked = bits(kernels.RowTable(rows).pick(slots, following, spans)).numpy()
+    expected = bits(rows).numpy()[slots.numpy()]
+    for start, size in spans:
+        lent = bits(rows).numpy()[following.numpy(), start : start + size]
+        expected[..., start : start + size] = lent
+    np.testing.assert_array_equal(picked, expected)
+
+
+@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0)])
 def test_a_field(kernels, dtype, shape):

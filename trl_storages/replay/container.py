@@ -31,7 +31,7 @@ from trl_storages.replay.options import check_options, check_parts
 from trl_storages.replay.parameters import Parameters
 from trl_storages.replay.remote import in_actor
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
-from trl_storages.rows import FollowingStorage, PackedStorage, RowView, StoredFields
+from trl_storages.rows import FollowingStorage, PackedStorage, RowView, stored_fields
 from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import check_sampler, draw, expand
@@ -601,7 +601,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
             info[keys.INDEX] = index
             if self._writer.tracks_generations:
                 info["index_generation"] = self._writer.generations_of(index)
-            fields = StoredFields(storage, index, self._collate_fn if self._collates else None)
+            fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
             if fields.device != index.device:
                 info = {key: value.to(fields.device) for key, value in info.items()}
             rows = RowView(fields, storage, info)

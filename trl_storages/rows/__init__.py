@@ -7,7 +7,7 @@ from trl_storages.disk.journal import Journal, Steps
 from trl_storages.disk.priority_column import PriorityColumn
 from trl_storages.rows.dumping import RowsCheckpointer
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
-from trl_storages.rows.fields import StoredFields, field_keys, read_fields
+from trl_storages.rows.fields import StoredFields, field_keys, read_fields, stored_fields
 from trl_storages.rows.layout import Field, Layout, nest
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.row_view import RowView
@@ -39,5 +39,6 @@ __all__ = [
     "read_rows_dump",
     "read_rows_state",
     "stage",
+    "stored_fields",
     "tensors_of",
 ]

@@ -1,52 +1,58 @@
-"""The fields of rows, whether these are packed or in one of TorchRL's own storages."""
+"""The fields of rows, whether these are packed or in one of TorchRL's own storages.
+
+Letters: B samples, N rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
+from trl_storages._torchrl import set_entry
 from trl_storages.rows.layout import nest
 from trl_storages.rows.packed import PackedStorage
 
-__all__ = ["BatchFields", "StoredFields", "field_keys", "read_fields"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "BatchFields",
+    "FollowingFields",
+    "StoredFields",
+    "field_keys",
+    "read_fields",
+    "stored_fields",
+]
 
 # Shorter rows are gathered as a whole at the first question: it costs about as much as one field.
 _SHORT = 4096  # bytes
 
 
 class StoredFields:
-    """The stored fields of some rows, gathered when they are asked for.
+    """The fields of some rows, gathered when they are asked for.
 
     Args:
-        storage: a `PackedStorage`, or one of TorchRL's storages of tensors.
-        slots: int64 of shape B on its device.
-        collate: turns what the storage returns into a batch; None leaves it as it is.
+        storage: holds the rows.
+        slots: `[*B]` int64, where the rows lie, on the device of the storage.
+        following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows themselves.
 
     Attributes:
         slots: as given.
+        following: as given.
         device: where fields arrive.
     """
 
     def __init__(
-        self,
-        storage: Any,
-        slots: torch.Tensor,
-        collate: Callable[[Any], TensorDictBase] | None = None,
+        self, storage: Any, slots: torch.Tensor, following: torch.Tensor | None = None
     ) -> None:
-        self.slots, self._storage, self._collate = slots, storage, collate
+        self.slots, self.following, self._storage = slots, following, storage
         self.device: torch.device = getattr(storage, "out_device", None) or storage.device
-        self._is_sent = self.device != storage.device
-        self._by_field = (
-            isinstance(storage, PackedStorage)
-            and storage.row_nbytes > _SHORT
-            and collate is None
-            and not self._is_sent
-        )
         self._found: dict[NestedKey, torch.Tensor] = {}
 
     def keys(self) -> tuple[NestedKey, ...]:
@@ -56,16 +62,6 @@ class StoredFields:
     def __contains__(self, key: object) -> bool:
         return key in self.keys()
 
-    def some(self, slots: torch.Tensor) -> StoredFields:
-        """Returns further rows, of which only some fields are wanted."""
-        further = StoredFields(self._storage, slots)
-        further._by_field = True
-        return further
-
-    def like(self, slots: torch.Tensor) -> StoredFields:
-        """Returns further rows, of which as much is wanted as of these."""
-        return StoredFields(self._storage, slots, self._collate)
-
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
         """Returns a field, `[*B, *shape]`.
 
@@ -73,41 +69,111 @@ class StoredFields:
             KeyError: there is no such field; the message lists those that are there.
         """
         found = self._found.get(key)
-        if found is None:
-            found = self._read(key) if self._by_field else self._whole.get(key, None)
-            if found is None:
-                raise _no_field(key, self._whole)
-            self._found[key] = found
-        return found
+        return self._read(key) if found is None else found
+
+    @abstractmethod
+    def _read(self, key: NestedKey) -> torch.Tensor:
+        """Reads a field that was not found."""
+
+    def further(self, slots: torch.Tensor) -> StoredFields:
+        """Returns other rows of the storage, of which only some fields are wanted."""
+        return _SingleFields(self._storage, slots)
+
+    def followed_by(self, slots: torch.Tensor) -> Self:
+        """Returns the same rows with what lies under `next` of others."""
+        return type(self)(self._storage, self.slots, slots)
+
+    @abstractmethod
+    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        """Returns all fields in memory of their own, with `entries` beside or in the place of them."""
+
+
+class _WholeRows(StoredFields):
+    """Packed rows, gathered as a whole when a field is asked for."""
 
     def _read(self, key: NestedKey) -> torch.Tensor:
-        field = read_fields(self._storage, self.slots, (key,))[key]
-        return field.to(self.device, non_blocking=True) if self._is_sent else field
+        layout = self._storage.layout
+        layout.field(key)  # raises what is wrong with the key
+        self._found = layout.views(self._storage.gather(self.slots, self.following))
+        return self._found[key]
+
+    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        layout = self._storage.layout
+        fields = self._found or layout.views(self._storage.gather(self.slots, self.following))
+        return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
+
+
+class _SingleFields(StoredFields):
+    """Rows of any storage, of which each field is gathered by itself."""
+
+    def _read(self, key: NestedKey) -> torch.Tensor:
+        slots = self.slots
+        if self.following is not None and key[0] == "next":
+            slots = self.following
+        field = read_fields(self._storage, slots, (key,))[key]
+        if field.device != self.device:
+            field = field.to(self.device, non_blocking=True)
+        self._found[key] = field
+        return field
+
+    def followed_by(self, slots: torch.Tensor) -> Self:
+        rows = super().followed_by(slots)
+        rows._found = {key: field for key, field in self._found.items() if key[0] != "next"}
+        return rows
+
+    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        fields = {key: self[key] for key in self.keys() if key not in entries}
+        nested = self._storage.layout.nested
+        return nest({**fields, **entries}, self.slots.shape, self.device, nested)
+
+
+class _BatchedFields(StoredFields):
+    """Rows that a storage of TorchRL's, or a function of the user's, turns into a batch."""
+
+    def __init__(
+        self,
+        storage: Any,
+        slots: torch.Tensor,
+        collate: Callable[[Any], TensorDictBase] | None,
+        following: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(storage, slots, following)
+        self._collate = collate
+
+    def followed_by(self, slots: torch.Tensor) -> Self:
+        return type(self)(self._storage, self.slots, self._collate, slots)
 
     @cached_property
-    def _whole(self) -> TensorDictBase:
-        rows = self._storage.get(self.slots)
+    def _batch(self) -> BatchFields:
+        batch = self._whole(self.slots)
+        if self.following is not None:
+            set_entry(batch, "next", self._whole(self.following).get("next"))
+        return BatchFields(batch)
+
+    def _whole(self, slots: torch.Tensor) -> TensorDictBase:
+        rows = self._storage.get(slots)
         return rows if self._collate is None else self._collate(rows)
 
-    def tensordict(self) -> TensorDictBase:
-        """Returns all fields, in memory of their own."""
-        return self._nested(self.keys()) if self._by_field else self._whole
+    def _read(self, key: NestedKey) -> torch.Tensor:
+        return self._batch[key]
 
-    def root(self) -> TensorDictBase:
-        """Returns the fields at the root, and some more perhaps."""
-        if not self._by_field:
-            return self._whole
-        return self._nested([key for key in self.keys() if key[0] != "next"])
+    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        return self._batch.tensordict(entries)
 
-    def following(self) -> TensorDictBase:
-        """Returns the fields under `next`, as a TensorDict of those alone."""
-        if not self._by_field:
-            return self._whole.get("next")
-        return self._nested([key for key in self.keys() if key[0] == "next"]).get("next")
 
-    def _nested(self, keys: Iterable[NestedKey]) -> TensorDictBase:
-        fields, nested = {key: self[key] for key in keys}, self._storage.layout.nested
-        return nest(fields, self.slots.shape, self.device, nested)
+class FollowingFields(_SingleFields):
+    """The rows that lend others what lies under `next`.
+
+    Args:
+        stored: the others.
+    """
+
+    def __init__(self, stored: StoredFields) -> None:
+        super().__init__(stored._storage, stored.following)  # type: ignore[arg-type]
+        self._stored = stored
+
+    def _read(self, key: NestedKey) -> torch.Tensor:
+        return self._stored[key] if key[0] == "next" else super()._read(key)
 
 
 class BatchFields:
@@ -138,9 +204,29 @@ class BatchFields:
             raise _no_field(key, self._batch)
         return found
 
-    def tensordict(self) -> TensorDictBase:
-        """Returns the batch."""
+    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        """Returns the batch, with `entries` beside or in the place of its own."""
+        for key, value in entries.items():
+            set_entry(self._batch, key, value)
         return self._batch
+
+
+def stored_fields(
+    storage: Any, slots: torch.Tensor, collate: Callable[[Any], TensorDictBase] | None = None
+) -> StoredFields:
+    """Returns the fields of rows.
+
+    Args:
+        storage: a `PackedStorage`, or one of TorchRL's storages of tensors.
+        slots: int64 of shape B on its device.
+        collate: turns what the storage returns into a batch; None leaves it as it is.
+    """
+    if collate is not None or not isinstance(storage, PackedStorage):
+        return _BatchedFields(storage, slots, collate)
+    # Rows that are sent to another device go there in one piece.
+    if storage.row_nbytes > _SHORT and not storage.is_sent_away:
+        return _SingleFields(storage, slots)
+    return _WholeRows(storage, slots)
 
 
 def read_fields(

@@ -104,6 +104,8 @@ class Layout:
         self._by_key = {field.key: field for field in self.fields}
         #: `[n, 2]` int64, the first byte of each field and how many it takes.
         self.places = np.array([(it.start_byte, it.num_bytes) for it in self.fields], np.int64)
+        #: `[m, 2]` int64, the same of what lies under `next`, where neighbours are one.
+        self.following = _joined([it for it in self.fields if it.key[0] == "next"])
         #: As given.
         self.nested = nested
         self._tree = _tree_of(self.keys, nested)
@@ -308,6 +310,17 @@ _DTYPES = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
+
+
+def _joined(fields: Sequence[Field]) -> np.ndarray:
+    """Returns the first byte and the number of bytes of each run of neighbours."""
+    runs: list[list[int]] = []
+    for field in fields:
+        if runs and sum(runs[-1]) == field.start_byte:
+            runs[-1][1] += field.num_bytes
+        else:
+            runs.append([field.start_byte, field.num_bytes])
+    return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def _dtype_of(field: Field) -> torch.dtype:

@@ -405,22 +405,31 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
-            return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
+            return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
         return super().get(index)
 
     @property
-    def _is_sent_away(self) -> bool:
+    def is_sent_away(self) -> bool:
         """Whether batches are wanted on another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
-    def _gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the rows `[*B, W]` in new memory on the device where batches are wanted."""
-        if not self._is_sent_away:
-            return self.table.pick(slots)  # type: ignore[union-attr]
-        rows: torch.Tensor = self.rows  # type: ignore[assignment]
-        block = torch.empty(slots.numel(), rows.shape[1], dtype=rows.dtype, pin_memory=True)
-        torch.index_select(rows, 0, slots.reshape(-1), out=block)
-        return block.to(self.out_device, non_blocking=True).view(*slots.shape, -1)
+    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies rows to where batches are wanted.
+
+        Args:
+            slots: `[*B]` int64.
+            following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
+                themselves.
+
+        Returns:
+            `[*B, W]` int64 in new memory.
+        """
+        spans = self.layout.following  # type: ignore[union-attr]
+        if not self.is_sent_away:
+            return self.table.pick(slots, following, spans)  # type: ignore[union-attr]
+        is_pinned = self.device.type == "cpu"
+        block = self.table.pick(slots, following, spans, pin_memory=is_pinned)  # type: ignore[union-attr]
+        return block.to(self.out_device, non_blocking=True)
 
     def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.

@@ -12,9 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Storage
 
-from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows.fields import BatchFields, StoredFields
+from trl_storages.rows.fields import BatchFields, FollowingFields, StoredFields
 
 __all__ = ["RowView", "Rule"]
 
@@ -83,8 +82,9 @@ class RowView:
             KeyError: there is none; the message lists those that are there.
             RuntimeError: it was set for the sampled rows, and these are others.
         """
-        if key in self._entries:
-            return self._entries[key]
+        entry = self._entries.get(key)
+        if entry is not None:
+            return entry
         if self._following is not None and key[0] == "next":
             return self._following[key]
         light = self._lights.get(key)
@@ -96,7 +96,10 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        self._entries.update(light.rule(self._seen(self._stored, light.before)))
+        for found, value in light.rule(self._seen(self._stored, light.before)).items():
+            # What was set or defined since stays.
+            if self._lights.get(found) is light:
+                self._entries[found] = value
         return self._entries[key]
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
@@ -140,7 +143,7 @@ class RowView:
         Raises:
             RuntimeError: a transform has run that shows the sampled rows only.
         """
-        stored = self._checked().some(slots.to(self._storage.device))
+        stored = self._checked().further(slots.to(self._storage.device))
         return self._seen(stored, self._lights)
 
     def _checked(self) -> StoredFields:
@@ -165,30 +168,26 @@ class RowView:
             RuntimeError: as `at`.
             KeyError: something was set under `next` that the rows do not hold.
         """
-        following = self._seen(self._checked().like(slots), self._lights)
-        lost = [key for key, light in self._lights.items() if key[0] == "next" and not light.rule]
-        if lost:
-            raise KeyError(
-                f"{lost} were set for the sampled rows and can't be read from later ones: put the "
-                "transform that sets them behind NStep."
-            )
+        stored = self._checked().followed_by(slots)
+        for key, light in self._lights.items():
+            if key[0] == "next" and light.rule is None:
+                raise KeyError(
+                    f"{key!r} was set for the sampled rows and can't be read from later ones: put the "
+                    "transform that sets it behind NStep."
+                )
         for key in [key for key in self._entries if key[0] == "next"]:
             del self._entries[key]
-        self._following, self._obstacle = following, reason
+        self._stored, self._obstacle = stored, reason
+        self._following = self._seen(FollowingFields(stored), self._lights)
 
     # The batch
 
     def tensordict(self) -> TensorDictBase:
         """Returns all entries, as a TensorDict of batch size B in memory of its own."""
-        stored: Any = self._stored
-        if self._following is None:
-            batch = stored.tensordict()
-        else:
-            batch, following = stored.root(), self._following._stored
-            set_entry(batch, "next", following.following())  # type: ignore[union-attr]
-        for key in dict.fromkeys((*self._lights, *self._entries)):
-            set_entry(batch, key, self[key])
-        return batch
+        for key in self._lights:
+            if key not in self._entries:
+                self._entries[key] = self[key]
+        return self._stored.tensordict(self._entries)
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Lets a function of batches change all entries; further rows are out of sight then.

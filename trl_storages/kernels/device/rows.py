@@ -13,6 +13,8 @@ import torch
 
 __all__ = ["RowTable", "fold", "join"]
 
+_NO_SPANS = np.zeros((0, 2), np.int64)
+
 
 class RowTable:
     """Copies rows out of a table and into it; see `kernels.host.rows.RowTable`.
@@ -27,10 +29,25 @@ class RowTable:
         self._num_rows, self._num_words = rows.shape
         self._bytes = rows.view(torch.uint8)
 
-    def pick(self, slots: torch.Tensor) -> torch.Tensor:
+    def pick(
+        self,
+        slots: torch.Tensor,
+        following: torch.Tensor | None = None,
+        spans: np.ndarray = _NO_SPANS,
+        *,
+        pin_memory: bool = False,
+    ) -> torch.Tensor:
         """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
         picked = self.rows.index_select(0, self._counted(slots))
-        return picked.view((*slots.shape, self._num_words))
+        if following is not None:
+            lent, into = (
+                self._bytes.index_select(0, following.reshape(-1)),
+                picked.view(torch.uint8),
+            )
+            for start, size in spans.tolist():
+                into[:, start : start + size] = lent[:, start : start + size]
+        picked = picked.view((*slots.shape, self._num_words))
+        return picked.pin_memory() if pin_memory else picked
 
     def pick_field(
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]

@@ -21,6 +21,7 @@ _LINE = 64  # bytes that memory delivers at once
 # Rows are asked for so many rows ahead, and no more bytes of each: the processor goes on by itself.
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
+_NO_SPANS = np.zeros((0, 2), np.int64)
 
 
 class RowTable:
@@ -36,11 +37,21 @@ class RowTable:
         self._bytes = self.array.view(np.uint8)
         self._num_words = rows.shape[1]
 
-    def pick(self, slots: torch.Tensor) -> torch.Tensor:
+    def pick(
+        self,
+        slots: torch.Tensor,
+        following: torch.Tensor | None = None,
+        spans: np.ndarray = _NO_SPANS,
+        *,
+        pin_memory: bool = False,
+    ) -> torch.Tensor:
         """Copies whole rows.
 
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
+            following: `[*B]` int64, rows that lend some of their bytes; None lends none.
+            spans: `[n, 2]` int64, the first byte of each stretch that is lent, and its length.
+            pin_memory: whether the new memory is such that a GPU reads it by itself.
 
         Returns:
             `[*B, W]` int64 in new memory.
@@ -48,8 +59,11 @@ class RowTable:
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        out = torch.empty((*slots.shape, self._num_words), dtype=torch.int64)
+        shape = (*slots.shape, self._num_words)
+        out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
         self._copy(slots, 0, self._num_words * _WORD, out)
+        if following is not None:
+            _lend(self.array, following.numpy().reshape(-1), spans, out.data_ptr())
         return out
 
     def pick_field(
@@ -174,6 +188,20 @@ def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int)
             return i
         copy_bytes(out + i * size, address + slot * row_bytes + start, size)
     return -1
+
+
+@compiled
+def _lend(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> None:
+    """Copies some bytes of each row over those of others, which lie one after another."""
+    address, row_bytes = table.ctypes.data, table.shape[1] * _WORD
+    for i in range(slots.shape[0]):
+        ahead = i + _AHEAD
+        for s in range(spans.shape[0]):
+            start, size = spans[s, 0], spans[s, 1]
+            if ahead < slots.shape[0]:
+                for byte in range(0, min(size, _MOST_AHEAD), _LINE):
+                    prefetch(table, slots[ahead] * row_bytes + start + byte)
+            copy_bytes(out + i * row_bytes + start, address + slots[i] * row_bytes + start, size)
 
 
 @compiled
