@@ -113,6 +113,37 @@ class RingOracle:
         ever = sum(other.episode == row.episode for other in self.lanes[row.lane])
         return ever == len(self.episode(row)) and row.episode not in self.torn
 
+    def begins(self, row: Row) -> bool:
+        """Whether the episode begins with this row."""
+        ever = [other for other in self.lanes[row.lane] if other.episode == row.episode]
+        return row.step == ever[0].step and row.episode not in self.torn
+
+    def sequence(
+        self, row: Row, burn_in: int, onward: int, boundary: str = "pad"
+    ) -> tuple[list[Row], list[bool]]:
+        """The rows around this one, `burn_in` before it and `onward` from it on, and which are valid.
+
+        "fit" looks for the nearest row of the episode around which they all lie in it.
+        """
+        rows = self.surviving(row.lane) if boundary == "cross" else self.episode(row)
+        first, last, anchor = rows[0].step, rows[-1].step, row.step
+        if boundary == "fit":
+            # Else from which as many as there can be follow; of these, with most before it.
+            places = [
+                (
+                    min(last - step + 1, onward),
+                    min(step - first, burn_in),
+                    -abs(step - row.step),
+                    step,
+                )
+                for step in range(first, last + 1)
+            ]
+            anchor = max(places)[-1]
+        by_step = {other.step: other for other in rows}
+        wanted = range(anchor - burn_in, anchor + onward)
+        chosen = [by_step[min(max(step, first), last)] for step in wanted]
+        return chosen, [step in by_step for step in wanted]
+
     def by_age(self) -> list[Row]:
         """The live rows, newest first: steps behind the lane's cursor, fuller lane, higher lane."""
 

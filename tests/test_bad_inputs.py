@@ -282,7 +282,12 @@ TABLE: dict[str, dict[str, str]] = {
         f"EpisodeIndex.{name}": {"slots": "slots"}
         for name in ("ahead", "behind", "extent", "episode_id", "is_end", "is_finished", "is_whole")
     },
-    "EpisodeSequence": {"length": "count from 1", "burn_in": "count", "bootstrap": "count"},
+    "EpisodeSequence": {
+        "length": "count from 1",
+        "burn_in": "count",
+        "bootstrap": "count",
+        "boundary": "choice",
+    },
     "EpisodeSequence.expand": {"index": "slots", "info": "mapping", "storage": "object"},
     "UniformSampler": {},
     "UniformSampler.dumps": {"path": "path"},
@@ -390,6 +395,7 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayTransform": dict.fromkeys(("in_keys", "out_keys", "in_keys_inv", "out_keys_inv"), "any"),
     "ReplayTransform.forward": {"tensordict": "any"},
     "gym_reward": {"env": "object"},
+    "returns_to_go": {"reward": "tensor", "mask": "flags", "discount": "share"},
     "sequence_priority": {"td_error": "tensor", "eta": "share", "mask": "flags?"},
 }
 #: What messages call an argument, where not by its name.
@@ -602,6 +608,8 @@ class World:
             "flat": torch.zeros(10),
             "tensordict": rows(2),
             "td_error": torch.rand(2, 3),
+            "reward": torch.rand(2, 3, 1),
+            "mask": torch.ones(2, 3, dtype=torch.bool),
             "path": self.directory / "dump",
         }
         if not method:

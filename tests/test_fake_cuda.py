@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage, read_fields
+from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter
@@ -141,6 +142,26 @@ def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
     options = {"sampler": HERSampler(), "transform": transform}
     buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
     check(buffer.sample(8), simulated_gpu, 8)
+
+
+@pytest.mark.requirement("devices")
+@pytest.mark.requirement("sequence-boundaries")
+@each_storage
+@each_number_of_lanes
+@pytest.mark.parametrize("boundary", ["pad", "fit", "cross"])
+def test_sequences(simulated_gpu, num_envs, storage_type, boundary):
+    per = PERSampler(24, device=simulated_gpu)
+    options = {
+        "sampler": HERSampler(base=ERESampler(0.99, c_min=3, base=per)),
+        "transform": Compose(GoalRelabel(distance_reward), NStep(3, 0.9)),
+        "sample_unit": EpisodeSequence(2, burn_in=1, bootstrap=1, boundary=boundary),
+    }
+    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
+    for _ in range(2):
+        batch = buffer.sample(8)
+        check(batch, simulated_gpu, 32)
+        batch["td_error"] = batch["next", "reward"].abs()
+        buffer.update_tensordict_priority(batch.reshape(8, 4))
 
 
 @pytest.mark.requirement("devices")

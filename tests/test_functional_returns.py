@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.returns import discounts, window_length
+from trl_storages.functional.returns import discounts, returns_to_go, window_length
 from trl_storages.functional.rewards import relabelled_dtype, return_dtype
 from trl_storages.kernels import backend
 
@@ -114,3 +114,61 @@ def test_a_longer_window_discounts_the_rest_once_more(window, gamma):
         return
     rest = folded(rewards[1:], torch.tensor([size - 1]), gamma)
     assert torch.allclose(whole, rewards[0] + gamma * rest, rtol=1e-12, atol=1e-9)
+
+
+def loop_to_go(rewards, discount):
+    total, sums = 0.0, []
+    for reward in reversed(rewards):
+        total = reward + discount * total
+        sums.append(total)
+    return sums[::-1]
+
+
+@pytest.mark.requirement("episodes")
+@given(
+    episodes=st.lists(st.lists(finite, min_size=1, max_size=19), min_size=1, max_size=4),
+    discount=gammas,
+    last=st.sampled_from([(), (1,), (2, 1)]),
+)
+def test_returns_to_go_equal_a_loop(episodes, discount, last):
+    longest = max(map(len, episodes))
+    # What is padding may be anything.
+    reward = torch.full((len(episodes), longest, *last), math.inf)
+    expected = torch.zeros_like(reward)
+    mask = torch.zeros(len(episodes), longest, dtype=torch.bool)
+    for i, rewards in enumerate(episodes):
+        spread = torch.tensor(rewards).view(-1, *(1,) * len(last))
+        reward[i, : len(rewards)], mask[i, : len(rewards)] = spread, True
+        sums = torch.tensor(loop_to_go(rewards, discount)).view(-1, *(1,) * len(last))
+        expected[i, : len(rewards)] = sums
+    got = returns_to_go(reward, mask, discount)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(returns_to_go(reward[0], mask[0], discount), got[0])
+
+
+@pytest.mark.requirement("numerics")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16])
+def test_returns_to_go_of_every_dtype(dtype):
+    reward, mask = torch.ones(300, dtype=dtype), torch.ones(300, dtype=torch.bool)
+    got = returns_to_go(reward, mask)
+    assert got.dtype is return_dtype(dtype)
+    assert torch.equal(got, torch.arange(300, 0, -1).to(got.dtype))
+
+
+@pytest.mark.requirement("numerics")
+def test_returns_to_go_with_infinite_rewards():
+    reward, mask = torch.tensor([1.0, -math.inf, 2.0]), torch.ones(3, dtype=torch.bool)
+    assert returns_to_go(reward, mask, 0.0).tolist() == reward.tolist()
+    assert returns_to_go(reward, mask, 0.5).tolist() == [-math.inf, -math.inf, 2.0]
+
+
+def test_returns_to_go_never_wait_for_the_gpu(simulated_gpu):
+    reward = torch.rand(3, 40, 1, device=simulated_gpu)
+    mask = torch.ones(3, 40, dtype=torch.bool, device=simulated_gpu)
+    assert returns_to_go(reward, mask, 0.9).device == simulated_gpu
+
+
+def test_a_mask_of_another_shape_raises():
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"leading shape of reward, .* of \[2, 3\], got \[3, 2\]"):
+        returns_to_go(torch.rand(2, 3), mask)

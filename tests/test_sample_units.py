@@ -2,39 +2,48 @@
 
 from types import SimpleNamespace
 
+import gymnasium
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward, goals
 from hypothesis import given
 from hypothesis import strategies as st
+from n_step_oracle import assert_folded, fold
 from oracles import RingOracle
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 
+from trl_storages import UniformReplayStorage, sequence_priority
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter
 
 pytestmark = pytest.mark.requirement("sequences")
 
-ENTRIES = {"anchor_index", "sequence_id", "step_in_sequence", "validity_mask", "learning_mask"}
+ENTRIES = {
+    "anchor_index",
+    "sequence_id",
+    "step_in_sequence",
+    "validity_mask",
+    "learning_mask",
+    "is_init",
+}
+BOUNDARIES = ["pad", "fit", "cross"]
+each_boundary = [
+    pytest.mark.parametrize("boundary", BOUNDARIES),
+    pytest.mark.requirement("sequence-boundaries"),
+]
 
 
-def sequence_of(model, row, unit):
-    """The rows of a sequence and which of them are valid, by walking the episode."""
-    episode = model.episode(row)
-    place = episode.index(row)
-    rows, valid = [], []
-    for wanted in range(place - unit.burn_in, place + unit.length + unit.bootstrap):
-        inside = min(max(wanted, 0), len(episode) - 1)
-        rows.append(episode[inside])
-        valid.append(inside == wanted)
-    return rows, valid
+def at_each_boundary(test):
+    for mark in each_boundary:
+        test = mark(test)
+    return test
 
 
 def assert_grows(unit, storage, model):
@@ -45,14 +54,16 @@ def assert_grows(unit, storage, model):
     index, info = unit.expand(anchors, {"weight": weight, "note": 7}, storage)
     assert set(info) == {*ENTRIES, "weight", "note"}
     assert info.pop("note") == 7
+    assert info["is_init"].shape == (len(live) * unit.num_steps, 1)
     index, info = (
         index.view(-1, unit.num_steps),
         {name: value.view(-1, unit.num_steps) for name, value in info.items()},
     )
     for i, (slot, row) in enumerate(live.items()):
-        rows, valid = sequence_of(model, row, unit)
+        rows, valid = model.sequence(row, unit.burn_in, unit.length + unit.bootstrap, unit.boundary)
         assert index[i].tolist() == [model.slot(other) for other in rows]
         assert info["validity_mask"][i].tolist() == valid
+        assert info["is_init"][i].tolist() == [model.begins(other) for other in rows]
         assert info["anchor_index"][i].tolist() == [slot] * unit.num_steps
         assert info["sequence_id"][i].tolist() == [i] * unit.num_steps
         assert info["weight"][i].tolist() == [i / 8] * unit.num_steps
@@ -60,6 +71,30 @@ def assert_grows(unit, storage, model):
     learning = (steps >= unit.burn_in) & (steps < unit.burn_in + unit.length)
     assert torch.equal(info["learning_mask"], learning.expand_as(index))
     assert torch.equal(info["step_in_sequence"], steps.expand_as(index))
+
+
+@pytest.mark.requirement("sequence-boundaries")
+@pytest.mark.parametrize(
+    ("boundary", "rows", "valid"),
+    [
+        ("pad", [*(3, 4, 4, 4), *(5, 5, 0, 1), *(0, 1, 2, 2)], "1100 0111 1110"),
+        # Of steps 3 and 4 alone, both are there to learn from; 5 .. 8 are as many as are asked for.
+        ("fit", [*(3, 3, 4, 4), *(5, 0, 1, 2), *(5, 0, 1, 2)], "0110 1111 1111"),
+        ("cross", [*(3, 4, 5, 0), *(4, 5, 0, 1), *(0, 1, 2, 2)], "1111 1111 1110"),
+    ],
+)
+def test_boundaries_by_hand(boundary, rows, valid):
+    storage = SimpleNamespace(episodes=EpisodeIndex(6))
+    # Steps 0 .. 8 with an end at step 4: slots 0 1 2 hold 6 7 8, and slots 3 4 5 hold 3 4 5.
+    storage.episodes.append((torch.arange(9) == 4).unsqueeze(0))
+    unit = EpisodeSequence(2, burn_in=1, bootstrap=1, boundary=boundary)
+    index, info = unit.expand(torch.tensor([4, 5, 1]), {}, storage)
+    assert index.tolist() == rows
+    assert info["validity_mask"].tolist() == [flag == "1" for flag in valid if flag != " "]
+    assert info["learning_mask"].tolist() == [False, True, True, False] * 3
+    assert info["anchor_index"].tolist() == [4] * 4 + [5] * 4 + [1] * 4
+    # Step 5 begins an episode; the one before has lost its beginning.
+    assert info["is_init"].flatten().tolist() == [row == 5 for row in rows]
 
 
 def test_a_sequence_by_hand():
@@ -81,12 +116,13 @@ def test_a_sequence_by_hand():
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("sizes", [(1, 0, 0), (5, 0, 0), (3, 2, 1), (2, 9, 9)])
-def test_all_histories_against_the_model(history, sizes):
+@at_each_boundary
+def test_all_histories_against_the_model(history, sizes, boundary):
     buffer = ReplayStorage(
         storage=PackedStorage(history.capacity), writer=EpisodeWriter(history.num_envs)
     )
     model = history.write(buffer)
-    assert_grows(EpisodeSequence(*sizes), buffer.storage, model)
+    assert_grows(EpisodeSequence(*sizes, boundary=boundary), buffer.storage, model)
 
 
 @given(data=st.data())
@@ -108,17 +144,22 @@ def test_any_history_against_the_model(data):
         storage.episodes.append(torch.tensor(done), torch.tensor(cut), written)
         model.append(done, cut, written)
     size = st.integers(0, 5)
-    unit = EpisodeSequence(data.draw(size) + 1, data.draw(size), data.draw(size))
-    assert_grows(unit, storage, model)
+    sizes = data.draw(size) + 1, data.draw(size), data.draw(size)
+    for boundary in BOUNDARIES:
+        assert_grows(EpisodeSequence(*sizes, boundary=boundary), storage, model)
 
 
+@pytest.mark.requirement("sequence-boundaries")
 @given(
     done=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=30),
     length=st.integers(1, 5),
     burn_in=st.integers(0, 4),
     bootstrap=st.integers(0, 3),
+    boundary=st.sampled_from(["pad", "stop", "include_reset"]),
 )
-def test_equals_torchrls_padded_sequence(done, length, burn_in, bootstrap):
+def test_equals_torchrls_sequence(done, length, burn_in, bootstrap, boundary):
+    # TorchRL's never moves for the burn-in.
+    burn_in = 0 if boundary == "stop" else burn_in
     storage = LazyTensorStorage(12)
     buffer = TensorDictReplayBuffer(storage=storage, writer=EpisodeWriter(), batch_size=5)
     # In pieces, since TorchRL knows the newest row by the last write only.
@@ -126,15 +167,17 @@ def test_equals_torchrls_padded_sequence(done, length, burn_in, bootstrap):
         buffer.extend(TensorDict({"next": {"done": piece.unsqueeze(-1)}}, [len(piece)]))
     anchors = torch.arange(len(storage))
     info = {"priority_weight": anchors / 2}
-    ours = EpisodeSequence(length, burn_in, bootstrap).expand(anchors, info, storage)
-    theirs = Sequence(length, "pad", burn_in=burn_in, bootstrap=bootstrap).expand(
-        anchors, info, storage
-    )
-    assert torch.equal(ours[0], theirs[0])
-    assert set(ours[1]) == set(theirs[1])
-    for name, value in theirs[1].items():
-        assert torch.equal(ours[1][name], value), name
-        assert ours[1][name].dtype is value.dtype
+    ours = EpisodeSequence(length, burn_in, bootstrap, boundary=boundary)
+    theirs = Sequence(length, boundary, burn_in=burn_in, bootstrap=bootstrap)
+    assert ours.episode_boundary == boundary
+    index, said = ours.expand(anchors, info, storage)
+    expected, expected_info = theirs.expand(anchors, info, storage)
+    assert torch.equal(index, expected)
+    assert said.pop("is_init").dtype is torch.bool
+    assert set(said) == set(expected_info)
+    for name, value in expected_info.items():
+        assert torch.equal(said[name], value), name
+        assert said[name].dtype is value.dtype
 
 
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
@@ -161,8 +204,9 @@ def test_a_batch_of_sequences(storage):
 
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_a_sequence_has_one_goal(history):
-    unit = EpisodeSequence(3, burn_in=1, bootstrap=2)
+@at_each_boundary
+def test_a_sequence_has_one_goal(history, boundary):
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=2, boundary=boundary)
     buffer = ReplayStorage(
         storage=PackedStorage(history.capacity),
         writer=EpisodeWriter(history.num_envs),
@@ -224,6 +268,108 @@ def test_priorities_of_rows_reach_their_anchors_only(emphasis, batch_size, last)
 
 
 @pytest.mark.requirement("per-update")
+@at_each_boundary
+@pytest.mark.parametrize("last", [[], [1]])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_batch_of_the_size_of_its_sequences(boundary, last, per_row):
+    """One priority a sequence, or one a row, as many rows as sequences too."""
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=1, boundary=boundary)
+    priorities = PERSampler(20, alpha=1.0)
+    buffer = ReplayStorage(
+        storage=PackedStorage(20), sampler=priorities, sample_unit=unit, batch_size=5
+    )
+    done = (torch.arange(33) % 6 == 5).unsqueeze(-1)
+    buffer.extend(TensorDict({"next": {"done": done}}, [33]))
+    batch = buffer.sample().reshape(5, 5)
+    batch.batch_size = [5]
+    error = torch.arange(1.0, 26.0).reshape(5, 5)
+    learnt = batch["validity_mask"] & batch["learning_mask"]
+    mixed = sequence_priority(error, mask=learnt)
+    batch["td_error"] = (error if per_row else mixed).reshape(5, *[5] * per_row, *last)
+    buffer.update_tensordict_priority(batch)
+    expected = torch.ones(20)
+    for line in range(5):
+        anchor = batch["anchor_index"][line, 0]
+        expected[anchor] = error[line][learnt[line]].max() if per_row else mixed[line]
+    assert torch.equal(priorities.priorities, expected)
+
+    batch["td_error"] = torch.rand(5, 3)
+    with pytest.raises(ValueError, match=r"one value a sequence, shape \[5\], or .* got \[5, 3\]"):
+        buffer.update_tensordict_priority(batch)
+    assert torch.equal(priorities.priorities, expected)
+
+
+@at_each_boundary
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+def test_every_row_is_folded_within_its_own_episode(history, boundary):
+    """By priority among recent rows: each row of a sequence is the start of its own n steps."""
+    unit = EpisodeSequence(2, burn_in=1, bootstrap=1, boundary=boundary)
+    buffer = ReplayStorage(
+        storage=PackedStorage(history.capacity),
+        writer=EpisodeWriter(history.num_envs),
+        sampler=ERESampler(c_min=4, base=PERSampler(history.capacity)),
+        sample_unit=unit,
+        transform=NStep(3, 0.9),
+        batch_size=20,
+    )
+    model = history.write(buffer)
+    batch, live = buffer.sample(), model.live()
+    rows = [live[slot] for slot in batch["index"].tolist()]
+    onward = [[each for each in model.episode(row) if each.step >= row.step] for row in rows]
+    assert_folded(batch, [fold(episode, 3, 0.9) for episode in onward])
+    anchors = [live[slot] for slot in batch["anchor_index"].view(20, -1)[:, 0].tolist()]
+    expected = [model.sequence(anchor, 1, 3, boundary)[0] for anchor in anchors]
+    assert rows == [row for sequence in expected for row in sequence]
+    weight = batch["priority_weight"].view(20, -1)
+    assert (weight == weight[:, :1]).all()
+
+
+@at_each_boundary
+@pytest.mark.parametrize("burn_in", [0, 3])
+def test_a_recurrent_state_from_the_first_row_on(boundary, burn_in):
+    """A state that was stored with the rows, run through a sequence, comes out as it was stored."""
+    torch.manual_seed(0)
+    cell = torch.nn.GRUCell(2, 4)
+    space = gymnasium.spaces.Box(-1, 1, (2,))
+    unit = EpisodeSequence(4, burn_in=burn_in, bootstrap=1, boundary=boundary)
+    storage = UniformReplayStorage(
+        space,
+        space,
+        storage_size=60,
+        num_envs=2,
+        extra_fields={"hidden": (torch.float32, (4,))},
+        sample_unit=unit,
+        batch_size=64,
+        seed=0,
+    )
+    hidden, observation = torch.zeros(2, 4), torch.rand(2, 2)
+    lengths = torch.tensor([[3, 9, 2, 7, 40], [12, 5, 5, 1, 40]]).cumsum(1)
+    for step in range(40):
+        done = (lengths == step + 1).any(1, keepdim=True)
+        following = torch.rand(2, 2)
+        flags = {"done": done, "terminated": done, "truncated": torch.zeros_like(done)}
+        rows = {"observation": observation, "action": observation, "hidden": hidden}
+        rows["next"] = {"observation": following, "reward": torch.rand(2, 1), **flags}
+        storage.add(TensorDict(rows, [2]))
+        with torch.no_grad():
+            hidden = torch.where(done, 0, cell(observation, hidden))
+        observation = torch.where(done, torch.rand(2, 2), following)
+
+    batch = storage.sample().reshape(-1, unit.num_steps)
+    assert batch["is_init"].any()
+    assert boundary != "fit" or batch["validity_mask"].float().mean() > 0.8
+    begun, state = batch["validity_mask"].cumsum(1) > 1, torch.zeros(64, 4)
+    for step in range(unit.num_steps):
+        row, valid = batch[:, step], batch["validity_mask"][:, step]
+        # The stored state of the first row that is there, and nothing at the beginning of an episode.
+        state = torch.where(begun[:, step, None], state, row["hidden"])
+        state = torch.where(row["is_init"], 0, state)
+        torch.testing.assert_close(state[valid], row["hidden"][valid])
+        with torch.no_grad():
+            state = cell(row["observation"], state)
+
+
+@pytest.mark.requirement("per-update")
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -247,13 +393,15 @@ def test_sequences_that_are_not_whole_or_in_order_raise(spoil):
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs):
+@at_each_boundary
+def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs, boundary):
     episodes = EpisodeIndex(30, num_envs, device=simulated_gpu)
     episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=simulated_gpu))
     anchors = episodes.random_slots(8)
     info = {"goal_index": anchors, "her_mask": anchors > 2}
-    unit = EpisodeSequence(3, burn_in=2, bootstrap=1)
+    unit = EpisodeSequence(3, burn_in=2, bootstrap=1, boundary=boundary)
     index, info = unit.expand(anchors, info, SimpleNamespace(episodes=episodes))
+    assert info.pop("is_init").shape == (48, 1)
     for value in (index, *info.values()):
         assert value.device == simulated_gpu
         assert value.shape == (48,)

@@ -3,6 +3,7 @@
 # Imported for what it registers: the test environments.
 import trl_storages.envs  # noqa: F401
 from trl_storages.functional.priorities import sequence_priority
+from trl_storages.functional.returns import returns_to_go
 from trl_storages.recipes import (
     EpisodeReplayStorage,
     EREReplayStorage,
@@ -49,5 +50,6 @@ __all__ = [
     "UniformReplayStorage",
     "UniformSampler",
     "gym_reward",
+    "returns_to_go",
     "sequence_priority",
 ]

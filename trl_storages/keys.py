@@ -13,6 +13,7 @@ __all__ = [
     "GOAL_INDEX",
     "HER_MASK",
     "INDEX",
+    "IS_INIT",
     "LEARNING_MASK",
     "MASK",
     "OBSERVATION",
@@ -48,6 +49,7 @@ PRIORITY_STAMP: NestedKey = "priority_stamp"
 ANCHOR_INDEX: NestedKey = "anchor_index"
 VALIDITY_MASK: NestedKey = "validity_mask"
 LEARNING_MASK: NestedKey = "learning_mask"
+IS_INIT: NestedKey = "is_init"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 

@@ -1,55 +1,80 @@
-"""What a drawn row grows into: a stretch of its episode.
+"""What a drawn row grows into: a stretch of its episode, or of its lane.
 
 Letters: B anchors, S rows of a sequence.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
+from trl_storages.kernels.ring_tables import BOUNDARIES
 from trl_storages.ring import episodes_of
 
-__all__ = ["EpisodeSequence"]
+__all__ = ["Boundary", "EpisodeSequence"]
+
+Boundary = Literal["pad", "fit", "cross", "stop", "include_reset"]
+
+_THEIR_NAMES = {"pad": "pad", "fit": "stop", "cross": "include_reset"}
+_OUR_NAMES = {name: ours for ours, name in _THEIR_NAMES.items()}
 
 
 class EpisodeSequence(Sequence):
-    """Takes the rows around each drawn one, without leaving its episode.
+    """Takes the rows around each drawn one, without leaving its episode unless told to.
 
     An anchor at step t grows into the S = `burn_in + length + bootstrap` rows of steps
 
         [t - burn_in, t + length + bootstrap)
 
-    in time order. Rows before the first surviving or after the last row of the anchor's episode
-    repeat that row and are marked invalid. What the sampler said of the anchor (a priority weight,
-    a goal) is said of each of its rows, so a sequence has one goal. The rows are found by index:
-    nothing is stored twice, however the sequences overlap.
+    in time order. What becomes of those that the anchor's episode does not have, `boundary` says:
 
-    It does what TorchRL's `Sequence(..., episode_boundary="pad")` does, with the same entries, but
-    asks the episode index instead of searching all rows for boundaries after each write. It works
-    with several lanes and where an episode was cut, on any device, without synchronising with the
-    host.
+    - "pad": its first or last surviving row stands for them, and `validity_mask` is False there.
+    - "fit": all S move by as little as keeps them in the episode. An episode of fewer than S rows is
+      padded: it gives up burn-in first, then bootstrap, then the last rows to learn from.
+    - "cross": the lane goes on into the episodes before and after, as Dreamer reads it. Only where it
+      has no older or newer row is it padded. `is_init` marks where another episode begins.
+
+    What the sampler said of the anchor (a priority weight, a goal) is said of each of its rows, so a
+    sequence has one goal, across episodes too. The rows are found by index: nothing is stored twice,
+    however the sequences overlap.
+
+    It does what TorchRL's `Sequence` does with `episode_boundary` "pad", "stop" and "include_reset",
+    whose names are taken too, with the same entries and `is_init`; but TorchRL's never moves for the
+    burn-in. It asks the episode index instead of searching all rows for boundaries after each write.
+    It works with several lanes and where an episode was cut, on any device, without synchronising
+    with the host.
 
     Args:
-        length: rows to learn from, the anchor first.
+        length: rows to learn from.
         burn_in: rows before them, to warm a recurrent state up.
         bootstrap: rows after them, for targets.
+        boundary: what to do at the ends of an episode: "pad", "fit" (or "stop") or "cross" (or
+            "include_reset").
 
     Raises:
-        ValueError: `length` is below 1, `burn_in` or `bootstrap` below 0.
+        ValueError: `length` is below 1, `burn_in` or `bootstrap` below 0, or there is no such boundary.
 
-    >>> EpisodeSequence(8, burn_in=4, bootstrap=1).num_steps
+    Reference: Kapturowski et al. 2019 (R2D2) for burn-in; Hafner et al. 2023, Mastering Diverse Domains
+    through World Models, arXiv:2301.04104, for streams across episodes.
+
+    >>> EpisodeSequence(8, burn_in=4, bootstrap=1, boundary="fit").num_steps
     13
     """
 
-    def __init__(self, length: int, burn_in: int = 0, bootstrap: int = 0) -> None:
+    def __init__(
+        self, length: int, burn_in: int = 0, bootstrap: int = 0, *, boundary: Boundary = "pad"
+    ) -> None:
+        name = arguments.choice("boundary", boundary, (*BOUNDARIES, "stop", "include_reset"))
+        #: "pad", "fit" or "cross".
+        self.boundary: str = _OUR_NAMES.get(name, name)
         super().__init__(
             arguments.integer("length", length, at_least=1),
+            episode_boundary=_THEIR_NAMES[self.boundary],
             burn_in=arguments.integer("burn_in", burn_in),
             bootstrap=arguments.integer("bootstrap", bootstrap),
         )
@@ -73,9 +98,10 @@ class EpisodeSequence(Sequence):
 
         Returns:
             `[B * S]` int64 slots, and the info with, for each of them, `anchor_index`, the slot of
-            its anchor; `sequence_id` in 0 .. B - 1; `step_in_sequence` in 0 .. S - 1;
-            `validity_mask`, whether the row is the one asked for and no repetition; and
-            `learning_mask`, whether it is one of the `length` rows from the anchor on.
+            the row that was drawn; `sequence_id` in 0 .. B - 1; `step_in_sequence` in 0 .. S - 1;
+            `validity_mask`, whether it is a row of its own and no repetition; `learning_mask`,
+            whether it is one of the `length` rows behind the burn-in; and `is_init`, `[B * S, 1]`,
+            whether its episode begins with it, as TorchRL's recurrent modules read it.
 
         Raises:
             RuntimeError: `storage` has no episode index.
@@ -84,12 +110,14 @@ class EpisodeSequence(Sequence):
         arguments.slots("index", index)
         arguments.mapping("info", info, "a dict of what the sampler said")
         self._prepare(index.shape[0], index.device)
-        rows, valid = episodes.sequences(index.to(episodes.device), self.burn_in, num_steps)
+        anchors = index.to(episodes.device)
+        rows, valid, begins = episodes.sequences(anchors, self.burn_in, num_steps, self.boundary)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
-        expanded["anchor_index"] = _repeat(index, num_steps)
+        expanded[keys.ANCHOR_INDEX] = _repeat(index, num_steps)
         expanded |= {name: value.clone() for name, value in self._always.items()}
-        expanded["validity_mask"] = valid.reshape(-1).to(index.device)
+        expanded[keys.VALIDITY_MASK] = valid.reshape(-1).to(index.device)
+        expanded[keys.IS_INIT] = begins.reshape(-1, 1).to(index.device)
         return rows.reshape(-1).to(index.device), expanded
 
     def _prepare(self, num_anchors: int, device: torch.device) -> None:
@@ -103,14 +131,14 @@ class EpisodeSequence(Sequence):
         self._always = {
             "sequence_id": _repeat(number, self.num_steps),
             "step_in_sequence": step.repeat(num_anchors),
-            "learning_mask": learning.repeat(num_anchors),
+            keys.LEARNING_MASK: learning.repeat(num_anchors),
         }
         self._made_for = made_for
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(length={self.length}, burn_in={self.burn_in}, "
-            f"bootstrap={self.bootstrap})"
+            f"bootstrap={self.bootstrap}, boundary={self.boundary!r})"
         )
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from trl_storages.kernels import device, host
 from trl_storages.kernels.host import ring as host_ring
-from trl_storages.kernels.ring_tables import GOAL_STRATEGIES
+from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_STRATEGIES
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
 CPU = torch.device("cpu")
@@ -130,14 +130,15 @@ class RingMachine(RuleBasedStateMachine):
                 expected = [self.oracle.slot(other) for other in onward[:num_rows]]
                 assert length == len(expected)
                 assert column == expected + expected[-1:] * (num_rows - length)
-        found, valid = both(self.rings, lambda ring: ring.sequences(slots, 2, 5))
-        for sequence, is_valid, row in zip(found.tolist(), valid.tolist(), rows, strict=True):
-            episode = self.oracle.episode(row)
-            wanted = [row.step + offset for offset in range(-2, 3)]
-            steps = [min(max(step, episode[0].step), episode[-1].step) for step in wanted]
-            assert is_valid == [step == asked for step, asked in zip(steps, wanted, strict=True)]
-            there = {other.step: self.oracle.slot(other) for other in episode}
-            assert sequence == [there[step] for step in steps]
+        for boundary in BOUNDARIES:
+            found = both(
+                self.rings,
+                lambda ring, boundary=boundary: ring.sequences(slots, 2, 5, boundary),
+            )
+            for row, *answer in zip(rows, *(part.tolist() for part in found), strict=True):
+                chosen, valid = self.oracle.sequence(row, 2, 3, boundary)
+                begins = [self.oracle.begins(other) for other in chosen]
+                assert answer == [[self.oracle.slot(other) for other in chosen], valid, begins]
 
     @invariant()
     def draws(self):
@@ -245,7 +246,7 @@ def test_a_slot_beyond_the_ring(kernels, slot):
     slots = torch.tensor([0, slot])
     for ask in (
         lambda: ring.windows(slots, 2),
-        lambda: ring.sequences(slots, 1, 3),
+        lambda: ring.sequences(slots, 1, 3, "cross"),
         lambda: ring.goals(slots, noise_of(0, 2), flags([1, 1]), "future"),
     ):
         with pytest.raises(IndexError):
@@ -300,7 +301,9 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
     for newest in (None, window):
         slots = ring.draw(noise[0], newest)
         answers = [ring.goals(slots, noise[1], noise[1] > 0, name) for name in GOAL_STRATEGIES]
-        answers += [*ring.windows(slots, 3), *ring.sequences(slots, 1, 4), *ring.extent(slots)]
+        for boundary in BOUNDARIES:
+            answers += ring.sequences(slots, 1, 4, boundary)
+        answers += [*ring.windows(slots, 3), *ring.extent(slots)]
         answers += [ring.slots_by_age(slots), ring.ages(slots), ring.newest_per_lane(window)]
         assert all(answer.device == simulated_gpu for answer in answers)
 

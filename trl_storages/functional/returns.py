@@ -1,13 +1,16 @@
-"""What the rewards of a window count, and how far the window reaches.
+"""What the rewards of a window count, how far the window reaches, and what is yet to come of an episode.
 
-Letters: B batch, n rows of a window. Windows are `[n, B]`: what is known of a sample spreads over its
-window by broadcasting, and each row of all windows is contiguous.
+Letters: B batch, n rows of a window, T steps of an episode. Windows are `[n, B]`: what is known of a
+sample spreads over its window by broadcasting, and each row of all windows is contiguous.
 """
 
 import torch
 from torch import Tensor
 
-__all__ = ["discounts", "window_length"]
+from trl_storages import arguments
+from trl_storages.functional.rewards import return_dtype
+
+__all__ = ["discounts", "returns_to_go", "window_length"]
 
 
 def window_length(available: Tensor, terminated: Tensor) -> Tensor:
@@ -51,3 +54,51 @@ def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu"
     tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64, device=device))
+
+
+def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
+    """Sums what each step of an episode and those after it bring.
+
+        R_t = Σ γ^i · r_{t+i},  i = 0 .. T - 1 - t
+
+    as decision transformers are conditioned on it, and Monte Carlo targets are made of. Nothing is added
+    for what would have followed the last step.
+
+    Args:
+        reward: r, `[*B, T]` or `[*B, T, ...]`, such as `("next", "reward")` of `sample_episodes`.
+        mask: bool `[*B, T]`, False on padding, which counts nothing; `("collector", "mask")` there.
+        discount: γ in [0, 1].
+
+    Returns:
+        R, of the shape of `reward`, 0 on padding; summed in float64, whatever the dtype of the rewards.
+
+    Raises:
+        ValueError: `discount` is outside [0, 1], or `mask` is not of the leading shape of `reward`.
+
+    Reference: Chen et al. 2021, Decision Transformer, arXiv:2106.01345.
+
+    >>> reward = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 0.0]])
+    >>> mask = torch.tensor([[True, True, True], [True, True, False]])
+    >>> returns_to_go(reward, mask, discount=0.5)
+    tensor([[3., 4., 4.],
+            [2., 2., 0.]])
+    """
+    discount = arguments.number("discount", discount, at_least=0, at_most=1)
+    arguments.tensor("reward", reward)
+    shape = arguments.tensor("mask", mask, dtype=torch.bool).shape
+    if not mask.ndim or reward.shape[: mask.ndim] != shape:
+        raise ValueError(
+            f"mask must have the leading shape of reward, [*B, T] of {list(reward.shape)}, got "
+            f"{list(shape)}."
+        )
+    counts = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
+    # where, not a product: padding may be infinite.
+    total = torch.where(counts, reward, 0).double()
+    time, reach, factor = mask.ndim - 1, 1, discount
+    # Of `reach` steps each, then of twice as many.
+    while reach < shape[-1] and factor:
+        onward = total.narrow(time, reach, shape[-1] - reach)
+        ahead = torch.cat([onward, torch.zeros_like(total.narrow(time, 0, reach))], time)
+        total = total + factor * ahead
+        reach, factor = 2 * reach, factor**2
+    return torch.where(counts, total, 0).to(return_dtype(reward.dtype))

@@ -13,10 +13,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["GOAL_STRATEGIES", "RingTables", "take"]
+__all__ = ["BOUNDARIES", "GOAL_STRATEGIES", "RingTables", "take"]
 
 #: How a goal row is drawn; compiled loops know each by its place.
 GOAL_STRATEGIES = ("future", "final", "episode", "random")
+#: What a sequence does at the ends of its episode, likewise.
+BOUNDARIES = ("pad", "fit", "cross")
 
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 

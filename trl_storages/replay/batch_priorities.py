@@ -20,8 +20,10 @@ def drawn_priorities(
     """Returns the slots that were drawn, their priorities, and the stamps they were drawn with.
 
     Args:
-        data: a sampled batch, `[B]` or of several dimensions; sequences as `[n * S]` or `[n, S]`.
+        data: a sampled batch, `[B]` or of several dimensions; sequences as `[n * S]` or `[n, S]`, or
+            with the batch size `[n]` of entries `[n, S, ...]`.
         priority_key: entry of the priorities, of the batch size of `data`, or with further dimensions.
+            With the batch size `[n]` of sequences, one for each of them or one for each row.
         reduction: how several values of one row become one: "max", "min", "mean" or "median".
         sequence_length: S, rows of each sequence; its anchor gets the largest valid one of the steps
             that are learnt from.
@@ -43,22 +45,39 @@ def drawn_priorities(
             f"the batch lacks {priority_key!r}: the loss writes it, or set it to the absolute "
             "temporal-difference errors."
         )
-    _check_not_broadcast(priority, data.batch_size, priority_key)
+    anchor = data.get(keys.ANCHOR_INDEX, None)
+    # A batch may have the size of its sequences, and their rows as a dimension of each entry.
+    rows = data.batch_size if anchor is None else anchor.shape
+    _check_not_broadcast(priority, rows, priority_key)
+    given = priority.shape
     priority = priority.detach().reshape(-1)
-    if priority.numel() != data.numel():
-        priority = REDUCTIONS[reduction](priority.reshape(data.numel(), -1), 1)
-    if data.get(keys.ANCHOR_INDEX, None) is None:
-        return data.get(keys.INDEX), priority, stamp
-    if data.batch_size[-1] % sequence_length:
+    if anchor is None:
+        return data.get(keys.INDEX), _one_each(priority, data.numel(), reduction), stamp
+    if rows[-1] % sequence_length:
         raise ValueError(
             "a batch of sequences must hold them whole and one after another, as "
-            f"[n * {sequence_length}] or [n, {sequence_length}], got {list(data.batch_size)}: give the "
+            f"[n * {sequence_length}] or [n, {sequence_length}], got {list(rows)}: give the "
             "batch back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
         )
+    anchor = anchor.reshape(-1, sequence_length)[:, 0]
+    stamp = None if stamp is None else stamp.reshape(-1, sequence_length)[:, 0]
+    if rows != data.batch_size and given[data.ndim :] in ((), (1,)):
+        return anchor, priority, stamp
+    if given[: len(rows)] != rows:
+        raise ValueError(
+            f"{priority_key!r} must have one value a sequence, shape {list(data.batch_size)}, or one a "
+            f"row, shape {list(rows)}, got {list(given)}. Nothing was updated."
+        )
+    priority = _one_each(priority, rows.numel(), reduction)
     learnt = (data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)).reshape(-1)
-    priority = torch.where(learnt, priority, 0).reshape(-1, sequence_length).amax(1)
-    anchor = data.get(keys.ANCHOR_INDEX).reshape(-1, sequence_length)[:, 0]
-    return anchor, priority, None if stamp is None else stamp.reshape(-1, sequence_length)[:, 0]
+    return anchor, torch.where(learnt, priority, 0).reshape(-1, sequence_length).amax(1), stamp
+
+
+def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
+    """Returns one of the several values of each row, `[B]`."""
+    if priority.numel() == num_rows:
+        return priority
+    return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)
 
 
 def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, key: NestedKey) -> None:

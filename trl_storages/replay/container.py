@@ -491,12 +491,14 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
         """Gives the rows of a sampled batch the priorities that it holds as `priority_key`.
 
         Rows that were overwritten since they were drawn are left alone. Of a batch of sequences each
-        anchor gets the largest priority of its valid learning steps. Nothing happens if no sampler
-        draws by priority, so that a training loop need not know.
+        anchor gets the largest priority of its valid learning steps, or the one that is given for the
+        sequence. Nothing happens if no sampler draws by priority, so that a training loop need not know.
 
         Args:
             data: a sampled batch, also reshaped, as sequences by `batch.reshape(-1, num_steps)`; its
                 priorities are `[B]`, `[B, 1]`, or `[B, ...]` to be reduced by the sampler's `reduction`.
+                With the `batch_size` `[n]` of so many sequences they may be one a sequence, such as
+                those of `sequence_priority`.
 
         Raises:
             KeyError: the batch was drawn by priority, and holds none.
@@ -630,7 +632,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
         Returns:
             TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
             zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except for
-            those that read the storage.
+            those that read the storage. `returns_to_go` sums the rewards of each step and those after it.
 
         Raises:
             ValueError: `n` is below 1.

@@ -192,20 +192,22 @@ class EpisodeAnswers:
         return self._ring.windows(_slots("slots", slots), num_rows)
 
     def sequences(
-        self, slots: torch.Tensor, burn_in: int, num_steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, without leaving its episode.
+        self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str = "pad"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Finds the rows around each one, within its episode or its lane.
 
         Args:
             slots: int64 slots of live rows, `[B]`.
             burn_in: how many rows before it.
             num_steps: S, how many rows altogether.
+            boundary: "pad", "fit" or "cross", as in `EpisodeSequence`.
 
         Returns:
-            `[B, S]` int64 slots in time order; the first or last surviving row stands for those beyond
-            it. And `[B, S]` bool: whether the row is the one asked for.
+            `[B, S]` int64 slots in time order; the first or last row there is stands for those beyond
+            it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an episode
+            begins with it.
         """
-        return self._ring.sequences(_slots("slots", slots), burn_in, num_steps)
+        return self._ring.sequences(_slots("slots", slots), burn_in, num_steps, boundary)
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""

@@ -128,13 +128,26 @@ class Ring(RingTables):
         return self.shift(slots, step), step[-1] + 1
 
     def sequences(
-        self, slots: torch.Tensor, burn_in: int, num_steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, without leaving its episode."""
-        behind, ahead = (extent.unsqueeze(1) for extent in self.extent(slots))
+        self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Finds the rows around each one, within its episode or its lane."""
+        first, last, _ = self.span(slots).unbind(-1)
+        step, oldest = self.steps(slots), self.oldest(slots)
+        if boundary == "cross":
+            ahead = take(self.cursors, slots % self.num_envs) - 1 - step
+            behind = step - oldest
+        else:
+            behind, ahead = step - torch.maximum(first, oldest), last - step
         wanted = torch.arange(-burn_in, num_steps - burn_in, device=self.device)
-        offset = torch.minimum(torch.maximum(wanted, -behind), ahead)
-        return self.shift(slots.unsqueeze(1), offset), offset == wanted
+        if boundary == "fit":
+            moved = torch.minimum((burn_in - behind).clamp(min=0), ahead - wanted[-1])
+            wanted = wanted + torch.maximum(moved, -behind).unsqueeze(1)
+        offset = torch.minimum(torch.maximum(wanted, -behind.unsqueeze(1)), ahead.unsqueeze(1))
+        rows, step = self.shift(slots.unsqueeze(1), offset), step.unsqueeze(1) + offset
+        first = first.unsqueeze(1)
+        if boundary == "cross":
+            first = take(self.spans[:, 0], take(self.episode, rows))
+        return rows, offset == wanted, step == first
 
     def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
         """Counts how many of the newest rows each lane holds."""

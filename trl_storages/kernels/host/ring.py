@@ -18,7 +18,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
-from trl_storages.kernels.ring_tables import GOAL_STRATEGIES, RingTables
+from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_STRATEGIES, RingTables
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.rows import RowTable
@@ -31,6 +31,8 @@ _CURSOR, _BEGUN, _OPEN, _TAIL = 0, 1, 2, 3
 _SPAN_BYTES = 24
 _FUTURE, _FINAL, _EPISODE, _RANDOM = range(len(GOAL_STRATEGIES))
 _STRATEGIES = {name: number for number, name in enumerate(GOAL_STRATEGIES)}
+_PAD, _FIT, _CROSS = range(len(BOUNDARIES))
+_BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # About as far as memory is away.
 _SAMPLES_AHEAD = 8
 _NO_CUTS = np.zeros((0, 0), bool)
@@ -183,24 +185,37 @@ class Ring(RingTables):
         return torch.from_numpy(windows), torch.from_numpy(lengths)
 
     def sequences(
-        self, slots: torch.Tensor, burn_in: int, num_steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, without leaving its episode.
+        self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Finds the rows around each one, within its episode or its lane.
 
         Args:
             slots: `[B]`.
             burn_in: how many rows before it.
             num_steps: S, how many rows altogether.
+            boundary: "pad" takes the first or last surviving row of the episode for those beyond it;
+                "fit" moves all S by as little as keeps them in the episode, the last ones if they are
+                too many; "cross" goes on into the episodes before and after in the lane.
 
         Returns:
-            `[B, S]` int64 slots, in time order; the first or last surviving row stands for those beyond
-            it. And `[B, S]` bool: whether the row is the one asked for.
+            `[B, S]` int64 slots, in time order; the first or last row there is stands for those beyond
+            it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an episode
+            begins with it.
         """
         anchors = slots.contiguous().numpy()
         rows = np.empty((len(anchors), num_steps), np.int64)
-        valid = np.empty(rows.shape, bool)
-        _sequences(*self._arrays, self.ring_steps, anchors, burn_in, rows, valid)
-        return torch.from_numpy(rows), torch.from_numpy(valid)
+        valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
+        _sequences(
+            *self._arrays,
+            self.ring_steps,
+            anchors,
+            burn_in,
+            _BOUNDARIES[boundary],
+            rows,
+            valid,
+            begins,
+        )
+        return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
 
     def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
         """Counts how many of the newest rows each lane holds.
@@ -380,14 +395,20 @@ def _find_spans(episode: Any, spans: Any, slots: Any, entries: Any) -> None:
 
 
 @inlined
-def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: int) -> Any:
-    """Returns how many surviving rows of the same episode lie before and after a slot."""
+def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
+    """Returns the lane of a slot, and its step in it."""
     lane, place = 0, slot
     if len(lanes) > 1:
         place = slot // len(lanes)
         lane = slot - place * len(lanes)
     back = newest[lane] - place
-    step = lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+    return lane, lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+
+
+@inlined
+def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: int) -> Any:
+    """Returns how many surviving rows of the same episode lie before and after a slot."""
+    lane, step = _lane_and_step(lanes, room, newest, slot)
     first = max(spans[entry, _FIRST], lanes[lane, _TAIL])
     return step - first, spans[entry, _LAST] - step
 
@@ -455,20 +476,46 @@ def _sequences(
     room: int,
     slots: Any,
     burn_in: int,
+    boundary: int,
     rows: Any,
     valid: Any,
+    begins: Any,
 ) -> None:
-    num_lanes, capacity = len(lanes), len(episode)
+    num_lanes, capacity, num_steps = len(lanes), len(episode), rows.shape[1]
     newest = _newest_places(lanes, room)
     entries = np.empty(len(slots), np.int64)
     _find_spans(episode, spans, slots, entries)
     for i in range(len(slots)):
-        behind, ahead = _extent(spans, lanes, room, newest, slots[i], entries[i])
-        for s in range(rows.shape[1]):
-            wanted = s - burn_in
+        lane, step = _lane_and_step(lanes, room, newest, slots[i])
+        first, last = spans[entries[i], _FIRST] - step, spans[entries[i], _LAST] - step
+        oldest = lanes[lane, _TAIL] - step
+        behind, ahead = -max(first, oldest), last
+        moved = -burn_in
+        if boundary == _CROSS:
+            behind, ahead = -oldest, lanes[lane, _CURSOR] - 1 - step
+        elif boundary == _FIT:
+            # Room for the burn-in is made first, for the rows from the anchor on last.
+            onward = num_steps - burn_in - 1
+            moved += max(min(max(burn_in - behind, 0), ahead - onward), -behind)
+        for s in range(num_steps):
+            wanted = s + moved
             offset = min(max(wanted, -behind), ahead)
             rows[i, s] = _shift(slots[i], offset, num_lanes, capacity)
             valid[i, s] = offset == wanted
+            begins[i, s] = offset == first
+        if boundary != _CROSS:
+            continue
+        at, end = max(moved, -behind), min(moved + num_steps - 1, ahead)
+        while at <= end:
+            # From one episode to the next. At the ends of the lane a row stands for those beyond it too.
+            entry = episode[_shift(slots[i], at, num_lanes, capacity)]
+            first = spans[entry, _FIRST] - step
+            start = 0 if first == -behind else max(first - moved, 0)
+            stop = num_steps if first == ahead else first - moved + 1
+            if first >= -behind:
+                for s in range(start, stop):
+                    begins[i, s] = True
+            at = max(at, spans[entry, _LAST] - step) + 1
 
 
 @compiled
