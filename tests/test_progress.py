@@ -7,7 +7,8 @@ import torch
 from durable.rows import check, make, write
 
 from trl_storages import ReplayStorage, UniformSampler
-from trl_storages.rows import dumping, durable, journal
+from trl_storages.disk import durable, journal
+from trl_storages.rows import dumping
 
 
 @pytest.fixture(autouse=True)
