@@ -1,9 +1,35 @@
 """Compiled loops over arrays, for what lies on the CPU or on disk."""
 
+from trl_storages.kernels.host.disk import (
+    Commits,
+    MarkedRows,
+    checksums,
+    fence,
+    marked_steps,
+    orders_stores,
+    seal_priorities,
+    unseal_priorities,
+)
 from trl_storages.kernels.host.lane_order import LaneOrder
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.host.rows import RowTable, fold, join
 from trl_storages.kernels.host.tree import SumTree
 
-__all__ = ["LaneOrder", "RawPriorities", "Ring", "RowTable", "SumTree", "fold", "join"]
+__all__ = [
+    "Commits",
+    "LaneOrder",
+    "MarkedRows",
+    "RawPriorities",
+    "Ring",
+    "RowTable",
+    "SumTree",
+    "checksums",
+    "fence",
+    "fold",
+    "join",
+    "marked_steps",
+    "orders_stores",
+    "seal_priorities",
+    "unseal_priorities",
+]

@@ -8,11 +8,14 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["compiled", "inlined", "prefetch"]
+from trl_storages.kernels.marks import hardware_orders_stores
+
+__all__ = ["compiled", "fenced", "inlined", "prefetch"]
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 # Its annotations hide what the decorated function takes.
@@ -24,8 +27,10 @@ def compiled(loop: _Loop) -> _Loop:
 
     What was compiled is kept beside the module or in the user's cache. The cache sees changes in the
     loop's own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the
-    loop runs as Python.
+    loop runs as Python. Integers wrap around in either case.
     """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return np.errstate(over="ignore")(loop)
     try:
         return _njit(nogil=True, cache=True)(loop)
     except RuntimeError:
@@ -55,6 +60,10 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     def prefetch(array: Any, byte: int) -> None:
         """Does nothing: interpreted loops never wait for memory."""
 
+    def fenced() -> bool:
+        """Does nothing but to say whether stores are ordered without it."""
+        return hardware_orders_stores()
+
 else:
 
     @intrinsic
@@ -73,3 +82,13 @@ else:
             return context.get_dummy_value()
 
         return types.void(array, byte), generate
+
+    @intrinsic
+    def fenced(typing_context: Any) -> Any:
+        """Orders all reads and writes before it and after it, as other processes see them."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.fence("seq_cst")
+            return context.get_constant(types.boolean, True)
+
+        return types.boolean(), generate

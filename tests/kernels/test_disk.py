@@ -1,0 +1,370 @@
+"""Marks, checksums, commits and sealed priorities of both backends, against plain Python integers."""
+
+import ctypes
+
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_storages.kernels import device, host
+from trl_storages.kernels.host import disk as host_disk
+from trl_storages.kernels.marks import pack_marks, unpack_marks
+
+KERNELS = (host, device)
+BACKENDS = pytest.mark.parametrize("kernels", KERNELS, ids=["host", "device"])
+CPU = torch.device("cpu")
+ALL = 2**64 - 1
+words = st.integers(-(2**63), 2**63 - 1)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def splitmix(state):
+    """The last steps of the generator, on an integer of 64 bits."""
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & ALL
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & ALL
+    return state ^ state >> 31
+
+
+def factor(position):
+    return splitmix((position + 1) * 0x9E3779B97F4A7C15 & ALL) | 1
+
+
+def checksum(row, mark, slot):
+    total = 0x9E3779B97F4A7C15
+    for position, word in enumerate([mark, slot, *row]):
+        total += factor(position) * ((word & ALL) ^ (word & ALL) >> 31)
+    total = splitmix(total & ALL)
+    return total - 2**64 if total >> 63 else total
+
+
+def both(ask):
+    one, other = (ask(kernels) for kernels in KERNELS)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (one, other)), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    return one
+
+
+class Table:
+    """Rows of a ring with marks in the memory of one backend."""
+
+    def __init__(self, kernels, num_slots, num_words=3):
+        self.rows = torch.zeros(num_slots, num_words, dtype=torch.int64)
+        self.marks = torch.zeros(num_slots, 2, dtype=torch.int64)
+        self.marked = kernels.MarkedRows(self.rows, self.marks)
+
+    def store(self, slots, rows, marks):
+        self.marked.store(ints(slots), ints(rows), ints(marks))
+
+
+def test_the_first_constants_are_those_of_splitmix64():
+    """The generator's published numbers from state 0."""
+    assert [factor(i) for i in range(2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
+
+
+@given(st.integers(0, 9), st.integers(0, 5), st.data())
+def test_checksums_are_the_sums_they_say(num_words, num_rows, data):
+    rows = [
+        data.draw(st.lists(words, min_size=num_words, max_size=num_words)) for _ in range(num_rows)
+    ]
+    marks, slots = (data.draw(st.lists(words, min_size=num_rows, max_size=num_rows)) for _ in "ab")
+    block = ints(rows).reshape(num_rows, num_words)
+    found = both(lambda kernels: kernels.checksums(block, ints(marks), ints(slots)))
+    assert found.tolist() == [*map(checksum, rows, marks, slots)]
+
+
+@pytest.mark.parametrize("flipped", [2**63 - 2**64, 2**62, 2**31, 2**62 + 2**30, 1])
+def test_changes_of_the_same_bits_do_not_cancel(flipped):
+    """Signs, or the doubling of equal numbers: in any one, two or three words of a row."""
+    row = torch.arange(24) * 0x0123456789ABCDEF
+    places = torch.arange(24)
+    chosen = [places[:, None], torch.combinations(places, 2), torch.combinations(places, 3)]
+    changed = [row.repeat(len(some), 1) for some in chosen]
+    for rows, some in zip(changed, chosen, strict=True):
+        rows.scatter_(1, some, rows.gather(1, some) ^ flipped)
+    changed = torch.cat([row[None], *changed])
+    zero = torch.zeros(len(changed), dtype=torch.int64)
+    assert len(host.checksums(changed, zero, zero).unique()) == len(changed)
+
+
+def test_every_bit_of_a_row_its_mark_and_slot_counts():
+    bits = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    plain = torch.zeros(64, 1, dtype=torch.int64)
+    zero = torch.zeros(64, dtype=torch.int64)
+    sums = [
+        host.checksums(plain, zero, zero)[:1],
+        host.checksums(bits[:, None], zero, zero),
+        host.checksums(plain, bits, zero),
+        host.checksums(plain, zero, bits),
+    ]
+    assert len(torch.cat(sums).unique()) == 3 * 64 + 1
+
+
+@given(st.integers(0, 2**19 - 1), st.integers(0, 2**41 - 1), st.booleans(), st.booleans())
+def test_marks_say_what_was_packed(history, step, begins, ends):
+    mark = pack_marks(history, ints([step]), torch.tensor([begins]), torch.tensor([ends]))
+    assert mark.item() == history << 44 | step << 3 | ends << 2 | begins << 1 | 1
+    assert [part.item() for part in unpack_marks(mark)] == [history, step, True, begins, ends]
+
+
+@BACKENDS
+class TestStore:
+    def test_rows_marks_and_checksums(self, kernels):
+        table = Table(kernels, 6)
+        table.store(
+            [[4, -1], [0, 5]],
+            [[[1, 2, 3], [9, 9, 9]], [[4, 5, 6], [7, 8, 9]]],
+            [[11, 21], [31, 41]],
+        )
+        assert table.rows.tolist() == [[4, 5, 6], [0] * 3, [0] * 3, [0] * 3, [1, 2, 3], [7, 8, 9]]
+        assert table.marks[:, 0].tolist() == [31, 0, 0, 0, 11, 41]
+        assert table.marks[4, 1].item() == checksum([1, 2, 3], 11, 4)
+        expected = [True, False, False, False, True, True]
+        assert table.marked.check(torch.arange(6)).tolist() == expected
+
+    def test_a_damaged_row_mark_or_checksum(self, kernels):
+        for damage in range(5):
+            table = Table(kernels, 4)
+            table.store([1, 2], [[1, 2, 3], [4, 5, 6]], [11, 21])
+            flat = (table.rows if damage < 3 else table.marks)[1]
+            flat[damage % 3] ^= 1 << 20
+            assert table.marked.check(ints([2, 1])).tolist() == [True, False]
+
+    def test_a_row_of_another_slot(self, kernels):
+        table = Table(kernels, 4)
+        table.store([1], [[1, 2, 3]], [11])
+        table.rows[2], table.marks[2] = table.rows[1], table.marks[1]
+        assert table.marked.check(ints([1, 2])).tolist() == [True, False]
+
+    @pytest.mark.parametrize("slot", [4, 2**40])
+    def test_a_slot_beyond_the_table_writes_nothing(self, kernels, slot):
+        table = Table(kernels, 4)
+        table.store([1], [[1, 2, 3]], [11])
+        before = table.rows.clone(), table.marks.clone()
+        with pytest.raises(IndexError):
+            table.store([1, slot], [[4, 5, 6], [7, 8, 9]], [21, 31])
+        with pytest.raises(IndexError):
+            table.marked.check(ints([slot]))
+        assert torch.equal(table.rows, before[0])
+        assert torch.equal(table.marks, before[1])
+
+
+class Lanes:
+    """Rings and tables of both backends that are written alike, and what each step's mark must be."""
+
+    def __init__(self, num_envs, places, spare_steps):
+        self.rings = [
+            kernels.Ring(num_envs * places, num_envs, CPU, spare_steps=spare_steps)
+            for kernels in KERNELS
+        ]
+        self.tables = [Table(kernels, self.rings[0].num_slots, 2) for kernels in KERNELS]
+        self.marks, self.is_open = [[] for _ in range(num_envs)], [False] * num_envs
+
+    def write(self, history, done, cut, lanes):
+        which = [*range(len(self.marks))] if lanes is None else lanes
+        flags = torch.tensor(done)
+        for i, lane in enumerate(which):
+            for s, ends in enumerate(done[i]):
+                begins = not self.is_open[lane] or (cut is not None and cut[i][s])
+                mark = history << 44 | len(self.marks[lane]) << 3 | ends << 2 | begins << 1 | 1
+                self.marks[lane].append(mark)
+                self.is_open[lane] = not ends
+        rows = torch.randint(2**40, (*flags.shape, 2))
+        answers = []
+        for kernels, ring, table in zip(KERNELS, self.rings, self.tables, strict=True):
+            some = None if lanes is None else ints(lanes)
+            cuts = None if cut is None else torch.tensor(cut)
+            slots, marks = kernels.marked_steps(ring, history, flags, cuts, some)
+            table.marked.store(slots, rows, marks)
+            assert torch.equal(slots, ring.append(flags, cuts, some))
+            answers.append((slots, marks))
+        assert torch.equal(answers[0][0], answers[1][0])
+        assert torch.equal(answers[0][1], answers[1][1])
+        assert torch.equal(self.tables[0].marks, self.tables[1].marks)
+        assert torch.equal(self.tables[0].rows, self.tables[1].rows)
+        expected = [self.marks[lane][-flags.shape[1] :] for lane in which]
+        assert answers[0][1].tolist() == expected
+
+
+@given(st.data())
+def test_an_index_is_fed_from_marks(data):
+    """Writes of every shape by several histories, some of which begin before others ended."""
+    num_envs, places = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    lanes = Lanes(num_envs, places, data.draw(st.sampled_from([0, 1, 3])))
+    histories, firsts = [], []
+    for _ in range(data.draw(st.integers(1, 5))):
+        if not histories or data.draw(st.booleans()):
+            histories.append((histories or [0])[-1] + data.draw(st.integers(1, 3)))
+            firsts.append(lanes.rings[0].cursors.tolist())
+        which = data.draw(
+            st.none() | st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)
+        )
+        steps = data.draw(st.integers(1, places + 2))
+        row = st.lists(st.booleans(), min_size=steps, max_size=steps)
+        size = num_envs if which is None else len(which)
+        block = st.lists(row, min_size=size, max_size=size)
+        lanes.write(histories[-1], data.draw(block), data.draw(st.none() | block), which)
+    ring = lanes.rings[0]
+    tails, cursors = ring.tails.clone(), ring.cursors.clone()
+    known = ints(histories), ints(firsts)
+    tables = dict(zip(KERNELS, lanes.tables, strict=True))
+    ask = lambda kernels: tables[kernels].marked.flags(tails, cursors, *known)  # noqa: E731
+    done, begins, right = both(ask)
+    spans = zip(lanes.marks, tails.tolist(), cursors.tolist(), strict=True)
+    expected = [mark for marks, tail, cursor in spans for mark in marks[tail:cursor]]
+    assert done.tolist() == [mark >> 2 & 1 == 1 for mark in expected]
+    assert begins.tolist() == [mark >> 1 & 1 == 1 for mark in expected]
+    assert right.all()
+    live = ring.slots_by_age(torch.arange(len(expected)))
+    for kernels, one in zip(KERNELS, lanes.rings, strict=True):
+        assert tables[kernels].marked.hold(one, live.view(1, -1))
+    # A history made known now owns some of the steps that others wrote.
+    taken = [data.draw(st.integers(0, cursor)) for cursor in cursors.tolist()]
+    known = ints([*histories, histories[-1] + 1]), ints([*firsts, taken])
+    steps = [range(*span) for span in zip(tails.tolist(), cursors.tolist(), strict=True)]
+    kept = [step < taken[lane] for lane, span in enumerate(steps) for step in span]
+    assert both(ask)[2].tolist() == kept
+    # One row goes: nobody takes its slot for it.
+    known = ints(histories), ints(firsts)
+    slot = data.draw(st.sampled_from(live.tolist()))
+    other = data.draw(st.sampled_from([0, 1 << 43 | 1]))
+    for kernels, one in zip(KERNELS, lanes.rings, strict=True):
+        tables[kernels].marks[slot, 0] = other
+        assert not tables[kernels].marked.hold(one, live)
+    at = [
+        step % ring.ring_steps * num_envs + lane for lane, span in enumerate(steps) for step in span
+    ]
+    assert both(ask)[2].tolist() == [place != slot for place in at]
+
+
+def test_a_history_that_goes_on_further_back_than_the_one_before():
+    """After a power cut: steps from 3 on are written once more."""
+    lanes = Lanes(1, 8, 2)
+    lanes.write(1, [[False] * 6], None, None)
+    known = ints([1, 2, 3]), ints([[0], [5], [3]])
+    tables = dict(zip(KERNELS, lanes.tables, strict=True))
+    right = both(lambda kernels: tables[kernels].marked.flags(ints([0]), ints([6]), *known)[2])
+    assert right.tolist() == [True] * 3 + [False] * 3
+
+
+@BACKENDS
+class TestCommits:
+    @pytest.fixture
+    def commits(self, kernels):
+        self.selector, self.tables = ints([0]), torch.zeros(2, 4, dtype=torch.int64)
+        return kernels.Commits(self.selector, self.tables)
+
+    def test_the_last_words(self, commits):
+        assert commits.read() is None
+        for number in range(1, 6):
+            commits.publish(ints([number, -number, 2**62]))
+            assert commits.number == number
+            assert commits.read().tolist() == [number, -number, 2**62]
+
+    def test_the_words_before_stay_until_the_selector_moves(self, commits):
+        commits.publish(ints([1, 2, 3]))
+        commits.publish(ints([4, 5, 6]))
+        self.selector[0] = 1
+        assert commits.read().tolist() == [1, 2, 3]
+        # Neither is a table of another commit taken for this one.
+        self.selector[0] = 3
+        assert commits.read() is None
+
+    def test_any_damaged_word(self, commits):
+        for place in range(4):
+            commits.publish(ints([1, 2, 3]))
+            self.tables[commits.number & 1, place] ^= 1
+            assert commits.read() is None
+
+    def test_as_many_words_as_there_is_room_for(self, commits):
+        with pytest.raises(ValueError, match="as many words"):
+            commits.publish(ints([1, 2]))
+        assert commits.number == 0
+
+
+def test_backends_read_each_others_commits():
+    selector, tables = ints([0]), torch.zeros(2, 4, dtype=torch.int64)
+    one, other = (kernels.Commits(selector, tables) for kernels in KERNELS)
+    one.publish(ints([1, 2, 3]))
+    assert other.read().tolist() == [1, 2, 3]
+    other.publish(ints([4, 5, 6]))
+    assert one.read().tolist() == [4, 5, 6]
+
+
+@given(st.lists(st.tuples(st.floats(width=32), words), max_size=8))
+def test_priorities_are_sealed(pairs):
+    priorities = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
+    marks = ints([mark for _, mark in pairs])
+    sealed = both(lambda kernels: kernels.seal_priorities(priorities, marks))
+    for kernels in KERNELS:
+        found, valid = kernels.unseal_priorities(sealed, marks)
+        assert torch.equal(found.view(torch.int32), priorities.view(torch.int32))
+        assert valid.all()
+    for damaged, of in ((sealed ^ 1, marks), (sealed ^ 2**40, marks), (sealed, marks ^ 8)):
+        for kernels in KERNELS:
+            assert not kernels.unseal_priorities(damaged, of)[1].any()
+
+
+def test_a_word_that_was_never_written_holds_no_priority():
+    nothing = torch.zeros(1, dtype=torch.int64)
+    for kernels in KERNELS:
+        assert not kernels.unseal_priorities(nothing, nothing)[1].item()
+
+
+def test_fences_and_processors(monkeypatch):
+    assert host.fence() is host.orders_stores() is True
+    for machine, is_ordered in (("x86_64", True), ("AMD64", True), ("arm64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert device.fence() is device.orders_stores() is is_ordered
+
+
+@pytest.mark.parametrize(("loop", "num_fences"), [("_store", 2), ("_publish", 3), ("_hold", 1)])
+def test_compiled_loops_hold_their_fences(loop, num_fences):
+    """In the program as it is optimised, where stores that another one hides could be left out."""
+    lanes = Lanes(1, 4, 1)
+    lanes.write(1, [[False] * 3], None, None)
+    lanes.tables[0].marked.hold(lanes.rings[0], ints([0]))
+    host.Commits(ints([0]), torch.zeros(2, 4, dtype=torch.int64)).publish(ints([1, 2, 3]))
+    compiled = getattr(host_disk, loop)
+    anew = numba.njit(compiled.py_func)  # what comes from the cache can't be looked at
+    anew.compile(compiled.signatures[0])
+    (code,) = anew.inspect_llvm().values()
+    assert code.count("fence seq_cst") >= num_fences
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The compiled loops as the Python they are written in."""
+    for name, loop in vars(host_disk).copy().items():
+        if hasattr(loop, "py_func"):
+            plain = np.errstate(over="ignore")(loop.py_func)
+            monkeypatch.setattr(host_disk, name, plain)
+            if getattr(host, name, None) is loop:
+                monkeypatch.setattr(host, name, plain)
+    monkeypatch.setattr(host_disk, "fenced", lambda: True)
+    monkeypatch.setattr(host_disk, "copy_bytes", lambda *it: ctypes.memmove(*map(int, it)))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_loops_are_python():
+    lanes = Lanes(2, 4, 1)
+    lanes.write(3, [[True, False, False], [False] * 3], [[False, True, True]] * 2, None)
+    lanes.write(3, [[False] * 6], None, [1])
+    commits = host.Commits(ints([0]), torch.zeros(2, 4, dtype=torch.int64))
+    commits.publish(ints([1, -2, 2**62]))
+    assert commits.read().tolist() == [1, -2, 2**62]
+    both(lambda kernels: kernels.checksums(ints([[1, -2]]), ints([2**61]), ints([5])))
+    sealed = both(lambda kernels: kernels.seal_priorities(torch.ones(3), torch.arange(3)))
+    both(lambda kernels: kernels.unseal_priorities(sealed, torch.arange(3)))
+    ring, table = lanes.rings[0], lanes.tables[0]
+    flags = table.marked.flags(ring.tails, ring.cursors, ints([3]), ints([[0, 0]]))
+    assert flags[2].all()
+    assert table.marked.hold(ring, ring.slots_by_age(torch.arange(3)))
+    assert table.marked.check(ring.slots_by_age(torch.arange(3))).all()
+    assert host.fence()

@@ -1,0 +1,223 @@
+"""Rows that carry their step and their checksum, and words that are there as a whole or not at all.
+
+Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
+(environments), H histories, K words of a table.
+
+Nothing here orders stores: where `orders_stores` is true, the order of the program is enough.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.device.ring import Ring
+from trl_storages.kernels.marks import (
+    FINISH,
+    HALF_BITS,
+    LOWER_HALF,
+    PRESENT,
+    START,
+    factors,
+    hardware_orders_stores,
+    pack_marks,
+    unpack_marks,
+)
+
+__all__ = [
+    "Commits",
+    "MarkedRows",
+    "checksums",
+    "fence",
+    "marked_steps",
+    "orders_stores",
+    "seal_priorities",
+    "unseal_priorities",
+]
+
+# Rows whose checksums are worked out at once, so that what is in between stays in the cache.
+_BLOCK = 4096
+_MOST_TRIES = 1000
+
+
+def orders_stores() -> bool:
+    """Returns whether other processes see stores in order on this machine."""
+    return hardware_orders_stores()
+
+
+def fence() -> bool:
+    """Does nothing but to return what `orders_stores` does."""
+    return hardware_orders_stores()
+
+
+def checksums(rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Returns the checksums `[n]` of rows `[n, W]`, all int64."""
+    constants = torch.from_numpy(factors(rows.shape[1])).to(rows.device)
+    total = START + constants[0] * _folded(marks) + constants[1] * _folded(slots)
+    return _finished(total + (_folded(rows) * constants[2:]).sum(-1))
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    shift, left, _ = FINISH[-1]
+    return words ^ (words >> shift & left)
+
+
+def _finished(total: torch.Tensor) -> torch.Tensor:
+    for shift, left, factor in FINISH:
+        total = (total ^ (total >> shift & left)) * factor
+    return total
+
+
+class MarkedRows:
+    """Rows with a mark and a checksum each; see `kernels.host.disk.MarkedRows`.
+
+    Args:
+        rows: `[M, W]` int64, contiguous.
+        marks: `[M, 2]` int64.
+    """
+
+    def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
+        self._rows, self._marks = rows, marks
+
+    def store(self, slots: torch.Tensor, rows: torch.Tensor, marks: torch.Tensor) -> None:
+        """Writes rows `[*n, W]`: takes the marks of their slots away, writes them, and marks them."""
+        slots, marks, rows = slots.reshape(-1), marks.reshape(-1), rows.reshape(-1, rows.shape[-1])
+        is_named = slots >= 0
+        slots, marks, rows = slots[is_named], marks[is_named], rows[is_named]
+        self._check_slots(slots)
+        self._marks[slots, 0] = 0
+        self._rows[slots] = rows
+        self._marks[slots, 1] = checksums(rows, marks, slots)
+        self._marks[slots, 0] = marks
+
+    def check(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
+        self._check_slots(slots)
+        right = torch.empty_like(slots, dtype=torch.bool)
+        for start in range(0, len(slots), _BLOCK):
+            at = slots[start : start + _BLOCK]
+            mark, check = self._marks[at].unbind(1)
+            found = checksums(self._rows[at], mark, at)
+            right[start : start + _BLOCK] = (found == check) & (mark & PRESENT != 0)
+        return right
+
+    def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
+        """Returns whether slots of any shape hold the rows that an index takes them for."""
+        self._check_slots(slots)
+        _, steps, there, _, _ = unpack_marks(self._marks[slots.reshape(-1), 0])
+        return bool((there & (steps == ring.steps(slots.reshape(-1)))).all())
+
+    def _check_slots(self, slots: torch.Tensor) -> None:
+        if bool(((slots < 0) | (slots >= len(self._marks))).any()):
+            raise IndexError("slots must be those of the ring, below the number of its slots")
+
+    def flags(
+        self,
+        tails: torch.Tensor,
+        cursors: torch.Tensor,
+        histories: torch.Tensor,
+        firsts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Reads `done`, `begins` and whether a mark is right, `[n]` each, of steps from `tails` on."""
+        lane, step = _lanes_and_steps(tails, cursors)
+        slots = step % (len(self._marks) // len(tails)) * len(tails) + lane
+        history, marked_step, there, begins, done = unpack_marks(self._marks[slots, 0])
+        owner = torch.full_like(step, -1)
+        for number, first in zip(histories, firsts, strict=True):
+            owner = torch.where(first[lane] <= step, number, owner)
+        right = there & (marked_step == step) & (history == owner)
+        return done, begins, right
+
+
+def _lanes_and_steps(
+    tails: torch.Tensor, cursors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns all steps from the tails up to the cursors, lane by lane, and the lane of each, `[n]`."""
+    counts = cursors - tails
+    lane = torch.arange(len(tails), device=tails.device).repeat_interleave(counts)
+    place = torch.arange(len(lane), device=tails.device)
+    return lane, place + (tails - counts.cumsum(0) + counts)[lane]
+
+
+def marked_steps(
+    ring: Ring,
+    history: int,
+    done: torch.Tensor,
+    cut: torch.Tensor | None = None,
+    lanes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the slots and marks `[L, S]` that the next S steps of L lanes will have."""
+    if lanes is None:
+        lanes = torch.arange(ring.num_envs, device=ring.device)
+    is_open, num_steps = ring.is_open[lanes].unsqueeze(1), done.shape[1]
+    begins = torch.cat([is_open == 0, done[:, :-1]], 1)
+    if cut is not None:
+        begins = begins | cut
+    steps = ring.cursors[lanes].unsqueeze(1) + torch.arange(num_steps, device=ring.device)
+    return ring.next_slots(lanes, num_steps), pack_marks(history, steps, begins, done)
+
+
+class Commits:
+    """Words that are replaced as a whole; see `kernels.host.disk.Commits`.
+
+    Args:
+        selector: `[1]` int64, on the CPU.
+        tables: `[2, K + 1]` int64, on the CPU.
+    """
+
+    def __init__(self, selector: torch.Tensor, tables: torch.Tensor) -> None:
+        self._selector, self._tables = selector.numpy(), tables.numpy()
+
+    @property
+    def number(self) -> int:
+        """The number of the last commit."""
+        return self._selector.item()
+
+    def publish(self, words: torch.Tensor) -> None:
+        """Commits `[K]` int64 words."""
+        number = self.number + 1
+        table = self._tables[number & 1]
+        if len(words) != len(table) - 1:
+            raise ValueError("as many words must be published as a table holds")
+        table[:-1] = words.numpy()
+        table[-1] = _table_check(words, number)
+        self._selector[0] = number
+
+    def read(self) -> torch.Tensor | None:
+        """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
+        for _ in range(_MOST_TRIES):
+            number = self.number
+            table = torch.from_numpy(np.copy(self._tables[number & 1]))
+            if int(table[-1]) == _table_check(table[:-1], number):
+                return table[:-1]
+            # The writer may have gone on meanwhile, to where this was read.
+            if self.number == number:
+                break
+        return None
+
+
+def _table_check(words: torch.Tensor, number: int) -> int:
+    mark, slot = torch.tensor([[number], [number & 1]])
+    return int(checksums(words.unsqueeze(0), mark, slot))
+
+
+def seal_priorities(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Returns words `[n]` int64 of float32 priorities and a check over them and the marks."""
+    bits = priorities.contiguous().view(torch.int32).long() & LOWER_HALF
+    return _priority_check(bits, marks) << HALF_BITS | bits
+
+
+def unseal_priorities(
+    words: torch.Tensor, marks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `[n]` float32 priorities that words hold, and `[n]` bool: whether they are of the marks."""
+    bits = words & LOWER_HALF
+    valid = words >> HALF_BITS & LOWER_HALF == _priority_check(bits, marks)
+    # Cut to their lower halves, bits above the sign included.
+    return bits.to(torch.int32).view(torch.float32), valid
+
+
+def _priority_check(bits: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    constants = torch.from_numpy(factors(1)).to(bits.device)
+    total = START + constants[0] * _folded(bits) + constants[1] * _folded(marks)
+    return _finished(total) >> HALF_BITS & LOWER_HALF

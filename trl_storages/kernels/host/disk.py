@@ -1,0 +1,442 @@
+"""Rows that carry their step and their checksum, and words that are there as a whole or not at all.
+
+Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
+(environments), H histories, K words of a table.
+
+What another process, or one that is started after a kill, may see in memory is ordered by fences. See
+`kernels.marks` for what marks and checksums are. Sums wrap around, as all arithmetic on int64 does here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.host.compiling import compiled, fenced, inlined
+from trl_storages.kernels.host.memory import copy_bytes
+from trl_storages.kernels.host.ring import Ring
+from trl_storages.kernels.marks import (
+    BEGINS,
+    ENDS,
+    FINISH,
+    HALF_BITS,
+    HISTORY_BIT,
+    LOWER_HALF,
+    MOST_STEPS,
+    PRESENT,
+    START,
+    STEP_BIT,
+    factors,
+)
+
+__all__ = [
+    "Commits",
+    "MarkedRows",
+    "checksums",
+    "fence",
+    "marked_steps",
+    "orders_stores",
+    "seal_priorities",
+    "unseal_priorities",
+]
+
+_NO_CUTS = np.zeros((0, 0), bool)
+_CURSOR, _BEGUN, _OPEN, _TAIL = 0, 1, 2, 3
+(_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
+_STEP_MASK = MOST_STEPS - 1
+_WORD = 8  # bytes
+# Of a selector that a fast writer moves on while its table is copied.
+_MOST_TRIES = 1000
+
+
+def orders_stores() -> bool:
+    """Returns whether `fence` orders what other processes see on this machine."""
+    return fence()
+
+
+def checksums(rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Returns the checksums of rows.
+
+    Args:
+        rows: `[n, W]` int64.
+        marks: `[n]` int64.
+        slots: `[n]` int64, where the rows are.
+
+    Returns:
+        `[n]` int64.
+    """
+    out = np.empty(len(rows), np.int64)
+    _checksums(rows.numpy(), marks.numpy(), slots.numpy(), factors(rows.shape[1]), out)
+    return torch.from_numpy(out)
+
+
+class MarkedRows:
+    """Rows with a mark and a checksum each, in memory that other processes see.
+
+    Args:
+        rows: `[M, W]` int64, contiguous, on the CPU.
+        marks: `[M, 2]` int64, of each slot the mark, 0 where there is no row, and the checksum.
+    """
+
+    def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
+        self._rows, self._marks = rows.numpy(), marks.numpy()
+        self._factors = factors(rows.shape[1])
+
+    def store(self, slots: torch.Tensor, rows: torch.Tensor, marks: torch.Tensor) -> None:
+        """Writes rows so that at each instant a slot holds one that is whole, or none by its mark.
+
+        Args:
+            slots: `[*n]` int64, distinct; those below 0 name none.
+            rows: `[*n, W]` int64, contiguous.
+            marks: `[*n]` int64.
+
+        Raises:
+            IndexError: a slot is not below M. Nothing is written then.
+        """
+        new = rows.numpy().reshape(-1, self._rows.shape[1])
+        where, what = slots.numpy().reshape(-1), marks.numpy().reshape(-1)
+        _store(self._rows, self._marks, where, new, what, self._factors)
+
+    def check(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
+        out = np.empty(len(slots), bool)
+        _check(self._rows, self._marks, slots.numpy(), self._factors, out)
+        return torch.from_numpy(out)
+
+    def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
+        """Returns whether slots hold the rows that an index takes them for, after all reads before.
+
+        Args:
+            ring: of M slots.
+            slots: int64 of any shape.
+        """
+        _, _, lanes = ring._arrays
+        return _hold(self._marks, lanes, ring.ring_steps, slots.numpy().reshape(-1))
+
+    def flags(
+        self,
+        tails: torch.Tensor,
+        cursors: torch.Tensor,
+        histories: torch.Tensor,
+        firsts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Reads from marks what an index must know of rows.
+
+        Args:
+            tails: `[E]` int64, of each lane the first step that is read.
+            cursors: `[E]` int64, the step after the last one.
+            histories: `[H]` int64, the numbers of histories, ascending.
+            firsts: `[H, E]` int64, the first step of each. A step is that of the last one that began
+                before it or with it.
+
+        Returns:
+            three `[n]` bool, lane by lane and the oldest step first: whether the row ends its episode by
+            `done`, whether it begins one, and whether the mark is of this step and its history.
+        """
+        size = int((cursors - tails).sum())
+        done, begins, right = (np.empty(size, bool) for _ in range(3))
+        known = (histories.numpy(), firsts.contiguous().numpy())
+        _flags(self._marks, tails.numpy(), cursors.numpy(), *known, done, begins, right)
+        return torch.from_numpy(done), torch.from_numpy(begins), torch.from_numpy(right)
+
+
+def marked_steps(
+    ring: Ring,
+    history: int,
+    done: torch.Tensor,
+    cut: torch.Tensor | None = None,
+    lanes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where `ring.append` will have S further steps of L lanes, and their marks.
+
+    Args:
+        ring: knows what the lanes go on from; it is not changed.
+        history: the number that the marks carry.
+        done: as in `Ring.append`.
+        cut: as in `Ring.append`.
+        lanes: as in `Ring.append`.
+
+    Returns:
+        `[L, S]` int64 slots, -1 for steps that find no room, and `[L, S]` int64 marks.
+    """
+    cuts = _NO_CUTS if cut is None else cut.numpy()
+    written = ring._all_lanes if lanes is None else lanes.numpy()
+    slots = np.empty(done.shape, np.int64)
+    marks = np.empty_like(slots)
+    sizes = ring.steps_per_lane, ring.ring_steps
+    _marked_steps(ring._arrays[2], *sizes, history, written, done.numpy(), cuts, slots, marks)
+    return torch.from_numpy(slots), torch.from_numpy(marks)
+
+
+class Commits:
+    """Words that are replaced as a whole: in one of two tables, which one word selects.
+
+    Args:
+        selector: `[1]` int64, the number of the last commit; its lowest bit selects the table.
+        tables: `[2, K + 1]` int64, whose last words are checksums of the others and the number.
+    """
+
+    def __init__(self, selector: torch.Tensor, tables: torch.Tensor) -> None:
+        self._selector, self._tables = selector.numpy(), tables.numpy()
+        self._factors = factors(tables.shape[1] - 1)
+
+    @property
+    def number(self) -> int:
+        """The number of the last commit."""
+        return self._selector.item()
+
+    def publish(self, words: torch.Tensor) -> None:
+        """Commits `[K]` int64 words."""
+        _publish(self._selector, self._tables, words.numpy(), self._factors)
+
+    def read(self) -> torch.Tensor | None:
+        """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
+        words = np.empty(self._tables.shape[1] - 1, np.int64)
+        is_whole = _read(self._selector, self._tables, words, self._factors)
+        return torch.from_numpy(words) if is_whole else None
+
+
+def seal_priorities(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Returns words that hold priorities and a check over them and the marks of their rows.
+
+    Args:
+        priorities: `[n]` float32.
+        marks: `[n]` int64.
+
+    Returns:
+        `[n]` int64: the priority below, the check above.
+    """
+    words = np.empty(len(priorities), np.int64)
+    bits = priorities.contiguous().numpy().view(np.uint32)
+    _seal(bits, marks.numpy(), factors(1), words)
+    return torch.from_numpy(words)
+
+
+def unseal_priorities(
+    words: torch.Tensor, marks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `[n]` float32 priorities that words hold, and `[n]` bool: whether they are of the marks."""
+    bits, valid = np.empty(len(words), np.uint32), np.empty(len(words), bool)
+    _unseal(words.numpy(), marks.numpy(), factors(1), bits, valid)
+    return torch.from_numpy(bits.view(np.float32)), torch.from_numpy(valid)
+
+
+@compiled
+def fence() -> bool:
+    """Orders all reads and writes before it and after it; returns whether it does."""
+    return fenced()
+
+
+@inlined
+def _added(total: int, word: int, factor: int) -> int:
+    """Adds a word to a sum that becomes a checksum."""
+    return total + factor * (word ^ ((word >> _SHIFT_3) & _LEFT_3))
+
+
+@inlined
+def _finished(total: int) -> int:
+    total = (total ^ ((total >> _SHIFT_1) & _LEFT_1)) * _FACTOR_1
+    total = (total ^ ((total >> _SHIFT_2) & _LEFT_2)) * _FACTOR_2
+    return total ^ ((total >> _SHIFT_3) & _LEFT_3)
+
+
+@compiled
+def _checksum(words: np.ndarray, mark: int, slot: int, factors: np.ndarray) -> int:
+    total = _added(_added(START, mark, factors[0]), slot, factors[1])
+    for w in range(len(words)):
+        total = _added(total, words[w], factors[w + 2])
+    return _finished(total)
+
+
+@compiled
+def _checksums(
+    rows: np.ndarray, marks: np.ndarray, slots: np.ndarray, factors: np.ndarray, out: np.ndarray
+) -> None:
+    for i in range(len(rows)):
+        out[i] = _checksum(rows[i], marks[i], slots[i], factors)
+
+
+@compiled
+def _store(
+    table: np.ndarray,
+    marks: np.ndarray,
+    slots: np.ndarray,
+    rows: np.ndarray,
+    new_marks: np.ndarray,
+    factors: np.ndarray,
+) -> None:
+    row_bytes = rows.shape[1] * _WORD
+    for i in range(len(slots)):
+        if slots[i] >= len(table):
+            raise IndexError("slots must be those of the ring, below the number of its slots")
+    for i in range(len(slots)):
+        if slots[i] >= 0:
+            marks[slots[i], 0] = 0
+    fenced()
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot >= 0:
+            copy_bytes(
+                table.ctypes.data + slot * row_bytes, rows.ctypes.data + i * row_bytes, row_bytes
+            )
+            marks[slot, 1] = _checksum(rows[i], new_marks[i], slot, factors)
+    fenced()
+    for i in range(len(slots)):
+        if slots[i] >= 0:
+            marks[slots[i], 0] = new_marks[i]
+
+
+@compiled
+def _check(
+    table: np.ndarray, marks: np.ndarray, slots: np.ndarray, factors: np.ndarray, out: np.ndarray
+) -> None:
+    for i in range(len(slots)):
+        slot = slots[i]
+        if not 0 <= slot < len(table):
+            raise IndexError("slots must be those of the ring, below the number of its slots")
+        mark = marks[slot, 0]
+        is_right = _checksum(table[slot], mark, slot, factors) == marks[slot, 1]
+        out[i] = mark & PRESENT != 0 and is_right
+
+
+@compiled
+def _hold(marks: np.ndarray, lanes: np.ndarray, room: int, slots: np.ndarray) -> bool:
+    newest = np.empty(len(lanes), np.int64)
+    for lane in range(len(lanes)):
+        newest[lane] = (lanes[lane, _CURSOR] - 1) % room
+    fenced()
+    for i in range(len(slots)):
+        if not 0 <= slots[i] < len(marks):
+            raise IndexError("slots must be those of the ring, below the number of its slots")
+        lane, place = 0, slots[i]
+        if len(lanes) > 1:
+            place = slots[i] // len(lanes)
+            lane = slots[i] - place * len(lanes)
+        back = newest[lane] - place
+        step = lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+        mark = marks[slots[i], 0]
+        if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:
+            return False
+    return True
+
+
+@compiled
+def _flags(
+    marks: np.ndarray,
+    tails: np.ndarray,
+    cursors: np.ndarray,
+    histories: np.ndarray,
+    firsts: np.ndarray,
+    done: np.ndarray,
+    begins: np.ndarray,
+    right: np.ndarray,
+) -> None:
+    num_lanes, num_histories = len(tails), len(histories)
+    room = len(marks) // num_lanes
+    # From which step on the last history that owns it is this one or one after it.
+    reached = np.empty(num_histories, np.int64)
+    row = 0
+    for lane in range(num_lanes):
+        for h in range(num_histories - 1, -1, -1):
+            is_last = h == num_histories - 1
+            reached[h] = firsts[h, lane] if is_last else min(firsts[h, lane], reached[h + 1])
+        owner = -1
+        for step in range(tails[lane], cursors[lane]):
+            while owner + 1 < num_histories and reached[owner + 1] <= step:
+                owner += 1
+            mark = marks[step % room * num_lanes + lane, 0]
+            done[row], begins[row] = mark & ENDS != 0, mark & BEGINS != 0
+            is_right = mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
+            right[row] = is_right and owner >= 0 and mark >> HISTORY_BIT == histories[owner]
+            row += 1
+
+
+@compiled
+def _marked_steps(
+    lanes: np.ndarray,
+    most_live: int,
+    room: int,
+    history: int,
+    written: np.ndarray,
+    done: np.ndarray,
+    cut: np.ndarray,
+    slots: np.ndarray,
+    marks: np.ndarray,
+) -> None:
+    num_steps, has_cuts = done.shape[1], cut.size > 0
+    for i in range(len(written)):
+        lane = written[i]
+        step, goes_on = lanes[lane, _CURSOR], lanes[lane, _OPEN] != 0
+        place = step % room
+        for s in range(num_steps):
+            mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
+            if not goes_on or (has_cuts and cut[i, s]):
+                mark += BEGINS
+            if done[i, s]:
+                mark += ENDS
+            goes_on = not done[i, s]
+            slots[i, s] = place * len(lanes) + lane if s + most_live >= num_steps else -1
+            marks[i, s] = mark
+            step += 1
+            place = place + 1 if place + 1 < room else 0
+
+
+@compiled
+def _publish(
+    selector: np.ndarray, tables: np.ndarray, words: np.ndarray, factors: np.ndarray
+) -> None:
+    number = selector[0] + 1
+    table = tables[number & 1]
+    if len(words) != len(table) - 1:
+        raise ValueError("as many words must be published as a table holds")
+    # What was written before is there before the words say so.
+    fenced()
+    for k in range(len(words)):
+        table[k] = words[k]
+    table[len(words)] = _checksum(words, number, number & 1, factors)
+    fenced()
+    selector[0] = number
+    fenced()
+
+
+@compiled
+def _read(selector: np.ndarray, tables: np.ndarray, words: np.ndarray, factors: np.ndarray) -> bool:
+    for _ in range(_MOST_TRIES):
+        fenced()
+        number = selector[0]
+        fenced()
+        table = tables[number & 1]
+        for k in range(len(words)):
+            words[k] = table[k]
+        check = table[len(words)]
+        if check == _checksum(words, number, number & 1, factors):
+            return True
+        fenced()
+        # The writer may have gone on meanwhile, to where this was read.
+        if selector[0] == number:
+            return False
+    return False
+
+
+@inlined
+def _priority_check(bits: int, mark: int, factors: np.ndarray) -> int:
+    total = _finished(_added(_added(START, bits, factors[0]), mark, factors[1]))
+    return (total >> HALF_BITS) & LOWER_HALF
+
+
+@compiled
+def _seal(bits: np.ndarray, marks: np.ndarray, factors: np.ndarray, words: np.ndarray) -> None:
+    for i in range(len(bits)):
+        value = np.int64(bits[i])
+        words[i] = (_priority_check(value, marks[i], factors) << HALF_BITS) | value
+
+
+@compiled
+def _unseal(
+    words: np.ndarray, marks: np.ndarray, factors: np.ndarray, bits: np.ndarray, valid: np.ndarray
+) -> None:
+    for i in range(len(words)):
+        value = words[i] & LOWER_HALF
+        bits[i] = value
+        check = (words[i] >> HALF_BITS) & LOWER_HALF
+        valid[i] = check == _priority_check(value, marks[i], factors)

@@ -1,0 +1,84 @@
+"""What rows on disk say of themselves: which step they are, and a checksum.
+
+Letters: n rows, W words of 8 bytes a row.
+
+A mark is one word: bit 0 is set where there is a row, bit 1 where it begins an episode, bit 2 where it
+ends one by `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that
+wrote it.
+
+A checksum of the words x_w, a mark and a slot is
+
+    finish(START + Σ_w c_{w+2} f(x_w) + c_0 f(mark) + c_1 f(slot)),    f(x) = x ^ (x >>> 31)
+
+modulo 2^64, with odd constants c_i = splitmix64(i + 1) | 1 and `finish` the last steps of splitmix64.
+Without f, changes of the uppermost bits of two words, such as the signs of numbers, would cancel out.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+
+import numpy as np
+import torch
+
+__all__ = [
+    "BEGINS",
+    "ENDS",
+    "FINISH",
+    "HALF_BITS",
+    "HISTORY_BIT",
+    "LOWER_HALF",
+    "MOST_HISTORIES",
+    "MOST_STEPS",
+    "PRESENT",
+    "START",
+    "STEP_BIT",
+    "factors",
+    "hardware_orders_stores",
+    "pack_marks",
+    "unpack_marks",
+]
+
+PRESENT, BEGINS, ENDS = 1, 2, 4
+STEP_BIT, HISTORY_BIT = 3, 44
+MOST_STEPS, MOST_HISTORIES = 2 ** (HISTORY_BIT - STEP_BIT), 2 ** (63 - HISTORY_BIT)
+HALF_BITS, LOWER_HALF = 32, 2**32 - 1
+#: As int64: the golden ratio, and the shifts, masks of what is left, and factors of splitmix64's end.
+START = 0x9E3779B97F4A7C15 - 2**64
+FINISH = (
+    (30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64),
+    (27, 2**37 - 1, 0x94D049BB133111EB - 2**64),
+    (31, 2**33 - 1, 1),
+)
+
+
+@cache
+def factors(num_words: int) -> np.ndarray:
+    """Returns `[W + 2]` int64, the constants c of a checksum: of the mark, the slot, and the words."""
+    mixed = np.arange(1, num_words + 3, dtype=np.uint64) * np.uint64(START + 2**64)
+    for shift, _, factor in FINISH:
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor % 2**64)
+    return (mixed | np.uint64(1)).view(np.int64)
+
+
+def hardware_orders_stores() -> bool:
+    """Returns whether all processors see the stores of another one in order, without a fence."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def pack_marks(
+    history: int | torch.Tensor, steps: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Returns the marks of rows, int64, of any shape that all broadcast to."""
+    flags = PRESENT + BEGINS * begins.long() + ENDS * ends.long()
+    return (steps << STEP_BIT) + flags + history * 2**HISTORY_BIT
+
+
+def unpack_marks(
+    marks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what marks say: history, step, and whether there is a row, it begins and it ends."""
+    steps = (marks >> STEP_BIT) & (MOST_STEPS - 1)
+    there, begins, ends = ((marks & bit) != 0 for bit in (PRESENT, BEGINS, ENDS))
+    return marks >> HISTORY_BIT, steps, there, begins, ends
