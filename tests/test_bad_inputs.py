@@ -9,6 +9,7 @@ import math
 import re
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -22,7 +23,12 @@ from test_recipes import ACTIONS, OBSERVATIONS, make, rows
 from torchrl.data import LazyTensorStorage
 
 import trl_storages
+from trl_storages import datasets
 
+#: Name -> what users pick up.
+PUBLIC = {
+    name: getattr(module, name) for module in (trl_storages, datasets) for name in module.__all__
+}
 PACKAGE = str(Path(trl_storages.__file__).parent)
 ERRORS = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OSError)
 THING = object()
@@ -90,6 +96,8 @@ BAD: dict[str, list[Any]] = {
     "tensor": [5, "x", math.nan, THING, [1.0], {}, True],
     "space": [5, "x", THING, [], True, gymnasium.spaces.Text(3), gymnasium.spaces.Dict({})],
     "values": ["x", THING, {}],
+    "dataset": [5, math.nan, THING, [], {}, True, torch.zeros(2)],
+    "name": [5, math.nan, THING, [], True],
     "returns": ["x", THING, {}, [math.nan], math.inf, ["x"]],
 }
 
@@ -122,6 +130,12 @@ HINDSIGHT = {
     "terminated_fn": "function?",
     "goal_selection_strategy": "choice",
     "num_goals": "count or inf",
+}
+FILLING = {
+    "recipe": "function",
+    "float_dtype": "object?",
+    "progress": "flag",
+    "options": "any",
 }
 #: Callable -> parameter -> kind of argument; "any" takes everything there is.
 TABLE: dict[str, dict[str, str]] = {
@@ -396,6 +410,22 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayTransform.forward": {"tensordict": "any"},
     "gym_reward": {"env": "object"},
     "returns_to_go": {"reward": "tensor", "mask": "flags", "discount": "share"},
+    "from_arrays": {
+        "data": "mapping",
+        "ends": "flags?",
+        "goal_fn": "function?",
+        **FILLING,
+    },
+    "from_minari": {"dataset": "dataset", **FILLING},
+    "from_stable_baselines3": {"buffer": "object", **FILLING},
+    "to_minari": {
+        "storage": "object",
+        "dataset_id": "name",
+        "observation_space": "object?",
+        "action_space": "object?",
+        "progress": "flag",
+        "metadata": "any",
+    },
     "sequence_priority": {"td_error": "tensor", "eta": "share", "mask": "flags?"},
 }
 #: What messages call an argument, where not by its name.
@@ -470,8 +500,7 @@ BETWEEN_PARTS = {
 def public_callables() -> dict[str, list[str]]:
     """Lists `Class`, `Class.method`, `Class.attribute` that can be set, and functions -> parameters."""
     found: dict[str, list[str]] = {}
-    for name in trl_storages.__all__:
-        public = getattr(trl_storages, name)
+    for name, public in PUBLIC.items():
         found[name] = parameters_of(public)
         if not inspect.isclass(public):
             continue
@@ -619,26 +648,65 @@ class World:
                 common.pop("storage")
             if name != "ReplayStorage":
                 common.pop("sampler")
+            if name in datasets.__all__:
+                return datasets_of(self.storage)[name]
             common.pop("path")
             common["storage"] = LazyTensorStorage(10)
         if name in ("EpisodeWriter.write_at",):
             common["data"] = rows(2)
         if method == "audit":
             common["storage"] = self.storage
-        target = getattr(trl_storages, name, None) or getattr(self.target(owner), method)
+        target = PUBLIC.get(name) or getattr(self.target(owner), method)
         needed = parameters_of(target)
         return {key: value for key, value in common.items() if key in needed}
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         owner, _, method = name.partition(".")
         if not method:
-            return getattr(trl_storages, owner)(**arguments)
+            return PUBLIC[owner](**arguments)
         if method == "open":
             return getattr(trl_storages, owner).open(**arguments)
         target = self.target(owner)
         if [*TABLE[name]] == ["value"]:
             return setattr(target, method, arguments["value"])
         return getattr(target, method)(**arguments)
+
+
+def datasets_of(storage: trl_storages.ReplayStorage) -> dict[str, dict[str, Any]]:
+    """Arguments that are right for functions of datasets."""
+    flat = {name: np.zeros((4, 2), "f") for name in ("observations", "actions")}
+    zeros = np.zeros((4, 1), "f")
+    buffer = SimpleNamespace(
+        **{name: value[:, None] for name, value in flat.items()},
+        **dict.fromkeys(("rewards", "dones", "timeouts"), zeros),
+        pos=3,
+        full=False,
+        buffer_size=4,
+        n_envs=1,
+        observation_space=gymnasium.spaces.Box(-1, 1, (2,)),
+        action_space=gymnasium.spaces.Box(-1, 1, (2,)),
+    )
+    dataset = SimpleNamespace(
+        iterate_episodes=lambda _: [
+            SimpleNamespace(
+                observations=flat["observations"],
+                actions=flat["actions"][1:],
+                **dict.fromkeys(("rewards", "terminations", "truncations"), zeros[1:]),
+                infos={},
+            )
+        ],
+        episode_indices=[0],
+        storage=SimpleNamespace(get_episode_metadata=lambda _: [{"total_steps": 3}]),
+        observation_space=buffer.observation_space,
+        action_space=buffer.action_space,
+    )
+    return {
+        "from_arrays": {"data": {**flat, "rewards": zeros}},
+        "from_minari": {"dataset": dataset},
+        "from_stable_baselines3": {"buffer": buffer},
+        # What is right there, Minari itself is asked about, in tests of its own.
+        "to_minari": {"storage": storage, "dataset_id": "mine-v0"},
+    }
 
 
 CASES = [
@@ -697,7 +765,7 @@ def test_what_is_right_is_taken(world):
     world.storage.validate()
     for name in ("ReplayStorage.sample", "ReplayStorage.explain", "ReplayStorage.batches"):
         assert world.call(name, world.good(name)) is not None
-    for name in trl_storages.__all__:
-        if name not in ("ReplayTransform", "gym_reward"):
+    for name in PUBLIC:
+        if name not in ("ReplayTransform", "gym_reward", "to_minari"):
             assert world.call(name, world.good(name)) is not None
     assert isinstance(world.storage.sample(), TensorDict)

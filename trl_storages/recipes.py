@@ -7,7 +7,7 @@ each of them, alone and together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
@@ -86,7 +86,8 @@ class UniformReplayStorage(ReplayStorage):
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
         extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
-            has, such as hidden states or log-probabilities. `record` can't know them.
+            has, such as hidden states or log-probabilities. `record` can't know them. That of
+            `("next", "reward")` is in the place of (float32, [1]).
         sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments by themselves.
@@ -186,7 +187,9 @@ class UniformReplayStorage(ReplayStorage):
         # Of infos without a space the first write says more.
         infos = info_key_names(info_keys)
         stored = {**dict.fromkeys(infos), **fields}
-        stored |= _extra_fields(extra_fields, stored)
+        further = _extra_fields(extra_fields, {*stored} - {keys.REWARD})
+        stored |= further
+        fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])
         capacity = storage_size // num_envs * num_envs
@@ -305,7 +308,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def extend(
         self,
-        tensordicts: TensorDictBase,
+        tensordicts: TensorDictBase | Mapping[str, Any],
         *,
         lanes: Lanes = None,
         update_priority: bool | None = None,
@@ -316,7 +319,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
             ValueError: there are more steps than a lane has room for, so that no episode among them
                 could stay whole. Nothing is written then.
         """
-        arguments.steps("tensordicts", tensordicts)
+        tensordicts = self._steps(tensordicts)
         steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
         if len(tensordicts.batch_size) == 1 and lanes is None:
             # One step of each lane, or trajectories that are shared out among them.
@@ -397,7 +400,7 @@ class HERReplayStorage(UniformReplayStorage):
 
 
 def _extra_fields(
-    extra_fields: Mapping[NestedKey, Any], taken: Mapping[NestedKey, Any]
+    extra_fields: Mapping[NestedKey, Any], taken: Collection[NestedKey]
 ) -> dict[NestedKey, Field]:
     """Returns the fields that were asked for beside those of the spaces and infos.
 

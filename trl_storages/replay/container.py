@@ -5,7 +5,7 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +19,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
+from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
 from trl_storages.interrupts import finish
@@ -239,7 +240,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
     def extend(
         self,
-        tensordicts: TensorDictBase,
+        tensordicts: TensorDictBase | Mapping[str, Any],
         *,
         lanes: Lanes = None,
         update_priority: bool | None = None,
@@ -248,6 +249,8 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
         Args:
             tensordicts: `[T]` for one lane, `[L, T]` (time last) or `[L]` (one step of each) for several.
+                Or a dictionary of the arrays of a dataset, `[T, ...]` for one lane, by the names that
+                `trl_storages.datasets.from_arrays` knows.
             lanes: the L distinct lanes that are written, as numbers or as a mask; None is all of them.
             update_priority: whether an entry `priority_key` of the steps is their priority; None is
                 True.
@@ -262,14 +265,18 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
             update_priority = arguments.flag("update_priority", update_priority)
         if not isinstance(self.writer, EpisodeWriter):
             return super().extend(tensordicts, update_priority=update_priority)
-        arguments.steps("tensordicts", tensordicts)
+        rows: TensorDictBase | None = self._steps(tensordicts)
         # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
-        rows = self._transform.inv(tensordicts) if self._changes_writes else tensordicts
+        rows = self._transform.inv(rows) if self._changes_writes else rows
         if rows is None:
             return torch.zeros(0, dtype=torch.int64)
         then = self._hearing(rows, has_priority=update_priority is not False)
         with self._replay_lock, self._write_lock:
             return self._writer.extend(rows, lanes=lanes, then=then)
+
+    def _steps(self, tensordicts: Any) -> TensorDictBase:
+        layout = getattr(self._storage, "layout", None)
+        return steps_of("tensordicts", tensordicts, None if layout is None else layout.described)
 
     def _hearing(
         self, rows: TensorDictBase, *, has_priority: bool = True

@@ -1,0 +1,309 @@
+"""Transitions that a dictionary of arrays describes.
+
+Letters: N rows of the arrays, n transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from trl_storages import arguments
+from trl_storages.arrays.ends import Ends, as_flags, ends_of, last_rows, whole_rows
+from trl_storages.arrays.names import Entries, sort_entries
+from trl_storages.gym.columns import as_tensor
+from trl_storages.gym.fields import Field, check_free
+from trl_storages.keys import (
+    ACHIEVED_GOAL,
+    DESIRED_GOAL,
+    DONE,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    next_key,
+)
+
+__all__ = ["GoalOf", "Transitions", "steps_of"]
+
+#: Returns the goals `[n, *G]` that observations `[n, ...]` have reached.
+GoalOf = Callable[[Any], torch.Tensor]
+
+
+class _Column(NamedTuple):
+    """A field of the transitions, and where its values are."""
+
+    values: Any
+    is_next: bool
+    """Whether the value of a transition is in the following row."""
+    field: Field
+
+
+class Transitions:
+    """Sees arrays of N rows as n transitions, block by block.
+
+    Where the arrays do not hold the next observations, they are those of the following row. The last row
+    of an episode then leads nowhere, and makes no transition of its own: the episode ends with the row
+    before it. Only if the state was terminal it is kept, for its reward, with its own observation in the
+    place of the next one, which nothing bootstraps from.
+
+    Args:
+        data: name -> `[N, ...]` array, as `sort_entries` knows them.
+        ends: `[N]` bool, where episodes end, or the name of the entry that says so; None looks for
+            entries of known names.
+        argument: what messages call the data.
+        float_dtype: what float64 entries become; None leaves them.
+        goal_fn: what goal an observation has reached, for data without goals. The goal of a transition
+            then is what its episode reached last, and rewards that are missing are NaN.
+        fields: of the rows that are to be written, as far as known: values are reshaped to theirs by
+            dimensions of size 1, and rewards are rounded to theirs.
+
+    Raises:
+        KeyError: an entry is missing; the message lists what there is.
+        TypeError: an entry holds no numbers.
+        ValueError: lengths differ, two entries are for the same, or no transition is left.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        ends: Any = None,
+        *,
+        argument: str = "data",
+        float_dtype: torch.dtype | None = None,
+        goal_fn: GoalOf | None = None,
+        fields: Mapping[NestedKey, Field] | None = None,
+    ) -> None:
+        data = arguments.mapping(argument, data, "a dictionary of arrays")
+        entries = sort_entries(data, argument)
+        num_rows = _num_rows(entries, argument)
+        if isinstance(ends, str):
+            role = next((role for role, name in entries.names.items() if name == ends), None)
+            if role not in entries.flags:
+                raise KeyError(
+                    f"ends must be flags or the name of an entry with flags, got {ends!r}; there are "
+                    f"{sorted(entries.names[role] for role in entries.flags)}."
+                )
+            ends = entries.flags.pop(role)
+        if ends is not None:
+            ends = _ends("ends", ends, num_rows)
+        if "rewards" not in entries.flags and goal_fn is None:
+            raise KeyError(
+                f"{argument} must have the entry 'rewards'; there are {sorted(map(str, data))}. Of data "
+                "for goals alone, trl_storages.datasets.from_arrays(..., goal_fn=...) makes transitions."
+            )
+        self._goal_fn, self._float_dtype = goal_fn, float_dtype
+        self._fields = {} if fields is None else fields
+        self._columns: dict[NestedKey, _Column] = {}
+        self._lay_out(entries)
+        self._choose_rows(ends_of(entries.flags, ends, num_rows), entries.flags.get("valids"))
+        if not len(self):
+            raise ValueError(
+                f"{argument} must hold a transition at least, got {num_rows} rows of none."
+            )
+        #: Key -> (dtype, shape) of a transition.
+        self.fields: dict[NestedKey, Field] = {
+            key: (value.dtype, value.shape[1:])
+            for key, value in self.block(0, 1).items(include_nested=True, leaves_only=True)
+        }
+
+    def _lay_out(self, entries: Entries) -> None:
+        """Finds the columns of the transitions."""
+        after = dict(entries.next_observations)
+        if after and DESIRED_GOAL in entries.observations:
+            # The goal of an episode stays what it is.
+            after.setdefault(DESIRED_GOAL, entries.observations[DESIRED_GOAL])
+        if after and (missing := [key for key in entries.observations if key not in after]):
+            raise KeyError(
+                f"next observations must be there for all of {list(entries.observations)} or for none, "
+                f"and those of {missing} are missing."
+            )
+        #: Keys of the observations.
+        self.observation_keys = list(entries.observations)
+        #: Keys of the actions.
+        self.action_keys = list(entries.actions)
+        for key, values in entries.observations.items():
+            self._add(key, values)
+            self._add(next_key(key), after.get(key, values), is_next=not after)
+        for key, values in (*entries.actions.items(), *entries.others.items()):
+            self._add(key, values)
+        if "rewards" in entries.flags:
+            self._add(REWARD, entries.flags["rewards"])
+        if self._goal_fn is not None:
+            if goals := {ACHIEVED_GOAL, DESIRED_GOAL} & {*self._columns}:
+                raise ValueError(
+                    f"goal_fn is for data without goals, and there are {sorted(map(str, goals))}: leave "
+                    "either out."
+                )
+            self.observation_keys += [ACHIEVED_GOAL, DESIRED_GOAL]
+
+    def _add(self, key: NestedKey, values: Any, *, is_next: bool = False) -> None:
+        check_free(key, self._columns)
+        sample = as_tensor(values[:1], repr(key))
+        dtype, shape = sample.dtype, sample.shape[1:]
+        if not shape and (key == REWARD or dtype.is_floating_point or dtype == torch.bool):
+            shape = torch.Size([1])
+        if dtype == torch.float64 and self._float_dtype is not None:
+            dtype = self._float_dtype
+        if (known := self._fields.get(key)) is not None:
+            if [size for size in known[1] if size != 1] == [size for size in shape if size != 1]:
+                shape = known[1]
+            if key == REWARD:
+                dtype = known[0]
+        self._columns[key] = _Column(values, is_next, (dtype, shape))
+
+    def _choose_rows(self, ends: Ends, valids: Any) -> None:
+        """Finds the rows that are transitions."""
+        kept = np.ones(len(ends.terminated), bool) if valids is None else as_flags(valids)
+        self._has_following = any(column.is_next for column in self._columns.values())
+        if self._has_following:
+            kept = kept & (~ends.leads_nowhere | ends.terminated)
+        self._rows, ends = whole_rows(ends, kept)
+        self._terminated = ends.terminated[self._rows]
+        self._truncated = ends.truncated[self._rows]
+        self._following = self._rows
+        if self._has_following:
+            self._following = self._rows + ~ends.leads_nowhere[self._rows]
+        self._last = None if self._goal_fn is None else last_rows(self.done)
+
+    @property
+    def done(self) -> np.ndarray:
+        """`[n]` bool, whether the episode ends with the transition."""
+        return self._terminated | self._truncated
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def longest_episode(self) -> int:
+        """How many transitions the longest episode has."""
+        ends = np.flatnonzero(self.done)
+        bounds = np.concatenate([[-1], ends, [len(self) - 1]])
+        return int(np.diff(bounds).max())
+
+    def block(self, start: int, stop: int) -> TensorDict:
+        """Returns transitions from `start` to before `stop` as a TensorDict `[stop - start]`."""
+        which = slice(start, stop)
+        steps = TensorDict({}, batch_size=[len(self._rows[which])])
+        for key, column in self._columns.items():
+            rows = self._following if column.is_next else self._rows
+            steps.set(key, _taken(column, rows[which]))
+        terminated, truncated = self._terminated[which], self._truncated[which]
+        for key, flag in (
+            (DONE, terminated | truncated),
+            (TERMINATED, terminated),
+            (TRUNCATED, truncated),
+        ):
+            steps.set(key, torch.from_numpy(flag).unsqueeze(-1))
+        if self._goal_fn is not None:
+            self._set_goals(steps, self._last[which])  # type: ignore[index]
+        return steps
+
+    def tensordict(self) -> TensorDict:
+        """Returns all transitions as a TensorDict `[n]`."""
+        return self.block(0, len(self))
+
+    def _set_goals(self, steps: TensorDict, last: np.ndarray) -> None:
+        """Sets the goals that were reached, and for each episode the last one."""
+        # A block has many rows of few episodes.
+        ends, of_row = np.unique(last, return_inverse=True)
+        outcomes = TensorDict({}, batch_size=[len(ends)])
+        for key, column in self._columns.items():
+            if key == next_key(OBSERVATION) or (isinstance(key, tuple) and key[0] == "next"):
+                rows = self._following if column.is_next else self._rows
+                outcomes.set(key[1:], _taken(column, rows[ends]))
+        reached = self._goals_of(outcomes)
+        desired = reached[torch.from_numpy(of_row.reshape(-1))]
+        steps.set(ACHIEVED_GOAL, self._goals_of(steps))
+        steps.set(next_key(ACHIEVED_GOAL), self._goals_of(steps["next"]))
+        steps.set(DESIRED_GOAL, desired)
+        steps.set(next_key(DESIRED_GOAL), desired.clone())
+        if REWARD not in self._columns:
+            dtype, shape = self._fields.get(REWARD, (torch.float32, torch.Size([1])))
+            steps.set(REWARD, torch.full((len(steps), *shape), torch.nan, dtype=dtype))
+
+    def _goals_of(self, steps: TensorDictBase) -> torch.Tensor:
+        seen = [key for key in self.observation_keys if key not in (ACHIEVED_GOAL, DESIRED_GOAL)]
+        observations = (
+            steps.select(*seen).to_dict() if seen != [OBSERVATION] else steps[OBSERVATION]
+        )
+        goals = self._goal_fn(observations)  # type: ignore[misc]
+        if not isinstance(goals, torch.Tensor) or goals.shape[:1] != steps.batch_size:
+            raise ValueError(
+                "goal_fn must return a tensor with one goal for each observation, for "
+                f"{len(steps)} of them got {getattr(goals, 'shape', type(goals).__name__)}."
+            )
+        return goals if goals.ndim > 1 else goals.unsqueeze(-1)
+
+
+def steps_of(
+    argument: str, value: Any, fields: Mapping[NestedKey, Field] | None = None
+) -> TensorDictBase:
+    """Returns steps that come as a TensorDict, or as a dictionary of the arrays of a dataset.
+
+    Args:
+        argument: what messages call them.
+        value: what came.
+        fields: of the rows, where they are known.
+
+    Raises:
+        KeyError, TypeError, ValueError: as in `Transitions`.
+    """
+    if not isinstance(value, TensorDictBase) and isinstance(value, Mapping):
+        return Transitions(value, argument=argument, fields=fields).tensordict()
+    return arguments.steps(argument, value)
+
+
+def _num_rows(entries: Entries, argument: str) -> int:
+    """Returns N.
+
+    Raises:
+        ValueError: lengths differ.
+    """
+    groups = (
+        entries.observations,
+        {("next", key): value for key, value in entries.next_observations.items()},
+        entries.actions,
+        entries.others,
+        {entries.names[role]: value for role, value in entries.flags.items()},
+    )
+    lengths = {key: len(value) for group in groups for key, value in group.items()}
+    if len({*lengths.values()}) > 1:
+        raise ValueError(
+            f"the entries of {argument} must have one row for each step, got the lengths "
+            f"{ {str(key): length for key, length in lengths.items()} }; leave out what is not of steps."
+        )
+    num_rows = next(iter(lengths.values()))
+    for role, value in entries.flags.items():
+        if role != "rewards" and np.prod(value.shape) != num_rows:
+            raise ValueError(
+                f"{argument}[{entries.names[role]!r}] must be one flag for each of {num_rows} steps, "
+                f"got the shape {list(value.shape)}."
+            )
+    return num_rows
+
+
+def _ends(argument: str, value: Any, num_rows: int) -> np.ndarray:
+    """Returns `[N]` bool."""
+    flags = arguments.values(argument, value)
+    if flags.dtype.is_complex or flags.numel() != num_rows:
+        raise ValueError(
+            f"{argument} must be one flag for each of {num_rows} steps, got {flags.dtype} "
+            f"{list(flags.shape)}."
+        )
+    return as_flags(flags)
+
+
+def _taken(column: _Column, rows: np.ndarray) -> torch.Tensor:
+    """Returns the values of some rows."""
+    dtype, shape = column.field
+    values = column.values
+    if isinstance(values, torch.Tensor):
+        taken = values[torch.from_numpy(rows).to(values.device)]
+    else:
+        taken = as_tensor(np.take(values, rows, axis=0), "")
+    return taken.to(dtype).reshape(len(rows), *shape)

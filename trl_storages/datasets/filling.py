@@ -1,0 +1,146 @@
+"""A new storage that takes in transitions, block by block.
+
+Letters: E lanes (environments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import Composite, Unbounded
+
+from trl_storages import arguments
+from trl_storages.arrays import Transitions
+from trl_storages.gym.fields import OUTCOME_FIELDS, Field, info_key_names, key_path
+from trl_storages.keys import REWARD, next_key
+from trl_storages.progress_bar import tracker
+from trl_storages.replay import ReplayStorage
+from trl_storages.ring import Lanes
+
+__all__ = ["Block", "Recipe", "blocks_of", "checked_dtype", "filled", "new_storage"]
+
+#: A class of ready-made storages, or a function that is called like one.
+Recipe = Callable[..., ReplayStorage]
+
+# Rows that are written at once: few calls, and little memory beside the rows.
+_BLOCK = 1 << 16
+
+
+class Block(NamedTuple):
+    """Steps that are written at once."""
+
+    read: Callable[[], TensorDict]
+    lanes: Lanes = None
+
+
+def blocks_of(transitions: Transitions, lanes: Lanes = None) -> list[Block]:
+    """Cuts transitions into blocks."""
+    return [
+        Block(partial(transitions.block, start, start + _BLOCK), lanes)
+        for start in range(0, len(transitions), _BLOCK)
+    ]
+
+
+def filled(storage: ReplayStorage, blocks: Sequence[Block], progress: bool) -> ReplayStorage:
+    """Writes blocks into a new storage, and returns it. After an error its files are deleted."""
+    try:
+        for block in tracker("writing rows", progress)(blocks):
+            storage.extend(block.read(), lanes=block.lanes)
+    except BaseException:
+        storage.close(keep=False)
+        raise
+    # Whatever is written next is no continuation of the data.
+    storage.end_episodes()
+    return storage
+
+
+def checked_dtype(value: Any) -> torch.dtype | None:
+    """Returns what float64 entries become, or None.
+
+    Raises:
+        TypeError: it is no dtype.
+        ValueError: it is none of floating point.
+    """
+    if value is None:
+        return None
+    dtype = arguments.instance("float_dtype", value, torch.dtype, what="a torch.dtype or None")
+    if not dtype.is_floating_point:
+        raise ValueError(f"float_dtype must be a dtype of floating point, got {dtype}.")
+    return dtype
+
+
+def new_storage(
+    recipe: Recipe,
+    transitions: Transitions,
+    *,
+    num_rows: int,
+    longest_episode: int,
+    num_envs: int = 1,
+    options: Mapping[str, Any],
+) -> ReplayStorage:
+    """Makes a storage that transitions fit into.
+
+    Args:
+        recipe: called with the specs of observations and actions, and with options.
+        transitions: of which the fields are taken.
+        num_rows: of all of the data; `storage_size` where that is not among the options.
+        longest_episode: rows of the longest episode.
+        num_envs: E.
+        options: of the recipe.
+
+    Raises:
+        TypeError: the recipe makes no `ReplayStorage`.
+        ValueError: the longest episode does not fit, or the storage holds rows already.
+    """
+    recipe = arguments.function("recipe", recipe, "that makes a storage, such as HERReplayStorage")
+    if "num_envs" in options:
+        raise TypeError(
+            "num_envs can't be chosen: episodes of a dataset lie one after another in one lane, those of "
+            "a buffer in the lanes of its environments; leave it out."
+        )
+    size = arguments.integer(
+        "storage_size", options.get("storage_size", num_rows), at_least=num_envs
+    )
+    if size // num_envs < longest_episode:
+        raise ValueError(
+            f"an episode must fit into the storage, and the longest has {longest_episode} steps; got "
+            f"storage_size={size} for {num_envs} lanes. Make it larger, or leave it out to hold all."
+        )
+    fields = transitions.fields
+    observation_keys, action_keys = transitions.observation_keys, transitions.action_keys
+    placed = {*observation_keys, *map(next_key, observation_keys), *action_keys, *OUTCOME_FIELDS}
+    placed |= {*info_key_names(options.get("info_keys", ()))}
+    further = {key: field for key, field in fields.items() if key not in placed}
+    if fields[REWARD] != (torch.float32, torch.Size([1])):
+        further[REWARD] = fields[REWARD]
+    actions = _spec({key_path(key): fields[key] for key in action_keys})
+    storage = recipe(
+        _spec({key_path(key): fields[key] for key in observation_keys}),
+        actions["action"] if action_keys == ["action"] else actions,
+        **{
+            **options,
+            "storage_size": size,
+            "num_envs": num_envs,
+            "extra_fields": {**further, **options.get("extra_fields", {})},
+        },
+    )
+    arguments.instance("recipe", storage, ReplayStorage, what="what makes a ReplayStorage")
+    if num_stored := len(storage):
+        storage.close()
+        raise ValueError(
+            f"the storage must be empty for a dataset, and {options.get('path')} holds {num_stored} "
+            "rows: go on with them by making the storage as usual, or choose another path."
+        )
+    return storage
+
+
+def _spec(fields: Mapping[tuple[str, ...], Field]) -> Composite:
+    """Returns the spec of nested entries."""
+    spec = Composite()
+    for path, (dtype, shape) in fields.items():
+        spec[path if len(path) > 1 else path[0]] = Unbounded(shape, dtype=dtype)
+    return spec

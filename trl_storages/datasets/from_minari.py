@@ -1,0 +1,115 @@
+"""A storage out of a Minari dataset.
+
+Letters: T steps of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey
+
+from trl_storages import arguments
+from trl_storages.arrays import Transitions
+from trl_storages.datasets.filling import Block, Recipe, checked_dtype, filled, new_storage
+from trl_storages.datasets.minari_blocks import grouped, minari_module
+from trl_storages.datasets.paths import join_paths
+from trl_storages.gym.fields import info_key_names, key_path, transition_fields
+from trl_storages.keys import REWARD
+from trl_storages.recipes import UniformReplayStorage
+from trl_storages.replay import ReplayStorage
+
+__all__ = ["from_minari"]
+
+
+def from_minari(
+    dataset: Any,
+    *,
+    recipe: Recipe = UniformReplayStorage,
+    float_dtype: torch.dtype | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> ReplayStorage:
+    """Makes a storage of a Minari dataset, with its episodes.
+
+    Args:
+        dataset: a `minari.MinariDataset`, or the name of one that is on this machine.
+        recipe: as in `from_arrays`.
+        float_dtype: likewise.
+        progress: likewise.
+        **options: of the recipe. `info_keys` names the infos to store, as for `record`; those of the
+            resets are left out.
+
+    Returns:
+        the storage.
+
+    Raises:
+        ImportError: the name of a dataset is given, and Minari is not installed.
+        KeyError, TypeError, ValueError: as in `from_arrays`.
+    """
+    float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
+    if isinstance(dataset, str):
+        dataset = minari_module("from_minari").load_dataset(dataset)
+    if not hasattr(dataset, "iterate_episodes"):
+        raise TypeError(
+            f"dataset must be a MinariDataset or the name of one, got {type(dataset).__name__}."
+        )
+    info_keys = info_key_names(options.get("info_keys", ()))
+    shapes = transition_fields(dataset.observation_space, dataset.action_space)
+    del shapes[REWARD]
+    numbers = [int(number) for number in dataset.episode_indices]
+    described = dataset.storage.get_episode_metadata(numbers)
+    lengths = {
+        number: int(episode["total_steps"])
+        for number, episode in zip(numbers, described, strict=True)
+    }
+    if not sum(lengths.values()):
+        raise ValueError("dataset must hold an episode at least, got none.")
+
+    def read(episodes: Sequence[int]) -> Transitions:
+        paths = [_path(episode, info_keys) for episode in dataset.iterate_episodes(episodes)]
+        joined, ends = join_paths(paths)
+        return Transitions(joined, ends, argument="dataset", float_dtype=float_dtype, fields=shapes)
+
+    def block(episodes: Sequence[int]) -> Block:
+        return Block(lambda: read(episodes).tensordict())
+
+    groups = [[numbers[at] for at in group] for group in grouped([*lengths.values()])]
+    storage = new_storage(
+        recipe,
+        read(numbers[:1]),
+        num_rows=sum(lengths.values()),
+        longest_episode=max(lengths.values()),
+        options=options,
+    )
+    return filled(storage, [block(group) for group in groups], progress)
+
+
+def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
+    """Returns an episode of Minari as `join_paths` takes it.
+
+    Raises:
+        KeyError: an info is missing.
+    """
+    path = {
+        "observations": episode.observations,
+        "actions": episode.actions,
+        "rewards": episode.rewards,
+        "terminations": episode.terminations,
+        "truncations": episode.truncations,
+    }
+    for key in info_keys:
+        names = key_path(key)
+        values = episode.infos
+        for name in names[1:] if names[0] == "next" else names:
+            if not isinstance(values, Mapping) or name not in values:
+                raise KeyError(
+                    f"dataset must have the infos of info_keys, and {key!r} is missing; there are "
+                    f"{sorted(episode.infos or {})}."
+                )
+            values = values[name]
+        # The first are those of the reset.
+        path["/".join(names)] = values[len(values) - len(episode.rewards) :]
+    return path

@@ -1,0 +1,156 @@
+"""A storage of what a replay buffer of Stable-Baselines3 holds.
+
+Letters: T steps of each environment, E environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from trl_storages import arguments
+from trl_storages.arrays import Transitions
+from trl_storages.datasets.filling import (
+    Recipe,
+    blocks_of,
+    checked_dtype,
+    filled,
+    new_storage,
+)
+from trl_storages.gym.fields import info_key_names, key_path, transition_fields
+from trl_storages.keys import REWARD
+from trl_storages.recipes import UniformReplayStorage
+from trl_storages.replay import ReplayStorage
+
+__all__ = ["from_stable_baselines3"]
+
+_PARTS = ("observations", "actions", "rewards", "dones", "timeouts", "pos", "full", "buffer_size")
+
+
+def from_stable_baselines3(
+    buffer: Any,
+    *,
+    recipe: Recipe = UniformReplayStorage,
+    float_dtype: torch.dtype | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> ReplayStorage:
+    """Makes a storage of what a buffer of Stable-Baselines3 holds, one lane for each environment.
+
+    The rows of a lane are those of its environment in the order of time, and episodes end as they did:
+    a `done` that is no timeout is terminal. A buffer with `optimize_memory_usage=True` does not know
+    which ends are timeouts, nor what a last step led to: its own observation stands there.
+
+    Args:
+        buffer: `ReplayBuffer`, `DictReplayBuffer` or `HerReplayBuffer`.
+        recipe: as in `from_arrays`.
+        float_dtype: likewise.
+        progress: likewise.
+        **options: of the recipe. `storage_size` counts over all environments, and is what the buffer
+            holds unless given. `info_keys` are taken from the infos of a
+            `HerReplayBuffer(copy_info_dict=True)`.
+
+    Returns:
+        the storage.
+
+    Raises:
+        KeyError: there is no such info.
+        TypeError: it is no such buffer.
+        ValueError: the buffer is empty, or as in `from_arrays`.
+    """
+    float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
+    if missing := [name for name in _PARTS if not hasattr(buffer, name)]:
+        raise TypeError(
+            "buffer must be a ReplayBuffer, DictReplayBuffer or HerReplayBuffer of Stable-Baselines3, "
+            f"got {type(buffer).__name__}, which has no {missing}."
+        )
+    order = _order(buffer)
+    if not len(order):
+        raise ValueError("buffer must hold a transition at least, and is empty.")
+    shapes = transition_fields(buffer.observation_space, buffer.action_space)
+    del shapes[REWARD]
+    infos = info_key_names(options.get("info_keys", ()))
+    lanes = [
+        Transitions(
+            _lane(buffer, order, lane, infos),
+            argument="buffer",
+            float_dtype=float_dtype,
+            fields=shapes,
+        )
+        for lane in range(buffer.n_envs)
+    ]
+    longest = max(lane.longest_episode for lane in lanes)
+    storage = new_storage(
+        recipe,
+        lanes[0],
+        num_rows=sum(map(len, lanes)),
+        longest_episode=longest,
+        num_envs=len(lanes),
+        options=options,
+    )
+    named = [None if len(lanes) == 1 else [number] for number in range(len(lanes))]
+    blocks = [
+        block for lane, which in zip(lanes, named, strict=True) for block in blocks_of(lane, which)
+    ]
+    return filled(storage, blocks, progress)
+
+
+def _order(buffer: Any) -> np.ndarray:
+    """Returns the places of the T steps, the oldest first."""
+    if not buffer.full:
+        return np.arange(buffer.pos)
+    order = np.arange(buffer.pos, buffer.pos + buffer.buffer_size) % buffer.buffer_size
+    # What the newest step led to lies where the oldest began.
+    return order[1:] if _is_compact(buffer) else order
+
+
+def _is_compact(buffer: Any) -> bool:
+    """Whether the next observations are those of the following place."""
+    return getattr(buffer, "next_observations", None) is None
+
+
+def _lane(buffer: Any, order: np.ndarray, lane: int, infos: list[NestedKey]) -> dict[str, Any]:
+    """Returns what the buffer holds of an environment, by the names of `Transitions`."""
+
+    def taken(values: Any, places: np.ndarray = order) -> Any:
+        if isinstance(values, Mapping):
+            return {name: part[places, lane] for name, part in values.items()}
+        return values[places, lane]
+
+    data = {
+        name: taken(getattr(buffer, name)) for name in ("actions", "rewards", "dones", "timeouts")
+    }
+    data["observations"] = taken(buffer.observations)
+    if not _is_compact(buffer):
+        data["next_observations"] = taken(buffer.next_observations)
+    else:
+        # An end of which nobody knows what it led to leads to where it began.
+        following = np.where(data["dones"] != 0, order, (order + 1) % buffer.buffer_size)
+        data["next_observations"] = taken(buffer.observations, following)
+    if infos and getattr(buffer, "infos", None) is None:
+        raise KeyError(
+            f"buffer must keep the infos {infos}, and keeps none: only HerReplayBuffer does, with "
+            "copy_info_dict=True; leave info_keys out."
+        )
+    for key in infos:
+        data["/".join(key_path(key))] = _info(key, buffer.infos[order, lane])
+    return data
+
+
+def _info(key: NestedKey, infos: Any) -> np.ndarray:
+    names = [name for name in key_path(key) if name != "next"]
+    values = []
+    for info in infos:
+        value = info
+        for name in names:
+            if not isinstance(value, Mapping) or name not in value:
+                raise KeyError(
+                    f"buffer must have the info {key!r} of every step; there are {sorted(info)}."
+                )
+            value = value[name]
+        values.append(value)
+    return np.asarray(values)

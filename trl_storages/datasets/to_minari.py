@@ -1,0 +1,231 @@
+"""A Minari dataset out of a storage.
+
+Letters: T steps of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, MultiBinary
+from tensordict import NestedKey, TensorDictBase
+
+from trl_storages import arguments
+from trl_storages.datasets.minari_blocks import grouped, minari_module
+from trl_storages.gym.dtypes import TORCH_TO_NUMPY
+from trl_storages.gym.fields import Field, key_path
+from trl_storages.keys import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, next_key
+from trl_storages.progress_bar import tracker
+from trl_storages.replay import ReplayStorage
+
+__all__ = ["to_minari"]
+
+
+def to_minari(
+    storage: ReplayStorage,
+    dataset_id: str,
+    *,
+    observation_space: gymnasium.Space[Any] | None = None,
+    action_space: gymnasium.Space[Any] | None = None,
+    progress: bool = False,
+    **metadata: Any,
+) -> Any:
+    """Writes the stored episodes as a Minari dataset, lane by lane, the oldest first.
+
+    An episode that was cut, or is running, is truncated there, and one that lost its beginning starts
+    later. What is stored beside observations, actions, rewards and flags becomes infos, which are zero
+    for the resets.
+
+    Args:
+        storage: whose rows are written as they were stored.
+        dataset_id: the name of the dataset, such as "pointmaze/mine-v0".
+        observation_space: of the environment; None takes unbounded boxes of what is stored.
+        action_space: likewise; actions that are single integers have none but a given one.
+        progress: whether to show how much is written.
+        **metadata: as in `minari.create_dataset_from_buffers`: env, algorithm_name, author, ... Pictures
+            are stored as they are unless `jpeg_encoding=True`.
+
+    Returns:
+        the `minari.MinariDataset`.
+
+    Raises:
+        ImportError: Minari is not installed.
+        RuntimeError: the storage is empty.
+        ValueError: a space must be given, or a row does not begin with the observation that the row
+            before it led to: Minari stores both as one. Nothing is written then.
+    """
+    arguments.instance("storage", storage, ReplayStorage)
+    arguments.instance("dataset_id", dataset_id, str, what="the name of a dataset")
+    progress = arguments.flag("progress", progress)
+    for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+        if space is not None:
+            arguments.instance(name, space, gymnasium.Space, what="a gymnasium space or None")
+    if not len(storage):
+        raise RuntimeError("storage must hold rows to write, and is empty.")
+    minari = minari_module("to_minari")
+    episodes = _Episodes(storage)
+    if observation_space is None:
+        observation_space = _space(episodes.observations, OBSERVATION, "observation_space")
+    if action_space is None:
+        action_space = _space(episodes.actions, ACTION, "action_space")
+    for group in tracker("checking rows", progress)(episodes.groups):
+        episodes.check(group)
+    dataset = None
+    for group in tracker("writing rows", progress)(episodes.groups):
+        buffers = [minari.data_collector.EpisodeBuffer(**each) for each in episodes.read(group)]
+        if dataset is None:
+            dataset = minari.create_dataset_from_buffers(
+                dataset_id,
+                buffers,
+                observation_space=observation_space,
+                action_space=action_space,
+                **{"jpeg_encoding": False, **metadata},
+            )
+        else:
+            dataset.update_dataset_from_buffer(buffers)
+    return dataset
+
+
+class _Episodes:
+    """The stored episodes, as Minari keeps them.
+
+    Args:
+        storage: that holds them.
+    """
+
+    def __init__(self, storage: ReplayStorage) -> None:
+        self._storage = storage
+        table = storage.episodes.episodes()
+        self._first, self._length = table["first"], table["length"].tolist()
+        #: Numbers of episodes that are read at once.
+        self.groups = grouped(self._length)
+        row = storage[self._first[:1]]
+        fields = {
+            key: (leaf.dtype, leaf.shape[1:])
+            for key, leaf in row.items(include_nested=True, leaves_only=True)
+        }
+        outcome = {REWARD, DONE, TERMINATED, TRUNCATED}
+        if missing := [key for key in (REWARD, TERMINATED, TRUNCATED) if key not in fields]:
+            raise ValueError(
+                f"storage must have the fields {missing} for Minari; its fields are "
+                f"{sorted(map(str, fields))}."
+            )
+        roots = [key for key in fields if key_path(key)[0] not in ("next", "collector", "index")]
+        #: Key -> field of what there is before and after each step.
+        self.observations = {key: fields[key] for key in roots if next_key(key) in fields}
+        #: Key -> field of what was done.
+        self.actions = {key: fields[key] for key in roots if key_path(key)[0] == ACTION}
+        seen = {*self.observations, *map(next_key, self.observations), *self.actions, *outcome}
+        self._infos = [
+            key
+            for key in fields
+            if key not in seen and key_path(key)[0] not in ("collector", "index")
+        ]
+        for name, found in (("observations", self.observations), ("actions", self.actions)):
+            if not found:
+                raise ValueError(
+                    f"storage must have {name} for Minari; its fields are {sorted(map(str, fields))}."
+                )
+
+    def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:
+        """Returns `[T]` rows of each episode."""
+        index = self._storage.episodes
+        slots = [
+            index.shift(self._first[at], torch.arange(self._length[at], device=index.device))
+            for at in group
+        ]
+        rows = self._storage[torch.cat(slots)].cpu()
+        yield from rows.split([self._length[at] for at in group])
+
+    def check(self, group: Sequence[int]) -> None:
+        """Raises a ValueError if a row does not begin where the row before it led to."""
+        for number, rows in zip(group, self._rows(group), strict=True):
+            for key in self.observations:
+                before, after = rows[next_key(key)][:-1], rows[key][1:]
+                same = (before == after) | ((before != before) & (after != after))
+                if not same.all():
+                    step = int((~same.flatten(1).all(1)).nonzero()[0, 0]) + 1
+                    raise ValueError(
+                        f"each row must begin with the {key!r} that the row before it led to, as Minari "
+                        f"stores them as one, and step {step} of episode {number} does not: write the "
+                        "storage with on_gap='cut'."
+                    )
+
+    def read(self, group: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Returns episodes as `EpisodeBuffer` takes them."""
+        for rows in self._rows(group):
+            truncated = rows[TRUNCATED].flatten().clone()
+            truncated[-1] |= ~rows[TERMINATED].flatten()[-1]
+            reward = rows[REWARD]
+            infos = {key: rows[key] for key in self._infos}
+            yield {
+                "observations": _tree(
+                    {
+                        key: torch.cat([rows[key], rows[next_key(key)][-1:]])
+                        for key in self.observations
+                    },
+                    OBSERVATION,
+                ),
+                "actions": _tree({key: rows[key] for key in self.actions}, ACTION),
+                "rewards": (reward.flatten() if reward[0].numel() == 1 else reward).numpy(),
+                "terminations": rows[TERMINATED].flatten().numpy(),
+                "truncations": truncated.numpy(),
+                "infos": _tree(
+                    {
+                        key[1:] if key_path(key)[0] == "next" else key: torch.cat(
+                            [torch.zeros_like(values[:1]), values]
+                        )
+                        for key, values in infos.items()
+                    }
+                ),
+            }
+
+
+def _tree(leaves: Mapping[NestedKey, torch.Tensor], single: NestedKey = "") -> Any:
+    """Nests arrays; of one entry of the key `single`, returns the array."""
+    arrays = {key: leaf.numpy() for key, leaf in leaves.items()}
+    return arrays[single] if [*arrays] == [single] else _nested(arrays, single)
+
+
+def _space(fields: Mapping[NestedKey, Field], single: NestedKey, argument: str) -> Any:
+    """Returns the space of stored entries, as `_tree` nests them."""
+    spaces = {key: _leaf_space(key, field, argument) for key, field in fields.items()}
+    return spaces[single] if [*spaces] == [single] else _dict_space(_nested(spaces, single))
+
+
+def _nested(leaves: Mapping[NestedKey, Any], root: NestedKey) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, leaf in leaves.items():
+        path = key_path(key)
+        # Actions all lie under "action".
+        path = path[1:] if path[0] == root and len(path) > 1 else path
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = leaf
+    return tree
+
+
+def _dict_space(tree: Mapping[str, Any]) -> Dict:
+    return Dict(
+        {name: _dict_space(part) if isinstance(part, dict) else part for name, part in tree.items()}
+    )
+
+
+def _leaf_space(key: NestedKey, field: Field, argument: str) -> gymnasium.Space[Any]:
+    dtype, shape = field
+    if dtype is torch.bool:
+        return MultiBinary(shape)
+    if dtype.is_floating_point and dtype in TORCH_TO_NUMPY:
+        return Box(-np.inf, np.inf, shape, TORCH_TO_NUMPY[dtype].type)
+    if dtype not in TORCH_TO_NUMPY or dtype.is_complex or not shape:
+        raise ValueError(
+            f"{argument} must be given, as what is stored does not tell it: {key!r} is {dtype} "
+            f"{list(shape)}; pass that of the environment."
+        )
+    info = np.iinfo(TORCH_TO_NUMPY[dtype])
+    return Box(info.min, info.max, shape, TORCH_TO_NUMPY[dtype].type)
