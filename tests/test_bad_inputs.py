@@ -460,6 +460,7 @@ BETWEEN_PARTS = {
         "read_state",
         "check_state_dict",
         "count_write",
+        "gather",
         "get_root",
         "lay_out",
         "restart",
