@@ -441,18 +441,9 @@ WRITTEN_IN = {"EpisodeAnswers": "EpisodeIndex"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
-        *("advance", "check_state_dict", "draw", "goals", "newest_per_lane", "next_run", "rejoin"),
-        *(
-            "evict",
-            "is_newest",
-            "read_state",
-            "newest",
-            "newest_slots",
-            "recount",
-            "restart",
-            "sequences",
-            "slots_since",
-        ),
+        *("check_state_dict", "draw", "evict", "find_gaps", "goals", "is_newest", "newest"),
+        *("newest_per_lane", "next_run", "read_state", "recount", "rejoin", "restart"),
+        *("sequences", "slots_since", "write"),
     },
     "EpisodeWriter": {"read_dump", "read_state", "append", "check_state_dict", "restart", "takes"},
     "PackedStorage": {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.kernels import backend
+from trl_storages.kernels import backend, device, host
 from trl_storages.rows import Layout, pairs_of, stage
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_against_field_by_field(write):
 def test_what_needs_gradients_is_written_without(dtype):
     layout = Layout({"a": (dtype, (2,)), "b": (dtype, (2,))})
     entries = {key: torch.ones(1, 2, dtype=dtype, requires_grad=True) for key in "ab"}
-    rows = stage(layout, entries, torch.Size([1]), CPU)
+    rows = stage(layout, entries, torch.Size([1]), CPU).words()
     assert layout.views(rows)["b"].tolist() == [[1, 1]]
 
 
@@ -77,51 +77,92 @@ def test_tensors_that_only_look_like_their_elements():
         "transposed": torch.arange(6).view(3, 2).T,
     }
     layout = Layout.of(entries, 1)
-    views = layout.views(stage(layout, entries, torch.Size([2]), CPU))
+    views = layout.views(stage(layout, entries, torch.Size([2]), CPU).words())
     assert all(torch.equal(views[key], entry) for key, entry in entries.items())
 
 
-@given(st.data())
-def test_rows_that_do_not_continue_the_row_before_them(data):
+LAYOUT = Layout(
+    {
+        "seen": (torch.uint8, (3,)),
+        ("next", "seen"): (torch.uint8, (3,)),
+        "kept": (torch.float32, (1,)),
+        ("next", "kept"): (torch.float32, (1,)),
+    }
+)
+
+
+def drawn_rows(number, generator):
+    """Entries of rows that are often alike, and which of them end an episode."""
+    entries = {
+        field.key: torch.randint(0, 2, (number, *field.shape), generator=generator).to(field.dtype)
+        for field in LAYOUT.fields
+    }
+    return entries, torch.randint(0, 4, (number,), generator=generator) == 0
+
+
+@pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
+@given(data=st.data())
+def test_rows_that_do_not_continue_the_row_before_them(kernels, data):
     num_lanes, num_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    width = data.draw(st.sampled_from([1, 3, 9]))
-    layout = Layout(
-        {
-            "seen": (torch.uint8, (width,)),
-            ("next", "seen"): (torch.uint8, (width,)),
-            "kept": (torch.float32, (1,)),
-            ("next", "kept"): (torch.float32, (1,)),
-        }
-    )
+    before, room = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    ring = kernels.Ring(3 * room, 3, CPU)
+    rows = torch.zeros(3 * room, LAYOUT.num_words, dtype=torch.int64)
+    table = kernels.RowTable(rows)
 
-    def rows(number):
-        entries = {
-            field.key: torch.randint(0, 2, (number, *field.shape), generator=generator).to(
-                field.dtype
-            )
-            for field in layout.fields
-        }
-        return stage(layout, entries, torch.Size([number]), CPU)
+    def new(number):
+        entries, done = drawn_rows(number, generator)
+        fields = [entries[key] for key in LAYOUT.keys]
+        made = kernels.NewRows(fields, LAYOUT.places, number, LAYOUT.num_words, done, CPU)
+        return entries, done, made
 
-    stored, new = rows(5), rows(num_lanes * num_steps).view(num_lanes, num_steps, -1)
-    slots = torch.randint(0, 5, (num_lanes,), generator=generator)
-    found = backend(CPU).RowTable(stored).breaks(slots, new, pairs_of(layout, ["seen", "kept"]))
-    found = torch.zeros(new.shape[:2], dtype=torch.bool) if found is None else found
-    before, after = layout.views(stored), layout.views(new)
+    last = {}
+    for _ in range(before):
+        entries, done, made = new(3)
+        slots = ring.append(made, 1, table=table)
+        last = {"slots": slots, "done": done}
+    lanes = torch.randperm(3, generator=generator)[:num_lanes]
+    entries, done, made = new(num_lanes * num_steps)
+    order = torch.randperm(len(done), generator=generator).view(num_lanes, num_steps)
+    if data.draw(st.booleans()):
+        order = None
+    cut = torch.randint(0, 4, (num_lanes, num_steps), generator=generator) == 0
+    pairs = pairs_of(LAYOUT, ["seen", "kept"])
+    there = table if last else None
+    found = ring.find_gaps(made, num_steps, pairs, cut, lanes, order, there)
+    found = torch.zeros_like(cut) if found is None else found
+    places = torch.arange(len(done)).view(cut.shape) if order is None else order
+    stored = LAYOUT.views(rows)
     for lane, step in np.ndindex(num_lanes, num_steps):
-        led_to = {
-            key: (
-                before["next", key][slots[lane]]
-                if step == 0
-                else after["next", key][lane, step - 1]
-            )
-            for key in ("seen", "kept")
-        }
-        continues = all(torch.equal(after[key][lane, step], led_to[key]) for key in led_to)
-        assert bool(found[lane, step]) == (not continues)
+        row, number = places[lane, step], lanes[lane]
+        if step == 0:
+            goes_on = bool(last) and not last["done"][number]
+            led_to = {
+                key: stored["next", key][last["slots"][number]] if last else None
+                for key in ("seen", "kept")
+            }
+        else:
+            goes_on = not done[places[lane, step - 1]]
+            led_to = {key: entries["next", key][places[lane, step - 1]] for key in ("seen", "kept")}
+        is_gap = (
+            goes_on
+            and not cut[lane, step]
+            and any(not torch.equal(entries[key][row], led_to[key]) for key in led_to)
+        )
+        assert bool(found[lane, step]) == is_gap
+
+
+@pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
+def test_rows_that_lie_in_the_table_themselves(kernels):
+    """As they were before any of them was overwritten."""
+    rows = torch.arange(12).view(6, 2)
+    expected = rows.clone()
+    expected[[1, 2]] = rows[[0, 1]]
+    moved = kernels.NewRows([rows[:2]], np.array([[0, 16]]), 2, 2, None, CPU)
+    kernels.RowTable(rows).put(torch.tensor([1, 2]), moved)
+    assert torch.equal(rows, expected)
 
 
 def test_twins_of_another_kind_are_not_compared():
     layout = Layout({"seen": (torch.uint8, (3,)), ("next", "seen"): (torch.float32, (3,))})
-    assert pairs_of(layout, ["seen"]).shape == (0, 3)
+    assert pairs_of(layout, ["seen"]).shape == (0, 2)

@@ -14,11 +14,21 @@ from scipy import stats
 
 from trl_storages.kernels import device, host
 from trl_storages.kernels.host import ring as host_ring
+from trl_storages.kernels.host import writing as host_writing
 from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_STRATEGIES
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
 CPU = torch.device("cpu")
 HIGHEST = 2**63 - 1
+
+
+def append(ring, done, cut, lanes=None):
+    """Takes steps of which nothing is stored; returns their slots as `[L, S]`."""
+    kernels = host if isinstance(ring, host.Ring) else device
+    places = np.zeros((0, 2), np.int64)
+    rows = kernels.NewRows([], places, done.numel(), 0, done, done.device)
+    cut = None if cut is None else cut.contiguous()
+    return ring.append(rows, done.shape[1], cut, lanes).view(done.shape)
 
 
 def flags(rows):
@@ -78,7 +88,8 @@ class RingMachine(RuleBasedStateMachine):
         named = both(self.rings, lambda ring: ring.next_slots(written, steps))
         slots = both(
             self.rings,
-            lambda ring: ring.append(
+            lambda ring: append(
+                ring,
                 flags(done),
                 None if cut is None else flags(cut),
                 None if lanes is None else written,
@@ -186,11 +197,17 @@ TestRingMachine.settings = settings(max_examples=50, stateful_step_count=8)
 @pytest.fixture
 def interpreted(monkeypatch):
     """The compiled loops as the Python they are written in."""
-    for name, loop in vars(host_ring).copy().items():
-        if hasattr(loop, "py_func"):
-            monkeypatch.setattr(host_ring, name, loop.py_func)
+    for module in (host_ring, host_writing):
+        for name, loop in vars(module).copy().items():
+            if hasattr(loop, "py_func"):
+                monkeypatch.setattr(module, name, loop.py_func)
     monkeypatch.setattr(host_ring, "prefetch", lambda array, byte: None)
-    monkeypatch.setattr(host_ring, "copy_bytes", lambda *it: ctypes.memmove(*map(int, it)))
+    plain = {
+        "copy_bytes": lambda *it: ctypes.memmove(*map(int, it)),
+        "is_set": lambda address: ctypes.string_at(int(address), 1) != b"\0",
+    }
+    for name, function in plain.items():
+        monkeypatch.setattr(host_writing, name, function)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -209,7 +226,8 @@ def test_the_loops_are_python(data):
 
 @BACKENDS
 @pytest.mark.parametrize("lanes", [None, [2, 0]])
-def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes):
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered):
     """Over the end of the ring, and of more steps than find room the newest only."""
     ring, table = kernels.Ring(13, 3, CPU), torch.zeros(13, 2, dtype=torch.int64)
     which = None if lanes is None else torch.tensor(lanes)
@@ -217,9 +235,16 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes):
     for num_steps in (1, 3, 2, 6):
         rows = torch.randint(99, (len(lanes or "all"), num_steps, 2))
         done = torch.zeros(rows.shape[:2], dtype=torch.bool)
-        slots = ring.append(done, None, which, kernels.RowTable(table), rows)
-        assert (slots >= 0).sum(1).tolist() == [min(num_steps, 4)] * len(rows)
-        expected[slots[slots >= 0]] = rows[slots >= 0]
+        new = kernels.NewRows([rows], np.array([[0, 16]]), done.numel(), 2, done, CPU)
+        order = slots = None
+        if is_ordered:
+            order = torch.randperm(done.numel()).view(done.shape)
+            slots = torch.full((done.numel(),), -1)
+        to = kernels.RowTable(table)
+        slots = ring.append(new, num_steps, None, which, order, to, slots)
+        kept = slots >= 0
+        assert kept.sum() == min(num_steps, 4) * len(rows)
+        expected[slots[kept]] = rows.flatten(0, 1)[kept]
         assert torch.equal(table, expected)
 
 
@@ -242,7 +267,7 @@ def test_draws_below_any_bound(kernels, num_rows):
 @pytest.mark.parametrize("slot", [6, -1, 2**40])
 def test_a_slot_beyond_the_ring(kernels, slot):
     ring = kernels.Ring(6, 2, CPU)
-    ring.append(flags([[0, 0, 1]] * 2), None)
+    append(ring, flags([[0, 0, 1]] * 2), None)
     slots = torch.tensor([0, slot])
     for ask in (
         lambda: ring.windows(slots, 2),
@@ -259,7 +284,7 @@ def test_draws_are_uniform(kernels, strategy):
     """Over lanes of unequal fill, one of which has wrapped, with 20,000 draws."""
     ring, oracle = kernels.Ring(36, 3, CPU), RingOracle(36, 3)
     for done, lane in (([0, 0, 1] * 7, 2), ([0] * 7, 0), ([1], 1)):
-        ring.append(flags([done]), None, torch.tensor([lane]))
+        append(ring, flags([done]), None, torch.tensor([lane]))
         oracle.append([done], None, [lane])
     anchor = oracle.by_age()[9]
     drawn = ring.draw(noise_of(1, 20_000))
@@ -277,12 +302,12 @@ def test_draws_are_uniform(kernels, strategy):
 
 def test_copies_and_shared_tables_are_written_where_they_are():
     ring = host.Ring(6, 1, CPU)
-    ring.append(flags([[0, 0]]), None)
+    append(ring, flags([[0, 0]]), None)
     copy = pickle.loads(pickle.dumps(ring))
-    copy.append(flags([[1]]), None)
+    append(copy, flags([[1]]), None)
     assert (ring.fill.item(), copy.fill.item()) == (2, 3)
     ring.share_memory_()
-    ring.append(flags([[0, 0, 0]]), None)
+    append(ring, flags([[0, 0, 0]]), None)
     assert ring.fill.item() == 5
     assert ring.lanes.is_shared()
 
@@ -292,9 +317,9 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
     ring = device.Ring(24, num_envs, simulated_gpu, spare_steps=5)
     for num_steps in (1, 5, 40):
         done = torch.zeros(num_envs, num_steps, dtype=torch.bool, device=simulated_gpu)
-        ring.append(done, None)
-        ring.append(done, done)
-    ring.append(done[:1], None, torch.zeros(1, dtype=torch.int64, device=simulated_gpu))
+        append(ring, done, None)
+        append(ring, done, done)
+    append(ring, done[:1], None, torch.zeros(1, dtype=torch.int64, device=simulated_gpu))
     ring.evict(ring.cursors - 3)
     noise = torch.empty(2, 8, dtype=torch.int64, device=simulated_gpu).random_()
     window = ring.fill.sum().clamp(max=5)
@@ -311,7 +336,7 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
 def test_the_loops_take_rows_of_noise_that_lie_apart():
     """A column of noise, or every second mask, is drawn with as well as one in one piece."""
     rings = [kernels.Ring(12, 2, CPU) for kernels in (host, device)]
-    both(rings, lambda ring: ring.append(flags([[0, 1], [0, 0], [0, 0], [1, 0]]).T, None))
+    both(rings, lambda ring: append(ring, flags([[0, 1], [0, 0], [0, 0], [1, 0]]).T, None))
     noise = noise_of(0, (6, 2))
     slots = both(rings, lambda ring: ring.draw(noise[:, 0]))
     mask = torch.from_numpy(np.array([True, False] * 6))[::2]

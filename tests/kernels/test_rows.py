@@ -77,7 +77,8 @@ def test_a_slot_beyond_the_rows(kernels, slot):
 @BACKENDS
 def test_rows_are_put_where_they_belong(kernels):
     rows, block = torch.zeros(20, 5, dtype=torch.int64), random_rows(0, 3, 5)
-    kernels.RowTable(rows).put(torch.tensor([19, 0, 7]), block)
+    new = kernels.NewRows([block], np.array([[0, 40]]), 3, 5, None, torch.device("cpu"))
+    kernels.RowTable(rows).put(torch.tensor([19, 0, 7]), new)
     expected = torch.zeros(20, 5, dtype=torch.int64)
     expected[[19, 0, 7]] = block
     assert torch.equal(rows, expected)
@@ -116,7 +117,8 @@ def test_folds_are_the_same_bit_for_bit(rewards, gamma, seed):
 def test_on_a_simulated_gpu(simulated_gpu):
     table = device.RowTable(torch.zeros(20, 5, dtype=torch.int64, device=simulated_gpu))
     slots = torch.zeros(4, dtype=torch.int64, device=simulated_gpu)
-    table.put(slots, table.pick(slots))
+    places, words = np.array([[0, 40]]), table.pick(slots)
+    table.put(slots, device.NewRows([words], places, 4, 5, None, simulated_gpu))
     assert table.pick_field(slots, 8, torch.float32, (3,)).shape == (4, 3)
     weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
     rewards = torch.ones(2, 4, dtype=torch.float64, device=simulated_gpu)

@@ -5,16 +5,22 @@ Letters: T steps, E lanes (environments), L lanes written now.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from trl_storages.disk.durable import Durable
 from trl_storages.disk.journal import Steps
 from trl_storages.keys import continued_keys
-from trl_storages.ring import EpisodeIndex, Lanes
+from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.staging import pairs_of
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import NewRows
 
 __all__ = ["DurableLanes"]
 
@@ -53,41 +59,58 @@ class DurableLanes:
 
     def cut_where_reset(
         self,
-        rows: torch.Tensor,
-        done: torch.Tensor,
+        rows: NewRows,
+        num_steps: int,
+        lanes: Sequence[int] | None,
+        order: torch.Tensor | None,
         cut: torch.Tensor | None,
-        lanes: Lanes,
     ) -> torch.Tensor | None:
         """Returns `cut`, with a cut where an episode does not go on after reopening.
 
         Args:
-            rows: `[L, T, W]` int64.
-            done: `[L, T]` bool.
+            rows: that are to be written.
+            num_steps: of each lane.
+            lanes: the lanes that are written; None is all of them.
+            order: `[L, T]`, which of the rows; or None.
             cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
-            lanes: the lanes, as the writer takes them.
         """
         if not self._unsure.any():
             return cut
-        lane = self._episodes.lane_ids(lanes).numpy()
-        return self._cut_where_reset(rows, done, cut, lane)
+        lane = np.arange(len(self._unsure)) if lanes is None else np.array(lanes)
+        storage = self._storage
+        layout: Layout = storage.layout  # type: ignore[assignment]
+        pairs = pairs_of(layout, continued_keys(layout.keys))
+        gap = self._episodes.find_gaps(rows, num_steps, pairs, cut, lanes, order, storage.table)
+        shape = len(lane), num_steps
+        cut = torch.zeros(shape, dtype=torch.bool) if cut is None else cut.clone()
+        begins = torch.zeros_like(cut[:, 0]) if gap is None else gap[:, 0]
+        # Where nothing tells, an episode does not go on.
+        cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & (begins | (not len(pairs)))
+        self._unsure[lane] = False
+        return cut
 
     def steps(
         self,
-        done: torch.Tensor,
+        rows: NewRows,
+        num_steps: int,
+        lanes: Sequence[int] | None,
+        order: torch.Tensor | None,
         cut: torch.Tensor | None,
-        lanes: Lanes,
         last_trajectory: torch.Tensor | None,
     ) -> Steps:
         """Returns what the files are told of the rows to be written.
 
         Args:
-            done: `[L, T]` bool.
-            cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
-            lanes: the lanes, as the writer takes them.
+            rows: as in `cut_where_reset`, as all up to `cut`.
+            num_steps: likewise.
+            lanes: likewise.
+            order: likewise.
+            cut: likewise.
             last_trajectory: `[L]` int64, or None.
         """
-        lane = self._episodes.lane_ids(lanes).numpy()
-        ends = done.numpy()
+        lane = np.arange(len(self._unsure)) if lanes is None else np.array(lanes)
+        done = rows.done.reshape(-1)  # type: ignore[union-attr]
+        ends = (done.view(-1, num_steps) if order is None else done[order]).numpy()
         begins = np.empty_like(ends)
         begins[:, 1:] = ends[:, :-1]
         begins[:, 0] = ~self._episodes.is_open.numpy()[lane]
@@ -111,22 +134,3 @@ class DurableLanes:
         known = written.clone()
         Durable(journal).rebuild(self._episodes)
         return self._episodes.slots_since(known)
-
-    def _cut_where_reset(
-        self,
-        rows: torch.Tensor,
-        done: torch.Tensor,
-        cut: torch.Tensor | None,
-        lane: np.ndarray,
-    ) -> torch.Tensor:
-        cut = torch.zeros_like(done) if cut is None else cut.clone()
-        storage = self._storage
-        layout: Layout = storage.layout  # type: ignore[assignment]
-        pairs = pairs_of(layout, continued_keys(layout.keys))
-        slots = self._episodes.newest_slots(torch.from_numpy(lane))
-        breaks = storage.table.breaks(slots, rows, pairs)  # type: ignore[union-attr]
-        begins = torch.zeros_like(cut[:, 0]) if breaks is None else breaks[:, 0]
-        # Where nothing tells, an episode does not go on.
-        cut[:, 0] |= torch.from_numpy(self._unsure[lane]) & (begins | (not len(pairs)))
-        self._unsure[lane] = False
-        return cut

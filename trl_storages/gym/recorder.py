@@ -50,17 +50,15 @@ class Memory(NamedTuple):
 class RecordedStep(NamedTuple):
     """The transitions of one step, until the next one is read."""
 
-    layout: RowLayout
-    words: Tensor
-    """`[L, 1, W]` int64."""
-    done: Tensor
-    """`[L, 1]` bool."""
+    block: StepBlock
+    """Of all environments."""
     lanes: list[int] | None
     """The L environments; None where these are all."""
 
     def tensordict(self) -> TensorDict:
-        """Sees the transitions as a TensorDict `[L]`."""
-        return self.layout.tensordict(self.words[:, 0])
+        """Returns the transitions as a TensorDict `[L]`; it may share memory with the block."""
+        words = self.block.words
+        return self.block.layout.tensordict(words if self.lanes is None else words[self.lanes])
 
 
 class GymRecorder:
@@ -242,7 +240,7 @@ class GymRecorder:
         ended = self._ended
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             ended = _host(done)
-        step = self._whole if lanes is self._all_lanes else _step_of(block, lanes)
+        step = self._whole if lanes is self._all_lanes else RecordedStep(block, lanes)
         return step, Memory(layout, ended, last)
 
     def _flags(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
@@ -260,7 +258,7 @@ class GymRecorder:
             if rows is not None and rows.described == known.described:
                 known = rows
             self._block = StepBlock(known, self.num_envs, device)
-            self._whole = RecordedStep(known, self._block.steps, self._block.views[DONE], None)
+            self._whole = RecordedStep(self._block, None)
             self._places = [
                 [_place(self._block, is_vector, *place) for place in layout.places]
                 for is_vector in (False, True)
@@ -411,11 +409,6 @@ def _place(
     dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
     numbers = frozenset() if is_vector else column.numbers
     return target, dtype, tuple(target.shape), numbers, key, column, name, label
-
-
-def _step_of(block: StepBlock, lanes: list[int]) -> RecordedStep:
-    which = torch.tensor(lanes).to(block.device)
-    return RecordedStep(block.layout, block.steps[which], block.views[DONE][which], lanes)
 
 
 def _any(flags: Any) -> bool:

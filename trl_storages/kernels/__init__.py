@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     # Both have the same methods.
     RowTable = device.RowTable | host.RowTable
+    NewRows = device.NewRows | host.NewRows
 
 __all__ = ["backend"]
 

@@ -13,7 +13,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["BOUNDARIES", "GOAL_STRATEGIES", "RingTables", "take"]
+__all__ = [
+    "BEGUN",
+    "BOUNDARIES",
+    "CURSOR",
+    "FINISHED",
+    "FIRST",
+    "GOAL_STRATEGIES",
+    "LAST",
+    "OPEN",
+    "TAIL",
+    "RingTables",
+    "take",
+]
+
+# Columns of the table of episodes, and of that of the lanes.
+FIRST, LAST, FINISHED = 0, 1, 2
+CURSOR, BEGUN, OPEN, TAIL = 0, 1, 2, 3
 
 #: How a goal row is drawn; compiled loops know each by its place.
 GOAL_STRATEGIES = ("future", "final", "episode", "random")

@@ -354,8 +354,8 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
             then, rows = partial(self._hear_of_step, memory), None
             if step is not None:
                 if not self._changes_writes:
-                    if self._writer.takes(step.layout):
-                        return self._writer.append(*step, then)
+                    if self._writer.takes(step.block.layout):
+                        return self._writer.append(step.block, step.lanes, then)
                     rows = step.tensordict()
                 else:
                     rows = self._transform.inv(step.tensordict().clone())

@@ -18,17 +18,19 @@ import numpy as np
 import torch
 
 from trl_storages import arguments
+from trl_storages.kernels import backend
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.lanes import Lanes, named_lanes
 from trl_storages.saved import SavedState
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import RowTable
+    from trl_storages.kernels import NewRows, RowTable
 
 __all__ = ["EpisodeIndex", "Kept", "episodes_of"]
 
 _MOST_STEPS = 2**62
+_NO_PLACES = np.zeros((0, 2), np.int64)
 
 
 def episodes_of(storage: Any) -> EpisodeIndex:
@@ -146,10 +148,6 @@ class EpisodeIndex(EpisodeAnswers):
         lane = self.named_lanes(lanes)[-1]
         return (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
 
-    def newest_slots(self, lanes: Lanes = None) -> torch.Tensor:
-        """Returns `[L]` the slot of the newest row of each of `lanes`; of an empty lane any slot."""
-        return self._ring.newest_slots(None if lanes is None else self.lane_ids(lanes))
-
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written after so many steps.
 
@@ -198,31 +196,54 @@ class EpisodeIndex(EpisodeAnswers):
         if not done.numel():
             return torch.empty(shape, dtype=torch.int64, device=self.device)
         num_steps = 1 if done.ndim == 1 else shape[1]
-        cut = None if cut is None else cut.reshape(num_lanes, num_steps)
-        return self.advance(done.reshape(num_lanes, num_steps), cut, lanes).view(shape)
+        if cut is not None:
+            cut = cut.reshape(num_lanes, num_steps)
+        return self._advance(done.reshape(num_lanes, num_steps), cut, lanes).view(shape)
 
-    def advance(
-        self,
-        done: torch.Tensor,
-        cut: torch.Tensor | None = None,
-        lanes: Lanes = None,
-        table: RowTable | None = None,
-        rows: torch.Tensor | None = None,
+    def _advance(
+        self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
-        """Does what `append` does with `[L, S]` flags that fit, and copies rows to their slots.
+        """Does what `append` does, with `[L, S]` flags that fit."""
+        rows = backend(self.device).NewRows([], _NO_PLACES, done.numel(), 0, done, self.device)
+        if cut is not None:
+            cut = cut.to(self.device).contiguous()
+        named = None if lanes is None else self.named_lanes(lanes)
+        return self.write(rows, done.shape[1], cut, named).view(done.shape)
 
-        Args:
-            done: as in `append`, as all that follow.
-            cut: likewise.
-            lanes: likewise.
-            table: of N rows, where rows go; None if they are elsewhere.
-            rows: `[L, S, W]` int64 on the same device.
-        """
+    def write(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        cut: torch.Tensor | None = None,
+        lanes: Sequence[int] | None = None,
+        order: torch.Tensor | None = None,
+        table: RowTable | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Takes steps of lanes that are named, and copies their rows; see `kernels.host.Ring.append`."""
         if not self._on_host:
-            self.host_steps[list(self.named_lanes(lanes))] += done.shape[1]
+            self.host_steps[slice(None) if lanes is None else [*lanes]] += num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        which = None if lanes is None else self.lane_ids(lanes)
-        return self._ring.append(done, cut, which, table, rows)
+        which = None if lanes is None else torch.tensor(lanes, device=self.device)
+        return self._ring.append(rows, num_steps, cut, which, order, table, slots)
+
+    def find_gaps(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        pairs: np.ndarray,
+        cut: torch.Tensor | None = None,
+        lanes: Sequence[int] | None = None,
+        order: torch.Tensor | None = None,
+        table: RowTable | None = None,
+        *,
+        is_ring: bool = True,
+    ) -> torch.Tensor | None:
+        """Finds rows that do not begin with what the row before them led to; see `kernels.host.Ring`."""
+        which = None if lanes is None else torch.tensor(lanes, device=self.device)
+        return self._ring.find_gaps(
+            rows, num_steps, pairs, cut, which, order, table, is_ring=is_ring
+        )
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -242,7 +263,7 @@ class EpisodeIndex(EpisodeAnswers):
         self._ring.cursors[lane] = self._ring.tails[lane] = tail
         self._ring.is_open[lane] = 0
         if done.shape[1]:
-            first = self.advance(done, begins, lanes)[:, 0]
+            first = self._advance(done, begins, lanes)[:, 0]
             self._ring.tear(first[~begins[:, 0].to(self.device)])
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
@@ -313,7 +334,7 @@ class EpisodeIndex(EpisodeAnswers):
         self.host_tails.fill(0)
         for lane, (slots, done, begins, is_torn, is_open) in enumerate(kept.lanes):
             if len(slots):
-                moved = self.advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
+                moved = self._advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
                 # An episode that lost its beginning has lost it for good.
                 self._ring.tear(moved[:1][is_torn[:1]])
                 self._ring.is_open[lane] = is_open

@@ -11,7 +11,7 @@ from trl_storages.rows.fields import StoredFields, field_keys, read_fields, stor
 from trl_storages.rows.layout import Field, Layout, nest
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.row_view import RowView
-from trl_storages.rows.staging import StepBlock, as_array, pairs_of, stage
+from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
 from trl_storages.rows.stock_rows import load_rows_state, read_rows_dump, read_rows_state
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "read_fields",
     "read_rows_dump",
     "read_rows_state",
+    "rows_of_flags",
     "stage",
     "stored_fields",
     "tensors_of",

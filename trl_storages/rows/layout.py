@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import eq
 from typing import Any, NoReturn
 
 import numpy as np
@@ -109,14 +110,13 @@ class Layout:
         #: As given.
         self.nested = nested
         self._tree = _tree_of(self.keys, nested)
-        self._dtypes = [field.dtype for field in self.fields]
         self._splits = [self._split_of(list(run)) for _, run in groupby(self.fields, _dtype_of)]
         # The fields that are no vectors, by their place among all.
         self._shapes = [
             (place, field.shape) for place, field in enumerate(self.fields) if len(field.shape) != 1
         ]
-        # Shapes of a batch like the last one that was written.
-        self._wanted: tuple[torch.Size | None, list[torch.Size]] = (None, [])
+        # The fields of a batch like the last one that was written.
+        self._wanted: tuple[torch.Size | None, list] = (None, [])
 
     @classmethod
     def of(
@@ -199,25 +199,21 @@ class Layout:
             ValueError: a shape differs.
         """
         if self._wanted[0] != batch_size:
-            self._wanted = batch_size, [batch_size + field.shape for field in self.fields]
+            self._wanted = batch_size, [(it.dtype, batch_size + it.shape) for it in self.fields]
         if len(entries) > len(self.fields) and strict:
             self._check_no_more(entries)
-        shapes = self._wanted[1]
-        fitting = [entries.get(key) for key in self.keys]
-        for key, entry, dtype, shape in zip(self.keys, fitting, self._dtypes, shapes, strict=True):
-            if entry is None or entry.dtype is not dtype or entry.shape != shape:
-                self._explain(key, entry, batch_size, entries)
+        fitting = [*map(entries.get, self.keys)]
+        found = [None if it is None else (it.dtype, it.shape) for it in fitting]
+        if found != self._wanted[1]:
+            self._explain([*map(eq, found, self._wanted[1])].index(False), batch_size, entries)
         return fitting  # type: ignore[return-value]
 
     def _explain(
-        self,
-        key: NestedKey,
-        entry: torch.Tensor | None,
-        batch_size: torch.Size,
-        entries: Mapping[NestedKey, torch.Tensor],
+        self, place: int, batch_size: torch.Size, entries: Mapping[NestedKey, torch.Tensor]
     ) -> NoReturn:
-        """Raises the error that says why an entry does not fit."""
-        field = self._by_key[key]
+        """Raises the error that says why the entry of a field does not fit."""
+        field = self.fields[place]
+        key, entry = field.key, entries.get(field.key)
         if entry is None:
             raise KeyError(
                 f"the data lacks {key!r}, which every row holds as {field}; its keys are "

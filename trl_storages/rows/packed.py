@@ -34,7 +34,7 @@ from trl_storages.rows.staging import stage
 from trl_storages.saved import DumpFolder, SavedState
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import RowTable
+    from trl_storages.kernels import NewRows, RowTable
 
 __all__ = ["PackedStorage"]
 
@@ -300,8 +300,9 @@ class PackedStorage(LazyTensorStorage):
         *,
         strict: bool = True,
         nested: Nested = (),
-    ) -> tuple[Layout, torch.Tensor]:
-        """Lays out what is to be written, and changes nothing.
+        done: torch.Tensor | None = None,
+    ) -> tuple[Layout, NewRows]:
+        """Finds out how what is to be written becomes rows, and changes nothing.
 
         Args:
             entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
@@ -309,15 +310,16 @@ class PackedStorage(LazyTensorStorage):
             strict: whether entries that the rows have no room for are an error; they are left out
                 otherwise.
             nested: `nested_sizes` of what is written; only the first write fixes them.
+            done: n bool, which rows end their episodes; None where no lane is written.
 
         Returns:
-            the layout of the rows, and `[n, W]` int64 on their device.
+            the layout of the rows, and the n rows.
 
         Raises:
             KeyError, TypeError, ValueError: an entry does not fit the layout.
         """
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
-        return layout, stage(layout, entries, batch_size, self.device, strict=strict)
+        return layout, stage(layout, entries, batch_size, self.device, strict=strict, done=done)
 
     def lay_out(self, layout: Layout) -> None:
         """Makes room for rows of this layout, if there is none yet."""
@@ -328,7 +330,7 @@ class PackedStorage(LazyTensorStorage):
         self,
         layout: Layout,
         slots: torch.Tensor,
-        rows: torch.Tensor,
+        rows: NewRows,
         *,
         steps: Steps | None = None,
         set_cursor: bool = False,
@@ -338,17 +340,17 @@ class PackedStorage(LazyTensorStorage):
         Args:
             layout: of the rows.
             slots: `[n]` int64 on the device of the rows, all of them there.
-            rows: `[n, W]` int64.
+            rows: n of them.
             steps: which steps of which lanes they are, for the files of a directory.
             set_cursor: as in `set`.
         """
         self.lay_out(layout)
         length = min(len(self) + len(slots), self.max_size) if set_cursor else 0
         if self._durable is None:
-            self.table.put(slots, rows)  # type: ignore[union-attr]
+            self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
         else:
             with self._durable.writing(slots, steps, length, is_new=set_cursor):
-                self.table.put(slots, rows)  # type: ignore[union-attr]
+                self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
         if set_cursor:
             self._set_last_cursor(slots)
             self._len = length
@@ -504,7 +506,7 @@ class PackedStorage(LazyTensorStorage):
         def move() -> None:
             if slots is not None and len(slots):
                 _, staged = self.stage(tensors_of(rows), slots.shape)
-                self.table.put(slots, staged)  # type: ignore[union-attr]
+                self.table.put(slots, staged)  # type: ignore[union-attr, arg-type]
 
         self._durable.restart(self.episodes, write_count, move)  # type: ignore[arg-type]
 

@@ -5,18 +5,21 @@ Letters: n rows, W words of 8 bytes a row, E environments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
 from trl_storages.kernels import backend
-from trl_storages.keys import next_key
+from trl_storages.keys import DONE, next_key
 from trl_storages.rows.layout import Layout
 
-__all__ = ["StepBlock", "as_array", "pairs_of", "stage"]
+if TYPE_CHECKING:
+    from trl_storages.kernels import NewRows
+
+__all__ = ["StepBlock", "as_array", "pairs_of", "rows_of_flags", "stage"]
 
 # NumPy has none of these, but integers of their size.
 _UNKNOWN_TO_NUMPY = {
@@ -37,8 +40,9 @@ def stage(
     device: torch.device,
     *,
     strict: bool = True,
-) -> torch.Tensor:
-    """Returns the rows that entries make up.
+    done: torch.Tensor | None = None,
+) -> NewRows:
+    """Returns the rows that entries make up, to be written.
 
     Args:
         layout: of a row.
@@ -46,22 +50,19 @@ def stage(
         batch_size: of the entries, n rows in all.
         device: where the rows are wanted.
         strict: whether an entry that is not in the layout is an error; it is left out otherwise.
-
-    Returns:
-        `[n, W]` int64 in new memory.
+        done: n bool, which rows end their episodes; None where no lane is written.
 
     Raises:
         KeyError, TypeError, ValueError: an entry does not fit the layout.
     """
     fields = layout.fit(entries, batch_size, strict=strict)
-    begin = device
-    if device.type != "cpu":
-        if not any(field.device == device for field in fields):
-            # They cross in one piece.
-            begin = torch.device("cpu")
-        fields = [field.to(begin) for field in fields]
-    rows = backend(device).join(fields, layout.places, batch_size.numel(), layout.num_words)
-    return rows.to(device)
+    rows = backend(device).NewRows
+    return rows(fields, layout.places, batch_size.numel(), layout.num_words, done, device)
+
+
+def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
+    """Returns n rows of which nothing is known but which of them end their episodes."""
+    return backend(device).NewRows([], np.zeros((0, 2), np.int64), num_rows, 0, done, device)
 
 
 class StepBlock:
@@ -75,10 +76,10 @@ class StepBlock:
 
     def __init__(self, layout: Layout, num_envs: int, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        #: `[E, 1, W]` int64.
-        self.steps = torch.zeros(num_envs, 1, layout.num_words, dtype=torch.int64, device=device)
+        #: `[E, W]` int64.
+        self.words = torch.zeros(num_envs, layout.num_words, dtype=torch.int64, device=device)
         #: Key -> `[E, *shape]`.
-        self.views = layout.views(self.steps[:, 0])
+        self.views = layout.views(self.words)
         #: The same to put values into: arrays on the CPU, tensors elsewhere.
         self.columns: dict[NestedKey, Any] = self.views
         #: Whether the columns are arrays.
@@ -86,6 +87,22 @@ class StepBlock:
         if self.is_on_host:
             # To put a value into an array takes a fifth of the time.
             self.columns = {key: as_array(view) for key, view in self.views.items()}
+        self._rows_here = self._rows(device, slice(None))
+
+    def rows(self, device: torch.device, lanes: Sequence[int] | None = None) -> NewRows:
+        """Returns what is in the block when it is written.
+
+        Args:
+            device: where the rows are wanted.
+            lanes: the environments that are meant; None is all of them.
+        """
+        if device == self.device and lanes is None:
+            return self._rows_here
+        return self._rows(device, slice(None) if lanes is None else [*lanes])
+
+    def _rows(self, device: torch.device, which: Any) -> NewRows:
+        words, done = self.words[which], self.views[DONE][which]
+        return backend(device).NewRows.of_block(words, self.layout.places, done, device)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -96,19 +113,17 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def pairs_of(layout: Layout, keys: Iterable[NestedKey]) -> np.ndarray:
-    """Returns where rows say what a step began with, and what it led to.
+    """Returns which fields say what a step began with, and which what it led to.
 
     Args:
         layout: of the rows.
         keys: of what a step began with; those whose twin under `next` is of another kind are left out.
 
     Returns:
-        `[n, 3]` int64: the first byte of a field, the first byte of its twin, and the bytes of each.
+        `[p, 2]` int64: the place of a field among those of a row, and that of its twin.
     """
-    pairs = [(layout.field(key), layout.field(next_key(key))) for key in keys]
-    places = [
-        (now.start_byte, after.start_byte, now.num_bytes)
-        for now, after in pairs
-        if (now.dtype, now.shape) == (after.dtype, after.shape)
-    ]
-    return np.array(places, np.int64).reshape(-1, 3)
+    places = {key: place for place, key in enumerate(layout.keys)}
+    described = layout.described
+    pairs = [(key, next_key(key)) for key in keys]
+    found = [(places[at], places[end]) for at, end in pairs if described[at] == described[end]]
+    return np.array(found, np.int64).reshape(-1, 2)

@@ -57,20 +57,20 @@ def lanes_and_steps(
 
 
 def end_flags(
-    entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, shape: tuple[int, int]
+    entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, num_rows: int
 ) -> torch.Tensor:
-    """Returns `[L, T]` bool, which rows end their episodes.
+    """Returns n bool, which rows end their episodes, in any shape.
 
     Args:
         entries: of the rows.
         key: of the flags.
-        shape: `(L, T)`.
+        num_rows: n.
 
     Raises:
         KeyError: there are none.
         ValueError: they are not one bool a row.
     """
-    flag, num_rows = entries.get(key), shape[0] * shape[1]
+    flag = entries.get(key)
     if flag is None:
         raise KeyError(
             f"the data lacks {key!r}, which ends episodes; its keys are "
@@ -89,8 +89,7 @@ def end_flags(
             f"{key!r} must be one bool a row, for {num_rows} rows; got "
             f"{flag.dtype} {list(flag.shape)}."
         )
-    # To reshape takes as long as to write a field, also where nothing is to be done.
-    return flag if flag.shape == shape else flag.reshape(shape)
+    return flag
 
 
 def _one_for_all(key: NestedKey) -> str:

@@ -6,8 +6,8 @@ Letters: L lanes written now, T steps of each.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Collection, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from trl_storages import arguments
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.late_error import LateError
 from trl_storages.rows import Layout, pairs_of
-
-if TYPE_CHECKING:
-    from trl_storages.kernels import RowTable
 
 __all__ = ["GapWatch", "OnGap"]
 
@@ -86,7 +83,7 @@ class GapWatch:
         return chosen
 
     def pairs(self, layout: Layout) -> np.ndarray:
-        """Returns which bytes of rows are compared, as `RowTable.breaks` takes them.
+        """Returns which fields of rows are compared, as `EpisodeIndex.find_gaps` takes them.
 
         Raises:
             KeyError: as `compared`.
@@ -95,55 +92,24 @@ class GapWatch:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
         return self._pairs[1]
 
-    def find(
-        self,
-        table: RowTable,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        pairs: np.ndarray,
-        done: torch.Tensor,
-        cut: torch.Tensor | None,
-        is_open: Callable[[], torch.Tensor],
-    ) -> torch.Tensor | None:
-        """Finds the gaps among rows that are to be written.
-
-        Args:
-            table: where the rows before them are.
-            slots: `[L]` int64, of the newest row of each of the lanes.
-            rows: `[L, T, W]` int64, laid out as the table.
-            pairs: which bytes of them to compare.
-            done: `[L, T]` bool.
-            cut: `[L, T]` bool, rows that begin an episode anyway; or None.
-            is_open: returns `[L]` bool, whether the lane's last episode may go on.
-
-        Returns:
-            `[L, T]` bool on the device of the rows; None if there is none, as far as the host may ask.
-        """
-        gap = table.breaks(slots, rows, pairs)
-        if gap is None:
-            return None
-        gap[:, 0] &= is_open()
-        gap[:, 1:] &= ~done[:, :-1].to(gap.device)
-        if cut is not None:
-            gap &= ~cut
-        return None if gap.device.type == "cpu" and not gap.any() else gap
-
     def warn(self, gaps: Sequence[torch.Tensor], *, stacklevel: int = 5) -> bool:
         """Warns of gaps in rows that are about to be written, if there are any.
 
         On a GPU this is late: nothing waits for the device, and a later call of `warn_late` warns.
 
         Args:
-            gaps: what `find` returned.
+            gaps: `[L, T]` bool each, rows that are gaps.
             stacklevel: how far up the loop is that writes.
 
         Returns:
             whether it did; `has_warned` is for the writer to set, once the rows are written.
         """
-        if not gaps or self.on_gap != "warn":
+        if not gaps:
             return False
         device = gaps[0].device
         if device.type == "cpu":
+            if not any(gap.any() for gap in gaps):
+                return False
             warnings.warn(
                 "a row does not begin with the observation that the row before it in its lane led to, "
                 f"and is taken for its continuation all the same. {_REMEDY}",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
-from trl_storages.interrupts import finish
+from trl_storages.interrupts import complete, finish
 from trl_storages.kernels import backend
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.history import slots_of
@@ -31,8 +30,10 @@ from trl_storages.rows import (
     Layout,
     Nested,
     PackedStorage,
+    StepBlock,
     nested_sizes,
     read_fields,
+    rows_of_flags,
     stage,
     tensors_of,
 )
@@ -43,7 +44,7 @@ from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.routing import route
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import RowTable
+    from trl_storages.kernels import NewRows, RowTable
 
 __all__ = ["EpisodeWriter", "num_slots"]
 
@@ -52,43 +53,37 @@ _NO_EPISODES = (
     "write the rows anew with extend(). Nothing was changed."
 )
 
-#: Returns the slots of what was written, of those of each of its parts.
-Join = Callable[[list[torch.Tensor]], torch.Tensor]
 #: Takes the slots of rows that were written.
 Then = Callable[[torch.Tensor], object]
 
 
-class _Staged(NamedTuple):
-    """Steps that may be written: n rows one after another, then `[L, T]` rows of lanes."""
+class _Steps(NamedTuple):
+    """n rows that may be written."""
 
-    done: torch.Tensor
-    """`[n]` bool."""
-    trajectory: torch.Tensor | None
-    """`[n]` int64 on the device of the index."""
-    words: torch.Tensor | None
-    """`[n, W]` int64 on the device of the storage; of a storage of TorchRL's what is compared only."""
-    data: TensorDictBase | None
-    """`[n]`, for a storage of TorchRL's own."""
+    rows: NewRows
+    """Of a storage of TorchRL's what is compared only."""
     layout: Layout | None
-    """Of the words."""
-
-    def arranged(self, arrange: Callable[[Any], Any]) -> _Staged:
-        """Returns the rows in another order and shape."""
-        trajectory, words, data = (
-            None if part is None else arrange(part)
-            for part in (self.trajectory, self.words, self.data)
-        )
-        return _Staged(arrange(self.done), trajectory, words, data, self.layout)
+    """Of these rows; None where nothing of them is known."""
+    trajectory: torch.Tensor | None = None
+    """`[n]` int64 on the device of the index."""
+    data: TensorDictBase | None = None
+    """`[n]`, for a storage of TorchRL's own."""
 
 
-class _Write(NamedTuple):
-    """`[L, T]` steps that are about to be written, and what is known of them."""
+class _Block(NamedTuple):
+    """`[L, T]` of the rows that are the next steps of L lanes, and what is known of them."""
 
-    staged: _Staged
-    lanes: Lanes
+    num_steps: int
+    lanes: Sequence[int] | None
+    """None for all of them."""
+    order: torch.Tensor | None = None
+    """`[L, T]` which of the rows these are; None for all of them, in order."""
     cut: torch.Tensor | None = None
+    """`[L, T]` bool, which begin an episode whatever came before; None for none."""
     last_trajectory: torch.Tensor | None = None
+    """`[L]` int64."""
     gap: torch.Tensor | None = None
+    """`[L, T]` bool; None for none."""
 
 
 class EpisodeWriter(RoundRobinWriter):
@@ -261,22 +256,13 @@ class EpisodeWriter(RoundRobinWriter):
             KeyError: `done_key` is missing. Nothing is written then.
         """
         arguments.steps("data", data)
-        if self._is_routed(data, lanes):
-            shape = None
-            if not len(data):
-                self._shape(data, None)
-        else:
-            shape = self._shape(data, lanes)
-        staged = self._stage(data)
-        if shape is not None:
-            writes = [self._checked(staged.arranged(partial(_in_lanes, shape)), lanes)]
-            return self._write(writes, partial(_first_as, data.batch_size), then)
-        blocks = self._routes(staged)
-        writes = []
-        for which, rows in blocks:
-            named = None if len(which) == self.num_envs else which.tolist()
-            writes.append(self._checked(staged.arranged(itemgetter(rows)), named))
-        return self._write(writes, partial(_in_order, [rows for _, rows in blocks]), then)
+        shape, is_routed = data.batch_size, self._is_routed(data, lanes)
+        if is_routed and len(data):
+            steps = self._stage(data)
+            return self._write(steps, self._routes(steps), shape, then)
+        num_steps = self._num_steps(data, lanes)
+        named = None if lanes is None else self._episodes.named_lanes(lanes)
+        return self._write(self._stage(data), [_Block(num_steps, named)], shape, then)
 
     def takes(self, layout: Layout) -> bool:
         """Whether `append` takes rows of just this layout."""
@@ -289,25 +275,20 @@ class EpisodeWriter(RoundRobinWriter):
             and default_keys.MASK not in layout.keys
         )
 
-    def append(
-        self, layout: Layout, words: torch.Tensor, done: torch.Tensor, lanes: Lanes, then: Then
-    ) -> torch.Tensor:
+    def append(self, block: StepBlock, lanes: Sequence[int] | None, then: Then) -> torch.Tensor:
         """Writes one step of all lanes, or of `lanes`, that is laid out already.
 
         Args:
-            layout: that of the storage, as `takes` says.
-            words: `[L, 1, W]` int64.
-            done: `[L, 1]` bool.
-            lanes: as in `extend`.
-            then: likewise.
+            block: a step of all lanes, of the layout of the storage, as `takes` says.
+            lanes: the L distinct lanes that are written; None is all of them.
+            then: as in `extend`.
 
         Returns:
             `[L]` int64 slots.
         """
         self._prepare()
-        words = words.to(self._episodes.device)
-        write = self._checked(_Staged(done, None, words, None, layout), lanes)
-        return self._write([write], _first_flat, then)
+        rows = block.rows(self._episodes.device, lanes)
+        return self._write(_Steps(rows, block.layout), [_Block(1, lanes)], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
@@ -318,16 +299,20 @@ class EpisodeWriter(RoundRobinWriter):
             and data.get(self.traj_key, None) is not None
         )
 
-    def _routes(self, staged: _Staged) -> list[tuple[np.ndarray, torch.Tensor]]:
-        """Gives rows of several lanes each to one: the lanes, and `[L, T]` which rows they get."""
+    def _routes(self, steps: _Steps) -> list[_Block]:
+        """Gives rows of several lanes each to one."""
         blocks = route(
-            _on_host(staged.trajectory),  # type: ignore[arg-type]
-            _on_host(staged.done),
+            _on_host(steps.trajectory),  # type: ignore[arg-type]
+            _on_host(steps.rows.done).reshape(-1),  # type: ignore[arg-type]
             held=_on_host(self._last_trajectory),  # type: ignore[arg-type]
             is_open=_on_host(self._episodes.is_open),
             last_written=self._last_written,
         )
-        return [(lanes, torch.from_numpy(rows)) for lanes, rows in blocks]
+        device = self._episodes.device
+        return [
+            _Block(rows.shape[1], lanes.tolist(), torch.from_numpy(rows).to(device))
+            for lanes, rows in blocks
+        ]
 
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
@@ -335,23 +320,27 @@ class EpisodeWriter(RoundRobinWriter):
         if self._on_disk is not None:
             self._catch_up()
 
-    def _stage(self, data: TensorDictBase) -> _Staged:
-        """Lays out rows of any batch size, one after another, and changes nothing."""
+    def _stage(self, data: TensorDictBase) -> _Steps:
+        """Finds out how `data` of any batch size becomes rows, and changes nothing."""
         self._prepare()
-        storage, episodes = self._storage, self._episodes
-        entries, num_rows = self._entries(data), data.numel()
+        entries = self._entries(data)
         refuse_padding(entries)
-        done = end_flags(entries, self.done_key, (1, num_rows)).reshape(num_rows)
+        done = end_flags(entries, self.done_key, data.numel())
         trajectory = entries.get(self.traj_key)
         if trajectory is not None:
-            trajectory = trajectory.to(episodes.device).reshape(num_rows).long()
-        if not isinstance(storage, PackedStorage):
-            layout, words = None, None
-            if self.gaps.is_looking:
-                layout, words = self._stage_compared(entries, data.batch_size)
-            return _Staged(done, trajectory, words, self._stored(data).reshape(-1), layout)
-        layout, words = self._stage_words(data, entries)
-        return _Staged(done, trajectory, words, None, layout)
+            trajectory = trajectory.to(self._episodes.device).reshape(-1).long()
+        if isinstance(self._storage, PackedStorage):
+            layout, rows = self._stage_rows(data, entries, done)
+            return _Steps(rows, layout, trajectory)
+        compared: Mapping[NestedKey, torch.Tensor] = {}
+        if self.gaps.is_looking:
+            compared = self._compared(entries)
+        device, stored = self._episodes.device, self._stored(data).reshape(-1)
+        if not compared:
+            return _Steps(rows_of_flags(done, data.numel(), device), None, trajectory, stored)
+        layout = Layout.of(compared, data.ndim)
+        rows = stage(layout, compared, data.batch_size, device, done=done)
+        return _Steps(rows, layout, trajectory, stored)
 
     def _stored(self, data: TensorDictBase) -> TensorDictBase:
         """Returns what of `data` a storage of TorchRL's stores."""
@@ -360,10 +349,13 @@ class EpisodeWriter(RoundRobinWriter):
         # Replay buffers set it on the data that they have written.
         return data.exclude(default_keys.INDEX) if default_keys.INDEX in data.keys() else data  # noqa: SIM118
 
-    def _stage_words(
-        self, data: TensorDictBase, entries: Mapping[NestedKey, torch.Tensor]
-    ) -> tuple[Layout, torch.Tensor]:
-        """Lays out what is stored of rows as words."""
+    def _stage_rows(
+        self,
+        data: TensorDictBase,
+        entries: Mapping[NestedKey, torch.Tensor],
+        done: torch.Tensor | None = None,
+    ) -> tuple[Layout, NewRows]:
+        """Finds out how what is stored of `data` becomes rows of a `PackedStorage`."""
         nested: Nested = ()
         storage = self._storage
         if storage.layout is None:
@@ -372,119 +364,165 @@ class EpisodeWriter(RoundRobinWriter):
                 entries = tensors_of(data)
             nested = nested_sizes(data, data.ndim)
         strict = self.keys is None
-        return storage.stage(entries, data.batch_size, strict=strict, nested=nested)
+        return storage.stage(entries, data.batch_size, strict=strict, nested=nested, done=done)
 
-    def _stage_compared(
-        self, entries: Mapping[NestedKey, torch.Tensor], batch_size: torch.Size
-    ) -> tuple[Layout | None, torch.Tensor | None]:
-        """Lays out what tells where a lane goes on, for a storage of TorchRL's."""
+    def _compared(self, entries: Mapping[NestedKey, torch.Tensor]) -> dict[NestedKey, torch.Tensor]:
+        """Returns what tells where a lane goes on."""
         stored = [key for key in entries if self.keys is None or key in self.keys]
         pairs = [(key, default_keys.next_key(key)) for key in self.gaps.compared(stored)]
-        compared = {key: entries[key] for pair in pairs for key in pair}
-        if not compared:
-            return None, None
-        layout = Layout.of(compared, len(batch_size))
-        return layout, stage(layout, compared, batch_size, self._episodes.device)
+        return {key: entries[key] for pair in pairs for key in pair}
 
-    def _checked(self, staged: _Staged, lanes: Lanes) -> _Write:
-        """Finds out all about `[L, T]` steps that must be known before they are written."""
-        cut, last_trajectory = self._cuts(staged.trajectory, lanes)
-        layout, words, done = staged.layout, staged.words, staged.done
+    def _checked(self, steps: _Steps, block: _Block) -> _Block:
+        """Finds out all about steps that must be known before they are written."""
+        if steps.trajectory is not None:
+            block = self._cut_between_trajectories(steps.trajectory, block)
+        if self._last_process is not None:
+            block = self._cut_between_processes(block)
         if self._on_disk is not None:
-            cut = self._on_disk.cut_where_reset(words, done, cut, lanes)  # type: ignore[arg-type]
-        gap = None
-        if self.gaps.is_looking and layout is not None and words is not None:
-            pairs = self.gaps.pairs(layout)
-            table, slots = self._rows_before(layout, words, lanes)
-            continued = partial(self._is_continued, lanes)
-            gap = self.gaps.find(table, slots, words, pairs, done, cut, continued)
-            if gap is not None and self.gaps.on_gap == "cut":
-                cut = gap if cut is None else cut | gap
-        return _Write(staged, lanes, cut, last_trajectory, gap)
+            block = block._replace(cut=self._on_disk.cut_where_reset(steps.rows, *block[:4]))
+        if not self.gaps.is_looking or steps.layout is None:
+            return block
+        table, is_ring = self._rows_before(steps.layout, block)
+        gap = self._episodes.find_gaps(
+            steps.rows,
+            block.num_steps,
+            self.gaps.pairs(steps.layout),
+            block.cut,
+            block.lanes,
+            block.order,
+            table,
+            is_ring=is_ring,
+        )
+        if gap is None:
+            return block
+        if self.gaps.on_gap == "cut":
+            return block._replace(cut=gap if block.cut is None else block.cut | gap)
+        return block._replace(gap=gap)
 
-    def _rows_before(
-        self, layout: Layout, words: torch.Tensor, lanes: Lanes
-    ) -> tuple[RowTable, torch.Tensor]:
-        """Returns a table of the newest rows, and `[L]` where it has those of the lanes."""
-        storage, newest = self._storage, self._episodes.newest_slots(lanes)
-        if not storage.initialized:
-            # Rows of no lane, since none is open.
-            return backend(words.device).RowTable(words[:, 0]), torch.zeros_like(newest)
-        if isinstance(storage, PackedStorage):
-            return storage.table, newest  # type: ignore[return-value]
-        before: dict[NestedKey, torch.Tensor] = {}
+    def _cut_between_trajectories(self, trajectory: torch.Tensor, block: _Block) -> _Block:
+        """Cuts where a row has another trajectory than the row before it."""
+        now, which = _in_lanes(trajectory, block), self._which(block)
+        before = self._last_trajectory[which].unsqueeze(1)  # type: ignore[index]
+        cut = now != torch.cat([before, now[:, :-1]], 1)
+        return block._replace(cut=cut, last_trajectory=now[:, -1])
+
+    def _cut_between_processes(self, block: _Block) -> _Block:
+        """Cuts the lanes that another process wrote last: it has environments of its own."""
+        is_other = self._last_process[self._which(block)] != os.getpid()  # type: ignore[index]
+        cut = block.cut
+        if cut is None:
+            cut = torch.zeros(len(is_other), block.num_steps, dtype=torch.bool)
+        cut = cut.clone()
+        cut[:, 0] |= is_other.to(cut.device)
+        return block._replace(cut=cut)
+
+    def _rows_before(self, layout: Layout, block: _Block) -> tuple[RowTable | None, bool]:
+        """Returns a table of the newest rows of the lanes, and whether it is that of the ring."""
+        storage = self._storage
+        if isinstance(storage, PackedStorage) or not storage.initialized:
+            return getattr(storage, "table", None), True
+        episodes = self._episodes
+        newest = torch.tensor([episodes.newest_slot([lane]) for lane in self._lanes(block)])
+        newest, before = newest.to(episodes.device), {}
         for key in self.gaps.compared(layout.keys):
             after = default_keys.next_key(key)
             before[after] = read_fields(storage, newest, [after])[after]
             before[key] = before[after]
-        rows = stage(layout, before, newest.shape, words.device)
-        return backend(words.device).RowTable(rows), torch.arange(len(rows), device=words.device)
+        rows = stage(layout, before, newest.shape, episodes.device)
+        return backend(episodes.device).RowTable(rows.words()), False
 
-    def _write(self, writes: Sequence[_Write], join: Join, then: Then | None) -> torch.Tensor:
-        """Writes what was checked, each to lanes of its own, and returns the slots as `join` does."""
-        warned = self.gaps.warn([write.gap for write in writes if write.gap is not None])
+    def _lanes(self, block: _Block) -> Sequence[int]:
+        return range(self.num_envs) if block.lanes is None else block.lanes
 
-        def act() -> torch.Tensor:
-            slots = join([self._append(write) for write in writes])
-            if then is not None:
-                then(slots)
-            return slots
+    def _which(self, block: _Block) -> Any:
+        """Returns which entries of tables of lanes are those of a block."""
+        return slice(None) if block.lanes is None else [*block.lanes]
 
-        # Files have ways of their own to stay whole.
-        is_safe = self._on_disk is not None
-        slots = act() if is_safe else finish(act, partial(self._go_back, self._point()))
-        self.gaps.has_warned |= warned
+    def _write(
+        self,
+        steps: _Steps,
+        blocks: Sequence[_Block],
+        shape: torch.Size | None,
+        then: Then | None,
+    ) -> torch.Tensor:
+        """Writes steps, each block to lanes of its own.
+
+        Args:
+            steps: n rows.
+            blocks: which of them go where.
+            shape: in which the slots are wanted; None is `[n]`.
+            then: called with the slots, as a part of the write.
+        """
+        blocks = [self._checked(steps, block) for block in blocks]
+        has_warned = self.gaps.warn([block.gap for block in blocks if block.gap is not None])
+        episodes = self._episodes
+        counters, count = episodes.counters(), self._write_count + steps.rows.num_rows
+        try:
+            slots = self._append(steps, blocks, shape, count, then)
+        except BaseException as error:
+            # Files have ways of their own to stay whole.
+            if self._on_disk is None:
+                act = partial(self._append, steps, blocks, shape, count, then)
+                complete(error, act, partial(episodes.recount, counters))
+            raise
+        self.gaps.has_warned |= has_warned
         return slots
 
-    def _point(self) -> tuple:
-        """Returns all that a write goes on from."""
-        process = None if self._last_process is None else self._last_process.clone()
-        return self._episodes.counters(), self._write_count, process
-
-    def _go_back(self, point: tuple) -> None:
-        """Puts back what `_point` returned, so that a write can be done once more."""
-        counters, self._write_count, process = point
-        self._episodes.recount(counters)
-        if process is not None:
-            self._last_process.copy_(process)  # type: ignore[union-attr]
-
-    def _append(self, write: _Write) -> torch.Tensor:
-        """Writes `[L, T]` steps that were checked, and returns their slots."""
-        (done, _, words, data, layout), lanes, cut, last_trajectory, _ = write
-        storage, episodes, room = self._storage, self._episodes, self._episodes.steps_per_lane
-        is_packed, (num_lanes, num_steps) = isinstance(storage, PackedStorage), done.shape
-        if is_packed:
-            storage.lay_out(layout)
-        if is_packed and self._on_disk is None:
-            self._cut_between_processes(lanes)
-            slots = episodes.advance(done, cut, lanes, storage.table, words)
-            storage._bump_mutation_revision()
-        else:
-            # Rows first: if they do not fit the storage, nothing has changed.
-            slots = episodes.next_slots(num_steps, lanes)
-            # Only the newest find room.
-            at = slots[:, -room:].reshape(-1)
-            if is_packed:
-                steps = self._on_disk.steps(done, cut, lanes, last_trajectory)  # type: ignore[union-attr]
-                storage.write(layout, at, words[:, -room:].flatten(0, 1), steps=steps)  # type: ignore
-            else:
-                storage.set(at, data[:, -room:].reshape(-1), set_cursor=False)  # type: ignore[index]
-            self._cut_between_processes(lanes)
-            episodes.advance(done, cut, lanes)
-        if last_trajectory is not None:
-            which = slice(None) if lanes is None else torch.as_tensor(lanes)
-            self._last_trajectory[which] = last_trajectory  # type: ignore[index]
+    def _append(
+        self,
+        steps: _Steps,
+        blocks: Sequence[_Block],
+        shape: torch.Size | None,
+        count: int,
+        then: Then | None,
+    ) -> torch.Tensor:
+        """Writes steps that were checked; done once more from the beginning, it leads to the same."""
+        episodes, rows, slots = self._episodes, steps.rows, None
+        if len(blocks) > 1:
+            slots = torch.full((rows.num_rows,), -1, device=episodes.device)
+        for block in blocks:
+            table = self._put(steps, block)
+            slots = episodes.write(
+                rows, block.num_steps, block.cut, block.lanes, block.order, table, slots
+            )
+            which = self._which(block)
+            if block.last_trajectory is not None:
+                self._last_trajectory[which] = block.last_trajectory  # type: ignore[index]
+            if self._last_process is not None:
+                self._last_process[which] = os.getpid()
+            self._last_written[which] = count
         # Known to the host without waiting for the device, as TorchRL would.
-        self._count(num_lanes * num_steps, episodes.newest_slot(lanes))
-        if lanes is None:
-            self._last_written.fill(self._write_count)
+        self._count(count, episodes.newest_slot(blocks[-1].lanes))
+        kept: torch.Tensor = slots  # type: ignore[assignment]
+        if max(block.num_steps for block in blocks) > episodes.steps_per_lane:
+            room = episodes.steps_per_lane
+            kept = torch.cat([_in_lanes(kept, block)[:, -room:].flatten() for block in blocks])
+        self._bump_generation(kept, kept)
+        self._mark_update_entities(kept)
+        if shape is not None and len(shape) != 1:
+            slots = slots.view(shape)  # type: ignore[union-attr]
+        if then is not None:
+            then(slots)  # type: ignore[arg-type]
+        return slots  # type: ignore[return-value]
+
+    def _put(self, steps: _Steps, block: _Block) -> RowTable | None:
+        """Writes rows that are not copied with the index, and returns where those go that are."""
+        storage, room = self._storage, self._episodes.steps_per_lane
+        if isinstance(storage, PackedStorage):
+            storage.lay_out(steps.layout)  # type: ignore[arg-type]
+            if self._on_disk is None:
+                storage._bump_mutation_revision()
+                return storage.table
+        # Rows first: if they do not fit the storage, nothing has changed. Only the newest find room.
+        slots = self._episodes.next_slots(block.num_steps, block.lanes)[:, -room:].reshape(-1)
+        places = torch.arange(steps.rows.num_rows) if block.order is None else block.order
+        places = places.reshape(-1, block.num_steps)[:, -room:].reshape(-1)
+        if self._on_disk is None:
+            storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
         else:
-            self._last_written[episodes.named_lanes(lanes)] = self._write_count
-        kept = slots if num_steps <= room else slots[:, -room:]
-        marked = kept.flatten()
-        self._bump_generation(marked, data if words is None else words)
-        self._mark_update_entities(marked)
-        return slots
+            told = self._on_disk.steps(steps.rows, *block[:5])
+            storage.write(steps.layout, slots, steps.rows.some(places), steps=told)
+        return None
 
     def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
         """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
@@ -508,39 +546,11 @@ class EpisodeWriter(RoundRobinWriter):
             self._count()
             self._mark_update_entities(missed)
 
-    def _shape(self, data: TensorDictBase, lanes: Lanes) -> tuple[int, int]:
-        """Returns `(L, T)`, or says what to pass."""
+    def _num_steps(self, data: TensorDictBase, lanes: Lanes) -> int:
+        """Returns T, or says what to pass."""
         num_lanes = len(self._episodes.named_lanes(lanes))
         is_for_all = lanes is None
-        return lanes_and_steps(data, num_lanes, is_for_all=is_for_all, traj_key=self.traj_key)
-
-    def _cuts(
-        self, trajectory: torch.Tensor | None, lanes: Lanes
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns where a row has another trajectory than the row before it, and the last ones."""
-        if trajectory is None:
-            return None, None
-        written = slice(None) if lanes is None else torch.as_tensor(lanes)
-        before = self._last_trajectory[written].unsqueeze(1)  # type: ignore[index]
-        return trajectory != torch.cat([before, trajectory[:, :-1]], 1), trajectory[:, -1]
-
-    def _is_continued(self, lanes: Lanes) -> torch.Tensor:
-        """Returns `[L]` whether the next row of each of the lanes may continue its last episode."""
-        is_open, which = self._episodes.is_open, self._episodes.lane_ids(lanes)
-        is_open = is_open if lanes is None else is_open[which]
-        if self._last_process is not None:
-            is_open = is_open & (self._last_process[which] == os.getpid())
-        return is_open
-
-    def _cut_between_processes(self, lanes: Lanes) -> None:
-        """Cuts the lanes that another process wrote last: it has environments of its own."""
-        if self._last_process is None:
-            return
-        this_process, which = os.getpid(), self._episodes.lane_ids(lanes)
-        cut = which[self._last_process[which] != this_process]
-        if len(cut):
-            self._episodes.end_episodes(cut)
-            self._last_process[cut] = this_process
+        return lanes_and_steps(data, num_lanes, is_for_all=is_for_all, traj_key=self.traj_key)[1]
 
     def share_memory_(self) -> EpisodeWriter:
         """Moves what is known of the episodes to memory that other processes see.
@@ -579,11 +589,11 @@ class EpisodeWriter(RoundRobinWriter):
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
-    def _count(self, num_rows: int = 0, last_slot: int | None = None) -> None:
+    def _count(self, write_count: int | None = None, last_slot: int | None = None) -> None:
         """Tells TorchRL's counters of rows that were written, and of those that are there now."""
         storage, episodes = self._storage, self._episodes
-        if num_rows:
-            self._write_count += num_rows
+        if write_count is not None:
+            self._write_count = write_count
         length = num_slots(storage, episodes)
         if last_slot is None:
             storage._len = length
@@ -651,8 +661,8 @@ class EpisodeWriter(RoundRobinWriter):
         slots, data = index.reshape(-1), data.reshape(-1)
         entries = self._entries(data)
         if self.done_key in entries:
-            done = end_flags(entries, self.done_key, (1, slots.shape[0])).to(slots.device)
-            if not torch.equal(done[0], self._episodes.is_end(slots)):
+            done = end_flags(entries, self.done_key, len(slots)).to(slots.device)
+            if not torch.equal(done.reshape(-1), self._episodes.is_end(slots)):
                 raise ValueError(
                     f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
                     "would change: write another history with empty() and extend()."
@@ -660,8 +670,8 @@ class EpisodeWriter(RoundRobinWriter):
 
         storage = self._storage
         if isinstance(storage, PackedStorage):
-            layout, words = self._stage_words(data, entries)
-            put = partial(storage.write, layout, slots, words)
+            layout, rows = self._stage_rows(data, entries)
+            put = partial(storage.write, layout, slots, rows)
         else:
             put = partial(storage.set, slots, self._stored(data), set_cursor=False)
 
@@ -856,33 +866,9 @@ def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
     return int(episodes.host_fill.max()) * episodes.num_envs
 
 
-def _in_lanes(shape: tuple[int, int], rows: Any) -> Any:
-    """Sees n rows as those of lanes, `[L, T]`."""
-    return rows.reshape(*shape, *rows.shape[1:])
-
-
-def _first_as(shape: torch.Size, slots: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the slots of a single write in the shape of what was written."""
-    return slots[0].reshape(shape)
-
-
-def _first_flat(slots: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the slots of a single write in one dimension."""
-    return slots[0].flatten()
-
-
-def _in_order(rows: list[torch.Tensor], slots: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the slots of several writes in the order of what was written.
-
-    Args:
-        rows: `[L, T]` for each write, the places of what it wrote.
-        slots: `[L, T]` for each write.
-    """
-    ordered = torch.empty(sum(map(len, map(torch.flatten, rows))), dtype=torch.int64)
-    ordered = ordered.to(slots[0].device)
-    for places, some in zip(rows, slots, strict=True):
-        ordered[places] = some
-    return ordered
+def _in_lanes(flat: torch.Tensor, block: _Block) -> torch.Tensor:
+    """Returns those of n numbers that belong to the steps of a block, `[L, T]`."""
+    return flat.view(-1, block.num_steps) if block.order is None else flat[block.order]
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

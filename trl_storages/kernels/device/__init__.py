@@ -13,13 +13,15 @@ from trl_storages.kernels.device.disk import (
 from trl_storages.kernels.device.lane_order import LaneOrder
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
-from trl_storages.kernels.device.rows import RowTable, fold, join
+from trl_storages.kernels.device.rows import RowTable, fold
 from trl_storages.kernels.device.tree import SumTree
+from trl_storages.kernels.device.writing import NewRows
 
 __all__ = [
     "Commits",
     "LaneOrder",
     "MarkedRows",
+    "NewRows",
     "RawPriorities",
     "Ring",
     "RowTable",
@@ -27,7 +29,6 @@ __all__ = [
     "checksums",
     "fence",
     "fold",
-    "join",
     "marked_steps",
     "orders_stores",
     "seal_priorities",

@@ -9,9 +9,11 @@ ring grows and wraps, and where a lane skips a step later.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from trl_storages.kernels.device.rows import RowTable
+from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.ring_tables import RingTables, take
 
 __all__ = ["Ring"]
@@ -20,23 +22,56 @@ __all__ = ["Ring"]
 class Ring(RingTables):
     """See `kernels.host.Ring`: the same methods, the same answers bit for bit."""
 
+    def find_gaps(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        pairs: np.ndarray,
+        cut: torch.Tensor | None = None,
+        lanes: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        table: RowTable | None = None,
+        *,
+        is_ring: bool = True,
+    ) -> torch.Tensor | None:
+        """Finds rows that do not begin with what the row before them led to, bit for bit."""
+        lanes = self._named(lanes)
+        words, done = rows.steps(len(lanes), order)
+        now = words.view(torch.uint8)
+        before = torch.zeros_like(now[:, 0])
+        if table is not None:
+            newest = (self.cursors[lanes] - 1) % self.ring_steps * self.num_envs + lanes
+            before = (table.rows[newest] if is_ring else table.rows).view(torch.uint8)
+        led_to = torch.cat([before.unsqueeze(1), now[:, :-1]], 1)
+        gaps = torch.zeros_like(done)
+        for at, end in pairs.tolist():
+            (start, size), (led_start, _) = rows.places[[at, end]].tolist()
+            differs = now[..., start : start + size] != led_to[..., led_start : led_start + size]
+            gaps |= differs.any(-1)
+        gaps &= torch.cat([self.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
+        return gaps if cut is None else gaps & ~cut.to(self.device)
+
     def append(
         self,
-        done: torch.Tensor,
-        cut: torch.Tensor | None,
+        rows: NewRows,
+        num_steps: int,
+        cut: torch.Tensor | None = None,
         lanes: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
         table: RowTable | None = None,
-        rows: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Takes S further steps of L lanes, and copies their rows `[L, S, W]` into a table."""
-        if lanes is None:
-            lanes = torch.arange(self.num_envs, device=self.device)
-        done = done.to(self.device)
-        room, num_steps = self.steps_per_lane, done.shape[1]
-        slots, lane = self.next_slots(lanes, num_steps), lanes.unsqueeze(1)
-        if table is not None and rows is not None:
+        """Takes S further steps of L lanes, and copies their rows to where they belong."""
+        lanes = self._named(lanes)
+        words, done = rows.steps(len(lanes), order)
+        room, found, lane = (
+            self.steps_per_lane,
+            self.next_slots(lanes, num_steps),
+            lanes.unsqueeze(1),
+        )
+        if table is not None:
             # Of more than T steps, the last T find room.
-            table.rows[slots[:, -room:]] = rows[:, -room:]
+            table.rows[found[:, -room:]] = words[:, -room:]
         cursor, begun, is_open, tail = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
@@ -54,13 +89,20 @@ class Ring(RingTables):
 
         entry = (lane * room + number % room)[:, -room:]
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
-        self.episode[slots[:, -room:]] = entry.to(self.episode.dtype)
+        self.episode[found[:, -room:]] = entry.to(self.episode.dtype)
         # Episodes that began before this write have their first step already.
         self.spans[:, 0][torch.where(first_step >= 0, entry, self.capacity)] = first_step
         newest = torch.where(last[:, -room:], entry, self.capacity)
         self.spans[:, 1][newest] = step
         self.spans[:, 2][newest] = done.long()
+        if slots is None:
+            return found.reshape(-1)
+        slots[order] = found
         return slots
+
+    def _named(self, lanes: torch.Tensor | None) -> torch.Tensor:
+        """Returns `[L]` the lanes that are meant."""
+        return torch.arange(self.num_envs, device=self.device) if lanes is None else lanes
 
     def counters(self) -> torch.Tensor:
         """Returns a copy of all that a write goes on from."""
@@ -69,13 +111,6 @@ class Ring(RingTables):
     def recount(self, counters: torch.Tensor) -> None:
         """Puts back what `counters` returned."""
         self.lanes.copy_(counters)
-
-    def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot."""
-        if lanes is None:
-            lanes = torch.arange(self.num_envs, device=self.device)
-        newest = self.cursors.index_select(0, lanes) - 1
-        return newest % self.ring_steps * self.num_envs + lanes
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest."""

@@ -1,7 +1,6 @@
-"""Rows joined from fields, put into a table and picked from it, in tensor operations.
+"""Rows put into a table and picked from it, in tensor operations.
 
-Letters: N rows, W words of 8 bytes a row, B rows picked or put, n steps of a window, L lanes and S steps
-written now.
+Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of a window.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["RowTable", "fold", "join"]
+from trl_storages.kernels.device.writing import NewRows
+
+__all__ = ["RowTable", "fold"]
 
 _NO_SPANS = np.zeros((0, 2), np.int64)
 
@@ -64,35 +65,9 @@ class RowTable:
         flat = slots.reshape(-1)
         return torch.where(flat < 0, flat + self._num_rows, flat)
 
-    def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copies rows `[B, W]` to their slots `[B]`."""
-        self.rows[slots] = rows
-
-    def breaks(self, slots: torch.Tensor, rows: torch.Tensor, pairs: np.ndarray) -> torch.Tensor:
-        """Finds rows among `[L, S, W]` that do not begin with what the row before them led to."""
-        now = rows.view(torch.uint8)
-        before = self._bytes.index_select(0, slots).unsqueeze(1)
-        led_to = torch.cat([before, now[:, :-1]], 1)
-        found = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
-        for start, end, size in pairs.tolist():
-            differs = now[..., start : start + size] != led_to[..., end : end + size]
-            found |= differs.any(-1)
-        return found
-
-
-def join(
-    fields: Sequence[torch.Tensor], places: np.ndarray, num_rows: int, num_words: int
-) -> torch.Tensor:
-    """Lays fields side by side in rows `[B, W]` on the device of the first one."""
-    device = fields[0].device
-    rows = torch.zeros((num_rows, num_words), dtype=torch.int64, device=device)
-    into = rows.view(torch.uint8)
-    for field, (start, size) in zip(fields, places.tolist(), strict=True):
-        if size and num_rows:
-            plain = field.detach().to(device).resolve_conj().resolve_neg().contiguous()
-            # A mere number has no bytes to be seen.
-            into[:, start : start + size] = plain.reshape(-1).view(torch.uint8).view(num_rows, size)
-    return rows
+    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
+        """Copies n rows to their slots `[n]`."""
+        self.rows[slots] = rows.words()
 
 
 def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

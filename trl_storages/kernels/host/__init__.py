@@ -13,13 +13,15 @@ from trl_storages.kernels.host.disk import (
 from trl_storages.kernels.host.lane_order import LaneOrder
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
-from trl_storages.kernels.host.rows import RowTable, fold, join
+from trl_storages.kernels.host.rows import RowTable, fold
 from trl_storages.kernels.host.tree import SumTree
+from trl_storages.kernels.host.writing import NewRows
 
 __all__ = [
     "Commits",
     "LaneOrder",
     "MarkedRows",
+    "NewRows",
     "RawPriorities",
     "Ring",
     "RowTable",
@@ -27,7 +29,6 @@ __all__ = [
     "checksums",
     "fence",
     "fold",
-    "join",
     "marked_steps",
     "orders_stores",
     "seal_priorities",

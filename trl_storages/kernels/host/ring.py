@@ -17,17 +17,22 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.memory import copy_bytes
-from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_STRATEGIES, RingTables
+from trl_storages.kernels.host.writing import NewRows, append_steps, find_gaps
+from trl_storages.kernels.ring_tables import (
+    BOUNDARIES,
+    CURSOR,
+    FIRST,
+    GOAL_STRATEGIES,
+    LAST,
+    TAIL,
+    RingTables,
+)
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.rows import RowTable
 
 __all__ = ["Ring"]
 
-# Columns of the tables.
-_FIRST, _LAST, _FINISHED = 0, 1, 2
-_CURSOR, _BEGUN, _OPEN, _TAIL = 0, 1, 2, 3
 _SPAN_BYTES = 24
 _FUTURE, _FINAL, _EPISODE, _RANDOM = range(len(GOAL_STRATEGIES))
 _STRATEGIES = {name: number for number, name in enumerate(GOAL_STRATEGIES)}
@@ -35,8 +40,8 @@ _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
 _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # About as far as memory is away.
 _SAMPLES_AHEAD = 8
-_NO_CUTS = np.zeros((0, 0), bool)
-_NO_TABLE, _NO_ROWS = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.int64)
+_NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
+_NO_TABLE = np.zeros((0, 0), np.int64)
 
 
 class Ring(RingTables):
@@ -63,35 +68,94 @@ class Ring(RingTables):
         # They would be pickled as copies.
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
+    def find_gaps(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        pairs: np.ndarray,
+        cut: torch.Tensor | None = None,
+        lanes: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        table: RowTable | None = None,
+        *,
+        is_ring: bool = True,
+    ) -> torch.Tensor | None:
+        """Finds rows that do not begin with what the row before them led to, bit for bit.
+
+        Rows that begin an episode are none of them.
+
+        Args:
+            rows: that are to be written, as `append` takes them.
+            num_steps: as in `append`.
+            pairs: `[p, 2]` int64, of each field that is compared: its place in a row, and that of the
+                field which tells what the row led to.
+            cut: as in `append`, as `lanes`, `order`.
+            lanes: likewise.
+            order: likewise.
+            table: where the rows before are; None where no lane has an open episode.
+            is_ring: whether it holds all rows of the ring; otherwise those before only, `[L, W]`.
+
+        Returns:
+            `[L, S]` bool; None may stand for none.
+        """
+        written = self._all_lanes if lanes is None else lanes.numpy()
+        gaps = np.empty((len(written), num_steps), bool)
+        found = find_gaps(
+            self._arrays[2],
+            self.ring_steps,
+            written,
+            num_steps,
+            rows.sources,
+            *rows.ends,
+            _NO_CUTS if cut is None else cut.numpy(),
+            _NO_ORDER if order is None else order.numpy(),
+            _NO_TABLE if table is None else table.array,
+            is_ring,
+            pairs,
+            gaps,
+        )
+        return torch.from_numpy(gaps) if found else None
+
     def append(
         self,
-        done: torch.Tensor,
-        cut: torch.Tensor | None,
+        rows: NewRows,
+        num_steps: int,
+        cut: torch.Tensor | None = None,
         lanes: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
         table: RowTable | None = None,
-        rows: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Takes S further steps of L lanes, and copies their rows to where they belong.
 
         Args:
-            done: `[L, S]` bool, on any device: the episode ends with this row.
+            rows: n of them, the S of the first lane first.
+            num_steps: S.
             cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
             lanes: `[L]` int64, distinct; None is all of them.
+            order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
             table: of M or more rows, where rows go; None if they are elsewhere.
-            rows: `[L, S, W]` int64, contiguous.
+            slots: `[n]` int64 to be filled; -1 for rows of other steps than these.
 
         Returns:
-            `[L, S]` int64 slots; -1 for steps that find no room, as more than T are written.
+            `[n]` int64 slots; -1 for steps that find no room, as more than T are written.
         """
-        ends = (done if done.is_cpu else done.cpu()).contiguous().numpy()
-        cuts = _NO_CUTS if cut is None else cut.cpu().contiguous().numpy()
         written = self._all_lanes if lanes is None else lanes.numpy()
-        slots = np.empty(ends.shape, np.int64)
-        to = _NO_TABLE if table is None else table.array
-        new = _NO_ROWS if rows is None else rows.numpy()
-        most_live, room = self.steps_per_lane, self.ring_steps
-        _append(*self._arrays, most_live, room, written, ends, cuts, to, new, slots)
-        return torch.from_numpy(slots)
+        found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
+        append_steps(
+            *self._arrays,
+            self.steps_per_lane,
+            self.ring_steps,
+            written,
+            num_steps,
+            rows.sources,
+            *rows.ends,
+            _NO_CUTS if cut is None else cut.numpy(),
+            _NO_ORDER if order is None else order.numpy(),
+            _NO_TABLE if table is None else table.array,
+            found,
+        )
+        return torch.from_numpy(found) if slots is None else slots
 
     def counters(self) -> np.ndarray:
         """Returns a copy of all that a write goes on from."""
@@ -100,15 +164,6 @@ class Ring(RingTables):
     def recount(self, counters: np.ndarray) -> None:
         """Puts back what `counters` returned."""
         self._arrays[2][:] = counters
-
-    def newest_slots(self, lanes: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns `[L]` the slot of the newest row of each of L lanes; of an empty lane any slot.
-
-        Args:
-            lanes: `[L]` int64; None is all of them.
-        """
-        which = self._all_lanes if lanes is None else lanes.numpy()
-        return torch.from_numpy(_newest_slots(self._arrays[2], self.ring_steps, which))
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest.
@@ -231,54 +286,6 @@ class Ring(RingTables):
         return torch.from_numpy(lengths)
 
 
-@compiled
-def _append(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    most_live: int,
-    room: int,
-    written: Any,
-    done: Any,
-    cut: Any,
-    table: Any,
-    rows: Any,
-    slots: Any,
-) -> None:
-    num_steps, row_bytes = done.shape[1], rows.shape[2] * 8
-    has_cuts = cut.size > 0
-    for i in range(len(written)):
-        lane = written[i]
-        step = lanes[lane, _CURSOR]
-        number = lanes[lane, _BEGUN]
-        goes_on = lanes[lane, _OPEN] != 0
-        place = step % room
-        # The episode that was begun last.
-        entry = lane * most_live + (number - 1) % most_live
-        for s in range(num_steps):
-            if not goes_on or (has_cuts and cut[i, s]):
-                entry = lane * most_live + number % most_live
-                number += 1
-                spans[entry, _FIRST] = step
-            slot = place * len(lanes) + lane
-            episode[slot] = entry
-            spans[entry, _LAST] = step
-            spans[entry, _FINISHED] = done[i, s]
-            goes_on = not done[i, s]
-            if s + most_live < num_steps:
-                slots[i, s] = -1
-            else:
-                slots[i, s] = slot
-                at = rows.ctypes.data + (i * num_steps + s) * row_bytes
-                copy_bytes(table.ctypes.data + slot * row_bytes, at, row_bytes)
-            step += 1
-            place = place + 1 if place + 1 < room else 0
-        lanes[lane, _CURSOR] = step
-        lanes[lane, _BEGUN] = number
-        lanes[lane, _OPEN] = goes_on
-        lanes[lane, _TAIL] = max(lanes[lane, _TAIL], step - most_live)
-
-
 @inlined
 def _below(noise: int, bound: int) -> int:
     """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""
@@ -288,19 +295,11 @@ def _below(noise: int, bound: int) -> int:
 
 
 @compiled
-def _newest_slots(lanes: Any, room: int, which: Any) -> Any:
-    slots = np.empty(len(which), np.int64)
-    for i in range(len(which)):
-        slots[i] = (lanes[which[i], _CURSOR] - 1) % room * len(lanes) + which[i]
-    return slots
-
-
-@compiled
 def _newest_places(lanes: Any, room: int) -> Any:
     """Returns where the newest row of each lane lies in it."""
     places = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
-        places[lane] = (lanes[lane, _CURSOR] - 1) % room
+        places[lane] = (lanes[lane, CURSOR] - 1) % room
     return places
 
 
@@ -320,7 +319,7 @@ def _by_age(lanes: Any) -> tuple[Any, Any, Any, Any, int]:
     for lane in range(num_lanes):
         # Sorted by insertion: lanes are nearly in order as a rule, and NumPy's sort takes seconds to
         # compile.
-        rows, place = lanes[lane, _CURSOR] - lanes[lane, _TAIL], lane
+        rows, place = lanes[lane, CURSOR] - lanes[lane, TAIL], lane
         while place > 0 and fill[place - 1] > rows:
             fill[place], order[place] = fill[place - 1], order[place - 1]
             place -= 1
@@ -352,8 +351,8 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
     newest = _newest_places(lanes, room)
     in_step = True
     for lane in range(num_lanes):
-        in_step = in_step and lanes[lane, _CURSOR] == lanes[0, _CURSOR]
-        in_step = in_step and lanes[lane, _TAIL] == lanes[0, _TAIL]
+        in_step = in_step and lanes[lane, CURSOR] == lanes[0, CURSOR]
+        in_step = in_step and lanes[lane, TAIL] == lanes[0, TAIL]
     if in_step:
         newest_slot = newest[0] * num_lanes + num_lanes - 1
         for i in range(len(ranks)):
@@ -374,7 +373,7 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
 def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> None:
     num_rows = 0
     for lane in range(len(lanes)):
-        num_rows += lanes[lane, _CURSOR] - lanes[lane, _TAIL]
+        num_rows += lanes[lane, CURSOR] - lanes[lane, TAIL]
     num_rows = min(num_rows, num_newest)
     for i in range(len(noise)):
         slots[i] = _below(noise[i], num_rows)
@@ -402,15 +401,15 @@ def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
         place = slot // len(lanes)
         lane = slot - place * len(lanes)
     back = newest[lane] - place
-    return lane, lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+    return lane, lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
 
 
 @inlined
 def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: int) -> Any:
     """Returns how many surviving rows of the same episode lie before and after a slot."""
     lane, step = _lane_and_step(lanes, room, newest, slot)
-    first = max(spans[entry, _FIRST], lanes[lane, _TAIL])
-    return step - first, spans[entry, _LAST] - step
+    first = max(spans[entry, FIRST], lanes[lane, TAIL])
+    return step - first, spans[entry, LAST] - step
 
 
 @inlined
@@ -487,12 +486,12 @@ def _sequences(
     _find_spans(episode, spans, slots, entries)
     for i in range(len(slots)):
         lane, step = _lane_and_step(lanes, room, newest, slots[i])
-        first, last = spans[entries[i], _FIRST] - step, spans[entries[i], _LAST] - step
-        oldest = lanes[lane, _TAIL] - step
+        first, last = spans[entries[i], FIRST] - step, spans[entries[i], LAST] - step
+        oldest = lanes[lane, TAIL] - step
         behind, ahead = -max(first, oldest), last
         moved = -burn_in
         if boundary == _CROSS:
-            behind, ahead = -oldest, lanes[lane, _CURSOR] - 1 - step
+            behind, ahead = -oldest, lanes[lane, CURSOR] - 1 - step
         elif boundary == _FIT:
             # Room for the burn-in is made first, for the rows from the anchor on last.
             onward = num_steps - burn_in - 1
@@ -509,13 +508,13 @@ def _sequences(
         while at <= end:
             # From one episode to the next. At the ends of the lane a row stands for those beyond it too.
             entry = episode[_shift(slots[i], at, num_lanes, capacity)]
-            first = spans[entry, _FIRST] - step
+            first = spans[entry, FIRST] - step
             start = 0 if first == -behind else max(first - moved, 0)
             stop = num_steps if first == ahead else first - moved + 1
             if first >= -behind:
                 for s in range(start, stop):
                     begins[i, s] = True
-            at = max(at, spans[entry, _LAST] - step) + 1
+            at = max(at, spans[entry, LAST] - step) + 1
 
 
 @compiled

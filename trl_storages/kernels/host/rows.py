@@ -1,7 +1,6 @@
-"""Rows joined from fields, put into a table and picked from it, in compiled loops.
+"""Rows put into a table and picked from it, in compiled loops.
 
-Letters: N rows, W words of 8 bytes a row, B rows picked or put, n steps of a window, L lanes and S steps
-written now.
+Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of a window.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
+from trl_storages.kernels.host.writing import NewRows, put_rows
 
-__all__ = ["RowTable", "fold", "join"]
+__all__ = ["RowTable", "fold"]
 
 _WORD = 8  # bytes
 _LINE = 64  # bytes that memory delivers at once
@@ -34,7 +34,6 @@ class RowTable:
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.
         self.array = rows.numpy()
-        self._bytes = self.array.view(np.uint8)
         self._num_words = rows.shape[1]
 
     def pick(
@@ -97,62 +96,14 @@ class RowTable:
                 f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
             )
 
-    def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
         """Copies rows to where they belong.
 
         Args:
-            slots: `[B]` int64, from 0 to N - 1.
-            rows: `[B, W]` int64, contiguous.
+            slots: `[n]` int64, from 0 to N - 1; rows of negative ones are left out.
+            rows: n of them.
         """
-        _put(self.array, slots.numpy(), rows.data_ptr())
-
-    def breaks(
-        self, slots: torch.Tensor, rows: torch.Tensor, pairs: np.ndarray
-    ) -> torch.Tensor | None:
-        """Finds rows that do not begin with what the row before them led to, bit for bit.
-
-        Args:
-            slots: `[L]` int64, where the row before the first one of each lane is.
-            rows: `[L, S, W]` int64, contiguous, those of each lane one after another.
-            pairs: `[n, 3]` int64, of each field: its first byte, the first byte of the field
-                that tells what the row led to, and how many bytes both have.
-
-        Returns:
-            `[L, S]` bool; None may stand for none.
-        """
-        out = np.empty(rows.shape[:2], bool)
-        any_found = _breaks(self._bytes, slots.numpy(), rows.numpy().view(np.uint8), pairs, out)
-        return torch.from_numpy(out) if any_found else None
-
-
-def join(
-    fields: Sequence[torch.Tensor], places: np.ndarray, num_rows: int, num_words: int
-) -> torch.Tensor:
-    """Lays fields side by side in rows.
-
-    Args:
-        fields: of any leading shapes, on any device, the elements of each row one after another.
-        places: `[n, 2]` int64, of each field: its first byte in a row, and how many it takes.
-        num_rows: B.
-        num_words: W.
-
-    Returns:
-        `[B, W]` int64 in new memory on the CPU; what no field takes is zero.
-    """
-    rows = torch.empty((num_rows, num_words), dtype=torch.int64)
-    plain = [_plain(field) for field in fields]
-    addresses = np.array([field.data_ptr() for field in plain], np.int64)
-    _join(addresses, places, rows.numpy())
-    return rows
-
-
-def _plain(field: torch.Tensor) -> torch.Tensor:
-    """Returns a field as its bytes lie in memory."""
-    if not field.is_cpu:
-        field = field.cpu()
-    if field.is_conj() or field.is_neg():
-        field = field.resolve_conj().resolve_neg()
-    return field if field.is_contiguous() else field.contiguous()
+        put_rows(self.array, rows.sources, slots.numpy())
 
 
 def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -202,60 +153,6 @@ def _lend(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
                 for byte in range(0, min(size, _MOST_AHEAD), _LINE):
                     prefetch(table, slots[ahead] * row_bytes + start + byte)
             copy_bytes(out + i * row_bytes + start, address + slots[i] * row_bytes + start, size)
-
-
-@compiled
-def _put(table: np.ndarray, slots: np.ndarray, rows: int) -> None:
-    """Copies rows to their slots."""
-    row_bytes = table.shape[1] * _WORD
-    for i in range(slots.shape[0]):
-        copy_bytes(table.ctypes.data + slots[i] * row_bytes, rows + i * row_bytes, row_bytes)
-
-
-@compiled
-def _breaks(
-    table: np.ndarray, slots: np.ndarray, rows: np.ndarray, pairs: np.ndarray, out: np.ndarray
-) -> bool:
-    any_found = False
-    for i in range(rows.shape[0]):
-        before = table[slots[i]]
-        for s in range(rows.shape[1]):
-            row = rows[i, s]
-            # Without a branch, so that many bytes are compared at once.
-            differing = np.uint8(0)
-            for p in range(pairs.shape[0]):
-                now, led_to = pairs[p, 0], pairs[p, 1]
-                for byte in range(pairs[p, 2]):
-                    differing |= row[now + byte] ^ before[led_to + byte]
-            out[i, s] = differing != 0
-            any_found |= out[i, s]
-            before = row
-    return any_found
-
-
-@compiled
-def _join(addresses: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    num_rows, num_words = rows.shape
-    row_bytes = num_words * _WORD
-    # Padding is at the end, and takes less than two words.
-    for b in range(num_rows):
-        for w in range(max(num_words - 2, 0), num_words):
-            rows[b, w] = 0
-    for field in range(len(addresses)):
-        to, at, size = rows.ctypes.data + places[field, 0], addresses[field], places[field, 1]
-        # A copy whose size the compiler knows takes a tenth of the time.
-        if size == 1:
-            for b in range(num_rows):
-                copy_bytes(to + b * row_bytes, at + b, 1)
-        elif size == 4:
-            for b in range(num_rows):
-                copy_bytes(to + b * row_bytes, at + b * 4, 4)
-        elif size == 8:
-            for b in range(num_rows):
-                copy_bytes(to + b * row_bytes, at + b * 8, 8)
-        else:
-            for b in range(num_rows):
-                copy_bytes(to + b * row_bytes, at + b * size, size)
 
 
 @compiled

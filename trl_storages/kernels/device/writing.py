@@ -1,0 +1,70 @@
+"""Rows that are about to be written, in tensor operations.
+
+Letters: n rows, f fields of a row, W words of 8 bytes a row, L lanes and S steps written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["NewRows"]
+
+
+class NewRows:
+    """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`."""
+
+    def __init__(
+        self,
+        fields: Sequence[torch.Tensor],
+        places: np.ndarray,
+        num_rows: int,
+        num_words: int,
+        done: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.num_rows, self.places = num_rows, places
+        # They cross in one piece, unless some of them are there.
+        is_there = any(field.device == device for field in fields)
+        begin = device if is_there else torch.device("cpu")
+        words = torch.zeros((num_rows, num_words), dtype=torch.int64, device=begin)
+        into = words.view(torch.uint8)
+        for field, (start, size) in zip(fields, places.tolist(), strict=True):
+            if size and num_rows:
+                plain = field.detach().to(begin).resolve_conj().resolve_neg().contiguous()
+                # A mere number has no bytes to be seen.
+                bytes_of_rows = plain.reshape(-1).view(torch.uint8).view(num_rows, size)
+                into[:, start : start + size] = bytes_of_rows
+        self._words = words.to(device)
+        self.done = None if done is None else done.reshape(-1).to(device)
+
+    @classmethod
+    def of_block(
+        cls, words: torch.Tensor, places: np.ndarray, done: torch.Tensor, device: torch.device
+    ) -> NewRows:
+        """Returns rows that are laid out already, see `kernels.host.writing.NewRows`."""
+        rows = cls([], places[:0], len(words), 0, None, device)
+        rows.places, rows._words = places, words.to(device)
+        rows.done = done.reshape(-1).to(device)
+        return rows
+
+    def words(self) -> torch.Tensor:
+        """Returns the rows as `[n, W]` int64."""
+        return self._words
+
+    def some(self, places: torch.Tensor) -> NewRows:
+        """Returns some of the rows, of which no lane is written."""
+        words = self._words[places]
+        return self.of_block(words, self.places, torch.zeros(len(words), 1), words.device)
+
+    def steps(
+        self, num_lanes: int, order: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows `[L, S, W]` and flags `[L, S]` of some steps, in this order."""
+        done: torch.Tensor = self.done  # type: ignore[assignment]
+        if order is None:
+            shape = num_lanes, self.num_rows // num_lanes
+            return self._words.view(*shape, self._words.shape[1]), done.view(shape)
+        return self._words[order], done[order]

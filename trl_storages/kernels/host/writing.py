@@ -1,0 +1,293 @@
+"""What a write does, in compiled loops: compares rows with those before them, counts them, copies them.
+
+Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
+n rows written now, f fields of a row, W words of 8 bytes a row, L lanes and S steps written now.
+
+New rows are copied from where their fields lie to where they belong, without a block in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.host.compiling import compiled
+from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
+from trl_storages.kernels.ring_tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
+
+__all__ = ["NewRows", "append_steps", "find_gaps", "put_rows"]
+
+_WORD = 8  # bytes
+# Columns of the sources of rows: where the first value of a field is, how far it is to that of the next
+# row, the first byte of the field in a stored row, and how many bytes it takes.
+_ADDRESS, _STRIDE, _START, _SIZE = range(4)
+# Rows that are copied before the next field is looked at.
+_CHUNK = 256
+
+_is_cpu, _is_contiguous = attrgetter("is_cpu"), torch.Tensor.is_contiguous
+_is_conj, _is_neg, _address = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.data_ptr
+
+
+class NewRows:
+    """n rows that are about to be written, wherever their fields lie.
+
+    Args:
+        fields: of any leading shapes, on any device, the elements of each row one after another.
+        places: `[f, 2]` int64, of each field: its first byte in a row, and how many it takes.
+        num_rows: n.
+        num_words: W.
+        done: n bool, on any device, which rows end their episodes; None where no lane is written.
+        device: where the rows are wanted, the CPU.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[torch.Tensor],
+        places: np.ndarray,
+        num_rows: int,
+        num_words: int,
+        done: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.num_rows, self._num_words = num_rows, num_words
+        # Kept for as long as their addresses are used.
+        self._fields, flags = _plain(fields), _plain([] if done is None else [done])
+        #: n bool on the CPU, in any shape; None where no lane is written.
+        self.done: torch.Tensor | None = flags[0] if flags else None
+        #: `[f, 4]` int64, where each field comes from, and where it belongs.
+        self.sources = np.empty((len(fields), 4), np.int64)
+        self.sources[:, _ADDRESS] = [*map(_address, self._fields)]
+        self.sources[:, _STRIDE] = places[:, 1]
+        self.sources[:, _START:] = places
+        #: The address of the first flag, and how far it is to the next one.
+        self.ends = (flags[0].data_ptr(), 1) if flags else (0, 0)
+
+    @classmethod
+    def of_block(
+        cls, words: torch.Tensor, places: np.ndarray, done: torch.Tensor, device: torch.device
+    ) -> NewRows:
+        """Returns rows that are laid out already.
+
+        Args:
+            words: `[n, W]` int64; what is written there later is what is stored.
+            places: as above, as `device`.
+            done: `[n, 1]` bool, likewise.
+            device: likewise.
+        """
+        rows = cls([], places[:0], len(words), words.shape[1], None, device)
+        rows._fields, rows.done = [words], done
+        rows.sources = np.empty((len(places), 4), np.int64)
+        rows.sources[:, _ADDRESS] = words.data_ptr() + places[:, 0]
+        rows.sources[:, _STRIDE] = words.shape[1] * _WORD
+        rows.sources[:, _START:] = places
+        rows.ends = done.data_ptr(), done.stride(0)
+        return rows
+
+    def words(self) -> torch.Tensor:
+        """Returns the rows as `[n, W]` int64, in new memory; what no field takes is zero."""
+        words = np.zeros((self.num_rows, self._num_words), np.int64)
+        put_rows(words, self.sources, np.arange(self.num_rows))
+        return torch.from_numpy(words)
+
+    def some(self, places: torch.Tensor) -> NewRows:
+        """Returns some of the rows, of which no lane is written."""
+        words = self.words()[places]
+        done = torch.zeros(len(words), 1, dtype=torch.bool)
+        return self.of_block(words, self.sources[:, _START:], done, words.device)
+
+
+def _plain(fields: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns fields as their bytes lie in memory."""
+    are_plain = all(map(_is_cpu, fields)) and all(map(_is_contiguous, fields))
+    if are_plain and not any(map(_is_neg, fields)) and not any(map(_is_conj, fields)):
+        return fields
+    return [field.detach().cpu().resolve_conj().resolve_neg().contiguous() for field in fields]
+
+
+@compiled
+def find_gaps(
+    lanes: Any,
+    room: int,
+    written: Any,
+    num_steps: int,
+    sources: Any,
+    first_end: int,
+    end_stride: int,
+    cut: Any,
+    order: Any,
+    table: Any,
+    is_ring: bool,
+    pairs: Any,
+    gaps: Any,
+) -> bool:
+    """Finds rows that continue an episode, and do not begin with what the row before them led to.
+
+    Args:
+        lanes: of the index, as `room`.
+        room: R.
+        written: `[L]` the lanes.
+        num_steps: S.
+        sources: `[f, 4]` of the rows.
+        first_end: the address of the first flag that ends an episode.
+        end_stride: how far it is to the next one.
+        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
+        order: `[L, S]` which row is which step; empty if they come as they are written.
+        table: `[*, W]` of the rows before.
+        is_ring: whether these are those of the ring; otherwise they are `[L, W]`.
+        pairs: `[p, 2]` fields whose value comes back under another one of the row before.
+        gaps: `[L, S]` bool, the answer.
+
+    Returns:
+        whether there is one.
+    """
+    found = False
+    for i in range(len(written)):
+        lane = written[i]
+        goes_on = lanes[lane, OPEN] != 0
+        newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane if is_ring else i
+        before = table.ctypes.data + newest * table.shape[1] * _WORD
+        previous = 0
+        for s in range(num_steps):
+            row = order[i, s] if order.size > 0 else i * num_steps + s
+            differs = False
+            if goes_on and not (cut.size > 0 and cut[i, s]):
+                for p in range(len(pairs)):
+                    now, led_to = pairs[p, 0], pairs[p, 1]
+                    value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
+                    end = sources[led_to, _ADDRESS] + previous * sources[led_to, _STRIDE]
+                    if s == 0:
+                        end = before + sources[led_to, _START]
+                    if not are_same_bytes(value, end, sources[now, _SIZE]):
+                        differs = True
+            gaps[i, s] = differs
+            found = found or differs
+            goes_on = not is_set(first_end + row * end_stride)
+            previous = row
+    return found
+
+
+@compiled
+def append_steps(
+    episode: Any,
+    spans: Any,
+    lanes: Any,
+    most_live: int,
+    room: int,
+    written: Any,
+    num_steps: int,
+    sources: Any,
+    first_end: int,
+    end_stride: int,
+    cut: Any,
+    order: Any,
+    table: Any,
+    slots: Any,
+) -> None:
+    """Takes steps into the index, and copies their rows to where they belong.
+
+    Args:
+        episode: of the index, as the two that follow.
+        spans: likewise.
+        lanes: likewise.
+        most_live: T.
+        room: as in `find_gaps`, as all up to `order`.
+        written: likewise.
+        num_steps: likewise.
+        sources: likewise.
+        first_end: likewise.
+        end_stride: likewise.
+        cut: likewise.
+        order: likewise.
+        table: `[*, W]` where rows go; empty if they are elsewhere.
+        slots: `[n]` the answer, -1 for steps that find no room.
+    """
+    for i in range(len(written)):
+        lane = written[i]
+        step = lanes[lane, CURSOR]
+        number = lanes[lane, BEGUN]
+        goes_on = lanes[lane, OPEN] != 0
+        place = step % room
+        # The episode that was begun last.
+        entry = lane * most_live + (number - 1) % most_live
+        for s in range(num_steps):
+            row = order[i, s] if order.size > 0 else i * num_steps + s
+            if not goes_on or (cut.size > 0 and cut[i, s]):
+                entry = lane * most_live + number % most_live
+                number += 1
+                spans[entry, FIRST] = step
+            slot = place * len(lanes) + lane
+            is_end = is_set(first_end + row * end_stride)
+            episode[slot] = entry
+            spans[entry, LAST] = step
+            spans[entry, FINISHED] = is_end
+            goes_on = not is_end
+            slots[row] = slot if s + most_live >= num_steps else -1
+            step += 1
+            place = place + 1 if place + 1 < room else 0
+        lanes[lane, CURSOR] = step
+        lanes[lane, BEGUN] = number
+        lanes[lane, OPEN] = goes_on
+        lanes[lane, TAIL] = max(lanes[lane, TAIL], step - most_live)
+    if table.size > 0:
+        put_rows(table, sources, slots)
+
+
+@compiled
+def put_rows(table: Any, sources: Any, slots: Any) -> None:
+    """Copies rows to their slots; those of negative slots are left out.
+
+    Args:
+        table: `[*, W]` int64.
+        sources: `[f, 4]` of n rows.
+        slots: `[n]`.
+    """
+    row_bytes, to = table.shape[1] * _WORD, table.ctypes.data
+    for field in range(len(sources)):
+        start, end = sources[field, _ADDRESS], sources[field, _ADDRESS]
+        end += (len(slots) - 1) * sources[field, _STRIDE] + sources[field, _SIZE]
+        if start < to + table.size * _WORD and end > to:
+            # Rows of the table itself would be overwritten before they are copied.
+            block = np.empty((len(slots), table.shape[1]), np.int64)
+            moved = sources.copy()
+            moved[:, _ADDRESS] = block.ctypes.data + sources[:, _START]
+            moved[:, _STRIDE] = row_bytes
+            _copy(block, sources, np.arange(len(slots)))
+            _copy(table, moved, slots)
+            return
+    _copy(table, sources, slots)
+
+
+@compiled
+def _copy(table: Any, sources: Any, slots: Any) -> None:
+    row_bytes = table.shape[1] * _WORD
+    for first in range(0, len(slots), _CHUNK):
+        stop = min(first + _CHUNK, len(slots))
+        # Padding is at the end, and takes less than two words.
+        for row in range(first, stop):
+            if slots[row] >= 0:
+                for word in range(max(table.shape[1] - 2, 0), table.shape[1]):
+                    table[slots[row], word] = 0
+        for field in range(len(sources)):
+            stride, size = sources[field, _STRIDE], sources[field, _SIZE]
+            at, to = sources[field, _ADDRESS], table.ctypes.data + sources[field, _START]
+            # A copy whose size the compiler knows takes a tenth of the time.
+            if size == 1:
+                for row in range(first, stop):
+                    if slots[row] >= 0:
+                        copy_bytes(to + slots[row] * row_bytes, at + row * stride, 1)
+            elif size == 4:
+                for row in range(first, stop):
+                    if slots[row] >= 0:
+                        copy_bytes(to + slots[row] * row_bytes, at + row * stride, 4)
+            elif size == 8:
+                for row in range(first, stop):
+                    if slots[row] >= 0:
+                        copy_bytes(to + slots[row] * row_bytes, at + row * stride, 8)
+            else:
+                for row in range(first, stop):
+                    if slots[row] >= 0:
+                        copy_bytes(to + slots[row] * row_bytes, at + row * stride, size)
