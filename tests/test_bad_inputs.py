@@ -81,6 +81,7 @@ BAD: dict[str, list[Any]] = {
         [True] * 5,
         True,
     ],
+    "shares": [5, "x", math.nan, THING, [], [0.5], [0.6, 0.6], [-1, 2], [math.nan], ["x"], True],
     "slots": [5, "x", math.nan, THING, [1], torch.zeros(2), torch.ones(2) > 0, np.zeros(2), True],
     "flags": [
         5,
@@ -201,6 +202,27 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.share": {"shared": "flag"},
     "ReplayStorage.update_tensordict_priority": {"data": "steps"},
     "ReplayStorage.validate": {"progress": "flag"},
+    "ReplayStorageEnsemble": {
+        "storages": "object",
+        "shares": "shares?",
+        "batch_size": "count from 1?",
+        "generator": "object?",
+    },
+    "ReplayStorageEnsemble.batches": {
+        "num_batches": "count",
+        "batch_size": "count from 1?",
+        "epochs": "count",
+    },
+    "ReplayStorageEnsemble.can_sample": {"batch_size": "count from 1?"},
+    "ReplayStorageEnsemble.explain": {"batch": "steps"},
+    "ReplayStorageEnsemble.sample": {"batch_size": "count from 1?", "return_info": "flag"},
+    "ReplayStorageEnsemble.shares": {"value": "shares"},
+    "ReplayStorageEnsemble.update_priority": {
+        "index": "slots",
+        "priority": "values",
+        "buffer_ids": "slots",
+    },
+    "ReplayStorageEnsemble.update_tensordict_priority": {"data": "steps"},
     "ReplayStorage.as_remote": {"remote_config": "mapping?"},
     "OnDisk.close": {"keep": "flag"},
     "OnDisk.flush": {},
@@ -469,6 +491,7 @@ BETWEEN_PARTS = {
         "attach",
         "extend",
         "mark_update",
+        "plain_weights",
     },
     "ERESampler": {"draw", "add", "extend", "mark_update"},
     "WrappingSampler": {
@@ -540,6 +563,10 @@ class World:
         self.storage.extend(rows(2, 8))
         self.whole = make("EpisodeReplayStorage", batch_size=2, seed=0)
         self.whole.extend(rows(8))
+        self.ensemble = trl_storages.ReplayStorageEnsemble(
+            self.storage, make(n_step=2), batch_size=4
+        )
+        self.ensemble.storages[1].extend(rows(8))
         self.flatten = trl_storages.FlattenGoal(OBSERVATIONS)
         self.eta = trl_storages.ReturnImprovementEta(self.storage)
         self.sequences = trl_storages.EpisodeSequence(3)
@@ -573,6 +600,7 @@ class World:
             "FlattenGoal": self.flatten,
             "ReturnImprovementEta": self.eta,
             "EpisodeReplayStorage": self.whole,
+            "ReplayStorageEnsemble": self.ensemble,
         }.get(owner, storage)
 
     def good(self, name: str) -> dict[str, Any]:
@@ -592,7 +620,9 @@ class World:
             names = TABLE[name]
             given = (observation, np.zeros(2, np.int64), zeros, flags, flags, {}, observation)
             return dict(zip(names, given, strict=True))
-        if name in ("ReplayStorage.update_tensordict_priority", "ReplayStorage.explain"):
+        if owner == "ReplayStorageEnsemble":
+            batch = self.ensemble.sample().set("td_error", torch.rand(4))
+        if method in ("update_tensordict_priority", "explain"):
             return {next(iter(TABLE[name])): batch}
         common = {
             "observation_space": OBSERVATIONS,
@@ -610,6 +640,7 @@ class World:
             "index": slots,
             "cursor": slots,
             "priority": torch.rand(2),
+            "buffer_ids": slots,
             "stamp": torch.zeros(2, dtype=torch.int32),
             "steps": 1,
             "keys": ["action"],
@@ -654,6 +685,12 @@ class World:
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         owner, _, method = name.partition(".")
+        if owner == "ReplayStorageEnsemble" and not method:
+            # They are named one after another.
+            storages = [self.storage]
+            if "storages" in arguments:
+                storages.append(arguments.pop("storages"))
+            return trl_storages.ReplayStorageEnsemble(*storages, **arguments)
         if not method:
             return PUBLIC[owner](**arguments)
         if method == "open":

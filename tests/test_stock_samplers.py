@@ -128,7 +128,7 @@ SAMPLERS = {
     "ConsumingSampler": Case(lambda capacity: ConsumingSampler(), refused="UniformSampler"),
     "SamplerEnsemble": Case(
         lambda capacity: SamplerEnsemble(RandomSampler(), RandomSampler()),
-        refused=r"sample each storage by itself.*torch\.cat.*UniformSampler",
+        refused=r"ReplayStorageEnsemble.*UniformSampler",
     ),
     "UniformSampler": Case(lambda capacity: UniformSampler()),
     "PERSampler": Case(PERSampler),

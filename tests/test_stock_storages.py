@@ -31,6 +31,7 @@ from trl_storages import (
     NStep,
     PackedStorage,
     ReplayStorage,
+    ReplayStorageEnsemble,
     UniformSampler,
 )
 
@@ -182,16 +183,17 @@ def test_rows_that_no_episode_writer_wrote(make_storage):
     assert len(buffer) == 5
 
 
+@pytest.mark.requirement("ensembles")
 @pytest.mark.parametrize(
     ("sampler", "transform"),
     [
+        (UniformSampler, lambda: None),
         (HERSampler, lambda: GoalRelabel(distance_reward)),
         (UniformSampler, lambda: NStep(3, 0.5)),
-        (HERSampler, lambda: Compose(GoalRelabel(distance_reward), NStep(3, 0.5))),
     ],
-    ids=["goals", "n steps", "both"],
+    ids=["rows", "goals", "n steps"],
 )
-def test_an_ensemble_says_what_to_do_instead(sampler, transform):
+def test_torchrls_ensemble_says_what_to_use_instead(sampler, transform):
     """It hands the members' transforms neither their storage nor what was drawn."""
     members = [
         ReplayStorage(
@@ -201,7 +203,26 @@ def test_an_ensemble_says_what_to_do_instead(sampler, transform):
     ]
     for member in members:
         HISTORY.write(member)
+    with pytest.raises(ValueError, match="ReplayStorageEnsemble"):
+        ReplayBufferEnsemble(*members, batch_size=8, sample_from_all=True)
+    # The members go on as if nobody had asked.
+    for member in members:
+        assert member.sample().batch_size == (4,)
+    assert ReplayStorageEnsemble(*members, batch_size=8).sample().batch_size == (8,)
+
+
+@pytest.mark.requirement("ensembles")
+def test_parts_that_storages_share_are_no_ensemble():
+    storage, writer = PackedStorage(SIZE), EpisodeWriter()
+    first, second = (ReplayStorage(storage=storage, writer=writer) for _ in range(2))
+    HISTORY.write(first)
+    assert second.sample(3).batch_size == (3,)
+    members = [
+        TensorDictReplayBuffer(storage=PackedStorage(SIZE), writer=EpisodeWriter(), batch_size=4)
+        for _ in range(2)
+    ]
+    for member in members:
+        HISTORY.write(member)
+    # Of TorchRL's own buffers it is one.
     ensemble = ReplayBufferEnsemble(*members, batch_size=8, sample_from_all=True)
-    with pytest.raises(RuntimeError, match=r"sample each ReplayStorage by itself.*torch\.cat"):
-        ensemble.sample()
-    assert torch.cat([member.sample() for member in members]).batch_size == (8,)
+    assert ensemble.sample().numel() == 8

@@ -12,7 +12,7 @@ from trl_storages.recipes import (
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.replay import ReplayStorage
+from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
@@ -45,6 +45,7 @@ __all__ = [
     "PackedStorage",
     "PrioritizedReplayStorage",
     "ReplayStorage",
+    "ReplayStorageEnsemble",
     "ReplayTransform",
     "ReturnImprovementEta",
     "UniformReplayStorage",

@@ -8,6 +8,7 @@ __all__ = [
     "ACHIEVED_GOAL",
     "ACTION",
     "ANCHOR_INDEX",
+    "BUFFER_IDS",
     "DESIRED_GOAL",
     "DONE",
     "GOAL_INDEX",
@@ -20,6 +21,7 @@ __all__ = [
     "PRIORITY_STAMP",
     "PRIORITY_WEIGHT",
     "REWARD",
+    "SEQUENCE_ID",
     "STEPS_TO_NEXT_OBS",
     "TERMINATED",
     "TRAJECTORY_IDS",
@@ -50,6 +52,8 @@ ANCHOR_INDEX: NestedKey = "anchor_index"
 VALIDITY_MASK: NestedKey = "validity_mask"
 LEARNING_MASK: NestedKey = "learning_mask"
 IS_INIT: NestedKey = "is_init"
+SEQUENCE_ID: NestedKey = "sequence_id"
+BUFFER_IDS: NestedKey = "buffer_ids"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 

@@ -129,7 +129,7 @@ class EpisodeSequence(Sequence):
         step = torch.arange(self.num_steps, device=device)
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         self._always = {
-            "sequence_id": _repeat(number, self.num_steps),
+            keys.SEQUENCE_ID: _repeat(number, self.num_steps),
             "step_in_sequence": step.repeat(num_anchors),
             keys.LEARNING_MASK: learning.repeat(num_anchors),
         }

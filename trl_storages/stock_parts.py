@@ -37,6 +37,7 @@ from trl_storages.rows import PackedStorage, read_fields
 __all__ = [
     "check_buffers",
     "check_draws",
+    "check_not_joined",
     "check_sampler",
     "check_unit",
     "draw",
@@ -97,8 +98,8 @@ def check_sampler(sampler: Sampler, num_envs: int) -> None:
         )
     if isinstance(sampler, SamplerEnsemble):
         raise ValueError(
-            f"the sampler must draw from one storage, got {name}: sample each storage by itself, and "
-            f"join the batches with torch.cat; for one, {_USE_SINGLE_ROWS}."
+            f"the sampler must draw from one storage, got {name}: join several by "
+            f"ReplayStorageEnsemble(*storages); for one, {_USE_SINGLE_ROWS}."
         )
     if num_envs == 1:
         return
@@ -143,6 +144,30 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
     for buffer in _buffers(storage):
         check_sampler(buffer._sampler, num_envs)
         check_unit(buffer._sample_unit, num_envs)
+
+
+def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> None:
+    """Checks that nobody but `ReplayStorage`s register a writer with the storage it writes to.
+
+    Args:
+        storage: where it writes to.
+        writer: the one.
+        num_registered: how often it was registered with this storage.
+
+    Raises:
+        ValueError: TorchRL's `ReplayBufferEnsemble` does.
+    """
+    owners = [
+        buffer
+        for buffer in _buffers(storage)
+        if getattr(buffer, "draws_live_rows", False) and buffer._writer is writer
+    ]
+    if owners and num_registered >= len(owners):
+        raise ValueError(
+            "the members of TorchRL's ReplayBufferEnsemble must be its own buffers, got a ReplayStorage: "
+            "it would pass by what the sampler drew, transforms and priorities; join storages by "
+            "ReplayStorageEnsemble(*storages, shares=...)."
+        )
 
 
 def _buffers(storage: Storage) -> Iterator[ReplayBuffer]:

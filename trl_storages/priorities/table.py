@@ -5,6 +5,8 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -110,6 +112,15 @@ class PriorityTable:
     def normalize(self, value: Normalization) -> None:
         self._normalize = value
         self._tree.keep_least(value == "storage")
+
+    @contextmanager
+    def plain_weights(self) -> Iterator[None]:
+        """Lets draws give importance weights that are not normalised, while it lasts."""
+        kept, self._normalize = self._normalize, "none"
+        try:
+            yield
+        finally:
+            self._normalize = kept
 
     def draw(
         self, noise: torch.Tensor, beta: float, num_rows: int | torch.Tensor

@@ -1,6 +1,7 @@
 """The container: what a training loop writes to and draws from."""
 
 from trl_storages.replay.container import ReplayStorage
+from trl_storages.replay.ensemble import ReplayStorageEnsemble
 from trl_storages.replay.explain import Explanation
 
-__all__ = ["Explanation", "ReplayStorage"]
+__all__ = ["Explanation", "ReplayStorage", "ReplayStorageEnsemble"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -239,6 +240,10 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
                 noise[0], self._beta, episodes_of(storage), window
             )
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
+
+    def plain_weights(self) -> AbstractContextManager[None]:
+        """Lets draws give (N P(i))^-beta for weights, whatever `normalize` is, while it lasts."""
+        return self._table.plain_weights()
 
     def _noise_device(self, storage: Storage) -> torch.device:
         self._settle(storage)

@@ -44,6 +44,5 @@ class ReplayTransform(Transform):
         raise RuntimeError(
             f"{type(self).__name__} reads rows beside the sampled ones and what the sampler drew, which "
             "only a ReplayStorage hands to its transforms; it was called without them. Pass it as "
-            "transform= to a ReplayStorage. A ReplayBufferEnsemble calls the transforms of its members "
-            "alone: sample each ReplayStorage by itself, and join the batches with torch.cat."
+            "transform= to a ReplayStorage; for several storages, to those of a ReplayStorageEnsemble."
         )

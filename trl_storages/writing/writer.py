@@ -38,7 +38,7 @@ from trl_storages.rows import (
     tensors_of,
 )
 from trl_storages.saved import DumpFolder, SavedState
-from trl_storages.stock_parts import check_buffers, check_draws
+from trl_storages.stock_parts import check_buffers, check_draws, check_not_joined
 from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
 from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.routing import route
@@ -136,6 +136,8 @@ class EpisodeWriter(RoundRobinWriter):
         self._last_process: torch.Tensor | None = None
         self._write_count_value = Value("q", 0)
         super().__init__(track_generations=track_generations)
+        # How many buffers have registered it with its storage.
+        self._num_registered = 0
         self.num_envs = num_envs
         self.done_key = arguments.key("done_key", done_key)
         self.traj_key = arguments.key("traj_key", traj_key)
@@ -165,7 +167,8 @@ class EpisodeWriter(RoundRobinWriter):
             TypeError: the storage keeps no tensors on a device.
             ValueError: the storage has more dimensions than one, fewer rows than lanes, an index of
                 another number of lanes, or rows without an index; or its buffer has a sampler or a sample
-                unit of TorchRL's that can't be right over the lanes.
+                unit of TorchRL's that can't be right over the lanes; or TorchRL's `ReplayBufferEnsemble`
+                joins it with others.
         """
         if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
             raise TypeError(
@@ -185,6 +188,9 @@ class EpisodeWriter(RoundRobinWriter):
                 "without episodes: make an empty storage, and extend the buffer with the rows."
             )
         check_buffers(storage, self.num_envs)
+        if self._storage is not storage:
+            self._num_registered = 0
+        check_not_joined(storage, self, self._num_registered)
         journal = getattr(storage, "journal", None)
         if journal is not None:
             journal.set_lanes(self.num_envs)
@@ -197,6 +203,7 @@ class EpisodeWriter(RoundRobinWriter):
                 f"{self.num_envs}."
             )
         super().register_storage(storage)
+        self._num_registered += 1
         if index is None:
             storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
         self._last_trajectory = torch.zeros(

@@ -1,0 +1,441 @@
+"""One batch from several storages.
+
+Letters: B samples of a batch, S rows of each (1 without a sample unit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, overload
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import PrioritizedSampler
+
+from trl_storages import arguments, keys
+from trl_storages._torchrl import new_tensordict, set_entry
+from trl_storages.functional.shares import even_order, largest_remainder
+from trl_storages.replay.container import ReplayStorage
+from trl_storages.replay.explain import Explanation
+from trl_storages.samplers import PERSampler, WrappingSampler
+
+__all__ = ["ReplayStorageEnsemble"]
+
+# What a sampler says of its rows, and what holds of rows that another sampler drew.
+_WITHOUT = {
+    keys.PRIORITY_WEIGHT: lambda index: torch.ones_like(index, dtype=torch.float32),
+    keys.PRIORITY_STAMP: lambda index: torch.zeros_like(index, dtype=torch.int32),
+    keys.HER_MASK: lambda index: torch.zeros_like(index, dtype=torch.bool),
+    keys.GOAL_INDEX: lambda index: index,
+}
+
+
+class ReplayStorageEnsemble:
+    """Draws each batch from several storages, so much from each, as for half offline, half online data.
+
+    Every storage draws with its own sampler and sees its rows through its own transforms. Of B samples
+    each gives exactly its share, by largest remainder, and they are spread evenly through the batch: a
+    batch that is split for several updates keeps the shares in each part.
+
+    A batch says in `buffer_ids` from which storage a row is, and in `index` where it lies there. The
+    importance weights are (N P(i))^-beta of the row's own storage, divided by the largest of the batch,
+    whatever `normalize` its sampler has; rows of a storage that draws uniformly weigh 1 before that.
+
+    The storages are written to one by one, and saved one by one.
+
+    Args:
+        *storages: `ReplayStorage`s whose batches have the same entries, and equally many rows a sample.
+        shares: the part of the batch that each one gives, which add up to 1; None is equal parts. May be
+            set later.
+        batch_size: B; None names it with each sample.
+        generator: draws for all storages from now on; None leaves each its own.
+
+    Raises:
+        TypeError: one is no `ReplayStorage`.
+        ValueError: there are none, or one twice, the shares do not fit, or one draws by TorchRL's
+            priorities, which can't tell rows of other storages.
+
+    Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
+    arXiv:2302.02948.
+
+    >>> from trl_storages import PackedStorage
+    >>> offline, online = (ReplayStorage(storage=PackedStorage(100)) for _ in range(2))
+    >>> for storage, size in ((offline, 100), (online, 3)):
+    ...     done = torch.zeros(size, 1, dtype=torch.bool)
+    ...     _ = storage.extend(TensorDict({"action": torch.rand(size), "next": {"done": done}}, [size]))
+    >>> ensemble = ReplayStorageEnsemble(offline, online, shares=(0.75, 0.25), batch_size=8)
+    >>> ensemble.sample()["buffer_ids"].tolist()
+    [0, 0, 1, 0, 0, 0, 1, 0]
+    """
+
+    def __init__(
+        self,
+        *storages: ReplayStorage,
+        shares: Sequence[float] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for storage in storages:
+            arguments.instance("storages", storage, ReplayStorage, what="ReplayStorages")
+        if not storages or len({id(storage) for storage in storages}) < len(storages):
+            raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
+        self._storages = storages
+        self._samplers = [storage._innermost_sampler() for storage in storages]
+        for sampler in self._samplers:
+            if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, PERSampler):
+                raise ValueError(
+                    f"storages must draw by priority with PERSampler, got {type(sampler).__name__}: pass "
+                    "sampler=PERSampler(capacity) where the storage is made."
+                )
+        self.shares = (1 / len(storages),) * len(storages) if shares is None else shares
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        self._batch_size = batch_size
+        if arguments.generator("generator", generator) is not None:
+            for storage in storages:
+                storage.set_rng(generator)
+        # The order of the rows of a batch, for the counts and the device of the last one.
+        self._order: tuple[Any, torch.Tensor] = (None, torch.empty(0))
+
+    @property
+    def storages(self) -> tuple[ReplayStorage, ...]:
+        """The storages, by their numbers."""
+        return self._storages
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the batch that each storage gives."""
+        return self._shares
+
+    @shares.setter
+    def shares(self, value: Sequence[float]) -> None:
+        what = f"{len(self._storages)} numbers, one for each storage"
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        arguments.instance("shares", value, (list, tuple), what=what)
+        shares = tuple(arguments.number("shares", each, at_least=0, at_most=1) for each in value)
+        if len(shares) != len(self._storages) or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(f"shares must be {what}, which add up to 1, got {shares}.")
+        self._shares = shares
+
+    @property
+    def batch_size(self) -> int | None:
+        """B, if it need not be named with each sample."""
+        return self._batch_size
+
+    def __len__(self) -> int:
+        """How many rows all storages hold."""
+        return sum(map(len, self._storages))
+
+    # Sampling
+
+    def _counts(self, batch_size: int | None) -> list[int]:
+        """Returns how many samples each storage gives."""
+        if batch_size is None:
+            batch_size = self._batch_size
+        if batch_size is None:
+            raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        return largest_remainder(batch_size, self._shares)
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Returns whether every storage can give its share.
+
+        Args:
+            batch_size: B; None is the one given to the constructor.
+        """
+        counts = zip(self._storages, self._counts(batch_size), strict=True)
+        return all(not count or storage.can_sample(count) for storage, count in counts)
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False
+    ) -> TensorDictBase: ...
+    @overload
+    def sample(
+        self, batch_size: int | None, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True]
+    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
+        """Samples a batch from all storages.
+
+        Args:
+            batch_size: B; None is the one given to the constructor.
+            return_info: whether to return the samplers' entries as a dict as well.
+
+        Returns:
+            TensorDict `[B * S]` of the entries that the storages' batches have, and `buffer_ids`.
+
+        Raises:
+            ValueError: `batch_size` is below 1, or the batches do not go together. The generators and
+                phases of all storages are as before then.
+            RuntimeError: a storage can't give its share, such as an empty one, or no batch size is known.
+        """
+        counts = self._counts(batch_size)
+        return_info = arguments.flag("return_info", return_info)
+        for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
+            if count and not storage.can_sample(count):
+                raise RuntimeError(
+                    f"storage {number} of the ensemble must give {count} samples, but it holds "
+                    f"{len(storage)} rows and can't: write to it, or set its share to 0."
+                )
+        names: set[str] = set()
+        with self._as_before_on_error():
+            drawn = {}
+            for number, count in enumerate(counts):
+                if count:
+                    drawn[number], info = self._draw(number, count)
+                    names |= info.keys()
+            batch = self._joined(drawn, counts)
+        if not return_info:
+            return batch
+        return batch, {name: batch.get(name) for name in sorted({*names, keys.BUFFER_IDS})}
+
+    def _draw(self, number: int, count: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        """Draws from one storage, with weights that are not normalised."""
+        storage, sampler = self._storages[number], self._samplers[number]
+        # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
+        if not isinstance(sampler, PERSampler):
+            return storage._sample(count)
+        with storage._replay_lock, sampler.plain_weights():
+            return storage._sample(count)
+
+    @contextmanager
+    def _as_before_on_error(self) -> Iterator[None]:
+        """Puts generators and phases back if the batch can't be made."""
+        generators = [
+            torch.default_generator if storage._rng is None else storage._rng
+            for storage in self._storages
+        ]
+        states = [generator.get_state() for generator in generators]
+        wrapping = [
+            storage.sampler
+            for storage in self._storages
+            if isinstance(storage.sampler, WrappingSampler)
+        ]
+        progress = [sampler.progress() for sampler in wrapping]
+        try:
+            yield
+        except BaseException:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            for sampler, before in zip(wrapping, progress, strict=True):
+                sampler.resume(before)
+            raise
+
+    def _joined(self, drawn: dict[int, TensorDictBase], counts: list[int]) -> TensorDictBase:
+        """Makes one batch of those of the storages, by their numbers."""
+        num_steps = self._num_steps(drawn, counts)
+        names = {number: set(part.keys()) for number, part in drawn.items()}
+        said = [key for key in _WITHOUT if any(key in each for each in names.values())]
+        for number, part in drawn.items():
+            index = part.get(keys.INDEX)
+            for key in said:
+                if key not in names[number]:
+                    set_entry(part, key, _WITHOUT[key](index))
+            set_entry(part, keys.BUFFER_IDS, torch.full_like(index, number))
+        parts = [*drawn.values()]
+        order = self._order_of(counts, num_steps, parts[0].get(keys.INDEX).device)
+        batch = _join(parts, order)
+        if batch is None:
+            raise ValueError(
+                "the batches of an ensemble must have the same entries, but "
+                f"{'; '.join(_differences(drawn))}. Let a transform of one storage leave it out "
+                "(ExcludeTransform), add it or convert it (DTypeCastTransform)."
+            )
+        if keys.PRIORITY_WEIGHT in said:
+            weight = batch.get(keys.PRIORITY_WEIGHT)
+            set_entry(batch, keys.PRIORITY_WEIGHT, weight / weight.amax())
+        if (sequence := batch.get(keys.SEQUENCE_ID, None)) is not None:
+            number_of = torch.arange(sum(counts), device=sequence.device)
+            batch.set(keys.SEQUENCE_ID, number_of.repeat_interleave(num_steps))
+        return batch
+
+    def _num_steps(self, drawn: dict[int, TensorDictBase], counts: list[int]) -> int:
+        """Returns S."""
+        sizes = {number: part.batch_size for number, part in drawn.items()}
+        rows = {size[0] / counts[number] for number, size in sizes.items() if len(size) == 1}
+        if len(rows) != 1 or any(len(size) != 1 for size in sizes.values()):
+            raise ValueError(
+                "the storages of an ensemble must give equally many rows a sample, in one dimension, got "
+                f"batches {[list(size) for size in sizes.values()]} of {[c for c in counts if c]} "
+                "samples: give all of them one sample_unit, or none."
+            )
+        return int(rows.pop())
+
+    def _order_of(self, counts: list[int], num_steps: int, device: torch.device) -> torch.Tensor:
+        """Returns `[B * S]` which of the rows, one storage after another, stands where."""
+        made_for = counts, num_steps, device
+        if self._order[0] != made_for:
+            step = torch.arange(num_steps)
+            order = (even_order(counts).unsqueeze(1) * num_steps + step).flatten()
+            self._order = made_for, order.to(device)
+        return self._order[1]
+
+    def batches(
+        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
+    ) -> Iterator[TensorDictBase]:
+        """Returns an iterator over `num_batches * epochs` batches.
+
+        Args:
+            num_batches: batches an epoch.
+            batch_size: B; None is the one given to the constructor.
+            epochs: how often.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        num_batches = arguments.integer("num_batches", num_batches)
+        epochs = arguments.integer("epochs", epochs)
+        if batch_size is not None:
+            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+
+    # Priorities
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Gives the rows of a batch the priorities that it holds, each in its own storage.
+
+        Args:
+            data: a sampled batch, as in `ReplayStorage.update_tensordict_priority`.
+
+        Raises:
+            KeyError: the batch has no `buffer_ids`, or was drawn by priority and holds none.
+            ValueError: as in `ReplayStorage.update_tensordict_priority`.
+        """
+        arguments.steps("data", data)
+        ids = self._ids_of(data)
+        key = keys.INDEX if data.get(keys.ANCHOR_INDEX, None) is None else keys.ANCHOR_INDEX
+        index = data.get(key)
+        for number, storage in enumerate(self._storages):
+            # Slot -1 is left alone. To pick rows out would wait for the device.
+            own = data.copy().set(key, torch.where(ids == number, index, -1))
+            if isinstance(self._samplers[number], PERSampler):
+                storage.update_tensordict_priority(own)
+
+    def update_priority(
+        self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
+    ) -> None:
+        """Gives rows new priorities, each in its own storage.
+
+        Args:
+            index: `[B]` int64 slots.
+            priority: `[B]`, finite, at least 0.
+            buffer_ids: `[B]` int64, of which storage each row is.
+
+        Raises:
+            ValueError: a priority is NaN, negative or infinite, or shapes differ.
+        """
+        index = torch.as_tensor(arguments.slots("index", index))
+        buffer_ids = torch.as_tensor(arguments.slots("buffer_ids", buffer_ids))
+        priority = arguments.values("priority", priority)
+        if buffer_ids.shape != index.shape:
+            raise ValueError(
+                f"buffer_ids must have the shape of index, {list(index.shape)}, got "
+                f"{list(buffer_ids.shape)}."
+            )
+        for number, sampler in enumerate(self._samplers):
+            if isinstance(sampler, PERSampler):
+                own = torch.where(buffer_ids == number, index, -1)
+                self._storages[number].update_priority(own, priority)
+
+    def _ids_of(self, data: TensorDictBase) -> torch.Tensor:
+        ids = data.get(keys.BUFFER_IDS, None)
+        if ids is None:
+            raise KeyError(
+                f"the batch lacks {keys.BUFFER_IDS!r}, which says of each row from which storage it is: "
+                "pass what sample() returned."
+            )
+        return ids
+
+    # Care
+
+    def explain(self, batch: TensorDictBase) -> Explanation:
+        """Says of each sample from which storage it is, and what that one says of it; prints as a table.
+
+        Args:
+            batch: sampled here; its rows were not overwritten since.
+
+        Returns:
+            columns as in `ReplayStorage.explain`, with `storage`.
+
+        Raises:
+            KeyError: the batch has no `buffer_ids`.
+            ValueError: it is of rows that are not stored.
+        """
+        flat = arguments.steps("batch", batch).reshape(-1)
+        ids = self._ids_of(flat)
+        parts, places = [], []
+        for number, storage in enumerate(self._storages):
+            (place,) = torch.where(ids == number)
+            if len(place):
+                parts.append(storage.explain(flat[place]).columns)
+                places.append(place)
+        order = torch.cat(places).argsort()
+        columns = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        return Explanation({"storage": ids, **columns}, len(self))
+
+    def __repr__(self) -> str:
+        lines = "".join(
+            f"\n    {share:g} of {str(storage).replace(chr(10), chr(10) + '    ')},"
+            for share, storage in zip(self._shares, self._storages, strict=True)
+        )
+        return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict | None:
+    """Returns the rows of all parts, or None if these have other entries than one another.
+
+    Args:
+        parts: `[*, ...]` with the rows of one storage each.
+        order: which of the rows, one part after another, stands where.
+    """
+    first, *others = parts
+    if any(other.keys() != first.keys() for other in others):
+        return None
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [value, *(other.get(key) for other in others)]
+        if isinstance(value, TensorDictBase):
+            below = _join(values, order) if all(map(_is_nested, values)) else None
+            if below is None:
+                return None
+            joined[key] = below
+        elif all(_row(value) == _row(each) for each in values):
+            joined[key] = torch.cat(values).index_select(0, order)
+        else:
+            return None
+    return new_tensordict(joined, torch.Size([len(order), *first.batch_size[1:]]), first.device)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, TensorDictBase)
+
+
+def _row(value: Any) -> Any:
+    """Returns what one row of an entry is: its dtype, its shape, and where it is."""
+    return None if _is_nested(value) else (value.dtype, value.shape[1:], value.device)
+
+
+def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:
+    """Says in which entries batches are others than the first one."""
+    entries = {
+        number: {key: _row(value) for key, value in part.items(True, True)}
+        for number, part in drawn.items()
+    }
+    first, *others = entries
+    for number in others:
+        for key in {**entries[first], **entries[number]}:
+            pair = [entries[each].get(key) for each in (first, number)]
+            if pair[0] != pair[1]:
+                told = [
+                    "missing" if row is None else f"{row[0]} {list(row[1])} on {row[2]}"
+                    for row in pair
+                ]
+                yield f"{key!r} is {told[0]} in storage {first} and {told[1]} in storage {number}"
