@@ -23,11 +23,13 @@ from test_recipes import ACTIONS, OBSERVATIONS, make, rows
 from torchrl.data import LazyTensorStorage
 
 import trl_storages
-from trl_storages import datasets
+from trl_storages import datasets, plotting
 
 #: Name -> what users pick up.
 PUBLIC = {
-    name: getattr(module, name) for module in (trl_storages, datasets) for name in module.__all__
+    name: getattr(module, name)
+    for module in (trl_storages, datasets, plotting)
+    for name in module.__all__
 }
 PACKAGE = str(Path(trl_storages.__file__).parent)
 ERRORS = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OSError)
@@ -132,6 +134,7 @@ HINDSIGHT = {
     "goal_selection_strategy": "choice",
     "num_goals": "count or inf",
 }
+PICTURE = {"storage": "object", "ax": "object?"}
 FILLING = {
     "recipe": "function",
     "float_dtype": "object?",
@@ -440,6 +443,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "from_minari": {"dataset": "dataset", **FILLING},
     "from_stable_baselines3": {"buffer": "object", **FILLING},
+    "plot_ages": {**PICTURE, "batch": "steps", "bins": "count from 1"},
+    "plot_episode": {**PICTURE, "batch": "steps", "sample": "count?", "most": "count from 1"},
+    "plot_priorities": PICTURE,
+    "plot_ring": PICTURE,
     "to_minari": {
         "storage": "object",
         "dataset_id": "name",
@@ -671,6 +678,12 @@ class World:
                 common.pop("storage")
             if name != "ReplayStorage":
                 common.pop("sampler")
+            if name in plotting.__all__:
+                return {
+                    key: value
+                    for key, value in {"storage": self.storage, "batch": batch}.items()
+                    if key in TABLE[name]
+                }
             if name in datasets.__all__:
                 return datasets_of(self.storage)[name]
             common.pop("path")

@@ -1,0 +1,377 @@
+"""Pictures of what is stored and drawn.
+
+Each function draws into the Axes that it is given, or into a new figure, and returns the Axes.
+Letters: B batch, E lanes (environments), R steps of the ring.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from trl_storages import arguments
+from trl_storages.replay import ReplayStorage
+from trl_storages.samplers import PERSampler, WrappingSampler
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_ages", "plot_episode", "plot_priorities", "plot_ring"]
+
+_BLUE, _LIGHT, _ORANGE, _RED, _GREY, _DARK = (
+    *("#3b6ea5", "#b9d0e8", "#e08a1e"),
+    *("#c23b3b", "#e9e9e9", "#333333"),
+)
+# Neighbouring episodes differ, and dark marks are seen on each.
+_EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
+# More than this can't be told apart in a picture.
+_MOST_BARS, _MOST_MARKS = 400, 150
+
+
+def plot_ages(
+    storage: ReplayStorage, batch: TensorDictBase, *, bins: int = 40, ax: Axes | None = None
+) -> Axes:
+    """Shows how old the rows of a batch are, beside what uniform draws would give.
+
+    Args:
+        storage: that the batch was sampled from.
+        batch: one batch, or several by `torch.cat`; the more samples, the smoother.
+        bins: bars from the newest row to the oldest.
+        ax: where to draw; None makes a figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        KeyError, ValueError: as in `storage.explain`.
+
+    >>> import gymnasium, trl_storages
+    >>> storage = trl_storages.UniformReplayStorage(
+    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
+    >>> _ = storage.extend(rows)
+    >>> plot_ages(storage, storage.sample()).get_xlabel()
+    'age in rows'
+    """
+    bins = arguments.integer("bins", bins, at_least=1)
+    _check(storage)
+    ages = _array(storage.explain(batch)["age"])
+    ax = _axes("plot_ages", ax, (5, 2.6))
+    num_rows = len(storage)
+    counts, edges = np.histogram(ages, min(bins, num_rows), (0, num_rows))
+    ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
+    uniform = len(ages) / len(counts)
+    ax.axhline(uniform, color=_ORANGE, ls="--", lw=1.2, label="uniform")
+    ax.set_xlim(0, num_rows)
+    ax.set_xlabel("age in rows")
+    ax.set_ylabel("samples")
+    ax.set_title(f"{len(ages):,} samples of {num_rows:,} rows", loc="left", fontsize=9)
+    _legend(ax)
+    return ax
+
+
+def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
+    """Shows the priorities of all rows, slot by slot, and where the ring is written next.
+
+    Of many rows each bar stands for several neighbours, by their mean and their largest.
+
+    Args:
+        storage: that draws by priority.
+        ax: where to draw; None makes a figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError: the storage does not draw by priority.
+        RuntimeError: it is empty.
+
+    >>> import gymnasium, trl_storages
+    >>> storage = trl_storages.PrioritizedReplayStorage(
+    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
+    >>> slots = storage.extend(rows)
+    >>> storage.update_priority(slots, torch.rand(29))
+    >>> plot_priorities(storage).get_ylabel()
+    'priority'
+    """
+    _check(storage)
+    sampler = storage.sampler
+    while isinstance(sampler, WrappingSampler):
+        sampler = sampler.base
+    if not isinstance(sampler, PERSampler):
+        raise TypeError(
+            f"storage must draw by priority, got one that draws by {type(sampler).__name__}: pass "
+            "sampler=PERSampler(...), or alpha=0.6 to a ready-made storage."
+        )
+    priorities = _array(sampler.priorities).astype(np.float64)
+    # Slots without a row have none.
+    priorities[~np.isfinite(priorities)] = np.nan
+    ax = _axes("plot_priorities", ax, (6, 2.6))
+    num_slots = len(priorities)
+    width = -(-num_slots // _MOST_BARS)
+    padded = np.full(-(-num_slots // width) * width, np.nan)
+    padded[:num_slots] = priorities
+    bars = padded.reshape(-1, width)
+    known = np.isfinite(bars)
+    count = known.sum(1)
+    mean = np.where(known, bars, 0).sum(1) / np.maximum(count, 1)
+    largest = np.where(known, bars, 0).max(1)
+    left = np.arange(len(bars)) * width
+    if width > 1:
+        ax.bar(left, largest, width, align="edge", color=_LIGHT, label=f"largest of {width}")
+    ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
+    cursor = storage.episodes.next_slots(1)[0, 0].item()
+    ax.axvline(cursor, color=_RED, lw=1.4, label="written next")
+    ax.set_xlim(0, num_slots)
+    ax.set_xlabel("slot")
+    ax.set_ylabel("priority")
+    ax.set_title(f"{count.sum():,} rows, alpha {sampler.alpha:g}", loc="left", fontsize=9)
+    _legend(ax)
+    return ax
+
+
+def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
+    """Shows the ring: its lanes, the episodes in them, and where each is written next.
+
+    Neighbouring episodes have different colours. Unless there are too many to tell apart, their last
+    rows are marked: by a line where they ended, by dots where they were cut or are running.
+
+    Args:
+        storage: any, of any number of lanes.
+        ax: where to draw; None makes a figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        RuntimeError: the storage is empty.
+
+    >>> import gymnasium, trl_storages
+    >>> storage = trl_storages.UniformReplayStorage(
+    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50)
+    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
+    >>> _ = storage.extend(rows)
+    >>> plot_ring(storage).get_title(loc="left")
+    '29 rows, 1 lane, 1 episode'
+    """
+    _check(storage)
+    ax = _axes("plot_ring", ax, (7, 0.9 + 0.35 * min(storage.episodes.num_envs, 8)))
+    from matplotlib.colors import to_rgb
+
+    episodes = storage.episodes
+    num_lanes, num_steps = episodes.num_envs, episodes.ring_steps
+    table = episodes.episodes()
+    first, length, lane = (_array(table[name]) for name in ("first", "length", "lane"))
+    number = np.arange(len(first)).repeat(length)
+    step = np.arange(len(number)) - (length.cumsum() - length).repeat(length)
+    place = (first[number] // num_lanes + step) % num_steps
+    colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
+    picture = np.zeros((num_lanes, num_steps), np.int64)
+    picture[lane[number], place] = 1 + number % len(_EPISODES)
+    ax.imshow(
+        colours[picture],
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, num_steps, num_lanes - 0.5, -0.5),
+    )
+    last = (first // num_lanes + length - 1) % num_steps + 1
+    finished = _array(table["finished"])
+    if len(first) <= _MOST_MARKS * num_lanes:
+        styles: Any = ((finished, "-", "ended"), (~finished, ":", "cut or running"))
+        for which, style, label in styles:
+            if which.any():
+                low, high = lane[which] - 0.5, lane[which] + 0.5
+                ax.vlines(last[which], low, high, _DARK, style, lw=1.2, label=label)
+    cursor = _array(episodes.next_slots(1)[:, 0]) // num_lanes
+    rows = np.arange(num_lanes)
+    ax.vlines(cursor, rows - 0.5, rows + 0.5, _RED, lw=2.5, label="written next")
+    ax.set_ylim(num_lanes - 0.5, -0.5)
+    ax.set_xlim(0, num_steps)
+    if num_lanes <= 16:
+        ax.set_yticks(rows)
+    ax.set_xlabel("step of the ring")
+    ax.set_ylabel("lane")
+    parts = (
+        (len(storage), "row"),
+        (num_lanes, "lane"),
+        (len(first), "episode"),
+    )
+    title = ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in parts)
+    ax.set_title(title, loc="left", fontsize=9)
+    _legend(ax)
+    return ax
+
+
+def plot_episode(
+    storage: ReplayStorage,
+    batch: TensorDictBase,
+    sample: int | None = None,
+    *,
+    most: int = 12,
+    ax: Axes | None = None,
+) -> Axes:
+    """Shows an episode, the samples of a batch that lie in it, and the goals they are seen with.
+
+    A line of the picture is a sample: a bar from the state it begins with to the one it leads to, over n
+    steps or the steps of a sequence, and a star at the state whose goal it has.
+
+    Args:
+        storage: that the batch was sampled from.
+        batch: its samples; the rows of a sequence are shown as one.
+        sample: number of the sample whose episode is shown; None takes the episode with the most.
+        most: samples that are shown.
+        ax: where to draw; None makes a figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        KeyError, ValueError: as in `storage.explain`, or there is no such sample.
+
+    >>> import gymnasium, trl_storages
+    >>> storage = trl_storages.UniformReplayStorage(
+    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
+    >>> _ = storage.extend(rows)
+    >>> plot_episode(storage, storage.sample()).get_xlabel()
+    'step of the episode'
+    """
+    most = arguments.integer("most", most, at_least=1)
+    _check(storage)
+    explained = storage.explain(batch)
+    num_samples = batch.shape[0]
+    if batch.ndim == 1 and (place := batch.get("step_in_sequence", None)) is not None:
+        # The rows of sequences come one after another.
+        num_samples //= int(place.max()) + 1
+    columns = {
+        name: _array(column).reshape(num_samples, -1) for name, column in explained.columns.items()
+    }
+    episode = columns["episode"][:, 0]
+    if sample is None:
+        numbers, counts = np.unique(episode, return_counts=True)
+        chosen = numbers[counts.argmax()]
+    else:
+        sample = arguments.integer("sample", sample, at_most=num_samples - 1)
+        chosen = episode[sample]
+    which = np.flatnonzero(episode == chosen)
+    shown = {name: column[which] for name, column in columns.items()}
+    begin, end = _bars(shown)
+    order = np.lexsort((end, begin))
+    if len(order) > most:
+        picked = np.linspace(0, len(order) - 1, most).round().astype(np.int64)
+        if sample is not None:
+            # It takes the place of the one that is nearest.
+            at = np.flatnonzero(which[order] == sample)[0]
+            picked[np.abs(picked - at).argmin()] = at
+        order = order[picked]
+    ax = _axes("plot_episode", ax, (6.5, 1.2 + 0.22 * len(order)))
+    from matplotlib.ticker import MaxNLocator
+
+    _draw_samples(ax, shown, begin, end, order)
+    length = int(shown["length"][0, 0])
+    finished = bool(storage.episodes.is_finished(torch.as_tensor(shown["slot"][:1, 0])).item())
+    ax.axvline(
+        length,
+        color=_DARK,
+        ls="-" if finished else ":",
+        lw=1.4,
+        label="ended" if finished else "cut or running",
+    )
+    ax.set_xlim(-0.4, length + 0.4)
+    ax.set_ylim(len(order) - 0.4, -0.6)
+    ax.set_yticks(range(len(order)), which[order].tolist(), fontsize=7)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("step of the episode")
+    ax.set_ylabel("sample")
+    title = f"{length} steps, {len(which)} of {num_samples} samples"
+    if len(order) < len(which):
+        title += f", {len(order)} shown"
+    ax.set_title(title, loc="left", fontsize=9)
+    _legend(ax)
+    return ax
+
+
+def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the states that each sample begins with and leads to."""
+    step = shown["step"]
+    steps = shown.get("steps", np.ones_like(step))
+    valid = shown.get("valid", np.ones_like(step, bool))
+    # Rows of other episodes, as of a stream that goes on, have steps of their own.
+    valid = valid & (shown["episode"] == shown["episode"][:, :1])
+    begin = np.where(valid, step, step.max() + 1).min(1)
+    end = np.where(valid, step + steps, -1).max(1)
+    return begin, end
+
+
+def _draw_samples(
+    ax: Axes,
+    shown: dict[str, np.ndarray],
+    begin: np.ndarray,
+    end: np.ndarray,
+    order: np.ndarray,
+) -> None:
+    """Draws a line for each sample."""
+    lines = np.arange(len(order))
+    ax.hlines(lines, begin[order], end[order], _BLUE, lw=5, label="sample")
+    ax.plot(begin[order], lines, "o", color=_DARK, ms=3.5)
+    if "relabelled" not in shown:
+        return
+    relabelled = shown["relabelled"][order, 0]
+    same = shown["goal_same_episode"][order, 0]
+    goal = (shown["step"] + shown["goal_offset"])[order, 0] + 1
+    inside, outside = relabelled & same, relabelled & ~same
+    ax.hlines(lines[inside], end[order][inside], goal[inside], _ORANGE, ":", lw=1.2)
+    ax.plot(goal[inside], lines[inside], "*", color=_ORANGE, ms=9, label="its goal", ls="none")
+    for mask, text in ((~relabelled, "stored goal"), (outside, "goal of another episode")):
+        for line in lines[mask]:
+            first, last = begin[order[line]], end[order[line]]
+            # On the side where there is more room.
+            is_right = 2 * (first + last) < 3 * shown["length"][0, 0]
+            ax.annotate(
+                text,
+                (last if is_right else first, line),
+                (5 if is_right else -6, 0),
+                textcoords="offset points",
+                ha="left" if is_right else "right",
+                va="center",
+                fontsize=6.5,
+            )
+
+
+def _check(storage: Any) -> None:
+    arguments.instance("storage", storage, ReplayStorage)
+    if not len(storage):
+        raise RuntimeError("storage must hold rows to show, and is empty: write some first.")
+
+
+def _axes(what: str, ax: Any, size: tuple[float, float]) -> Axes:
+    """Returns where to draw.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError: it is no Axes.
+    """
+    try:
+        from matplotlib import pyplot
+        from matplotlib.axes import Axes
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs matplotlib: pip install 'trl-storages[plot]' (got {error})."
+        ) from error
+    if ax is None:
+        return pyplot.subplots(figsize=size, layout="constrained")[1]
+    return arguments.instance("ax", ax, Axes, what="matplotlib Axes or None")
+
+
+def _legend(ax: Axes) -> None:
+    """Says above the picture what the marks are, where they hide nothing."""
+    ax.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=4,
+        fontsize=7,
+        frameon=False,
+        borderaxespad=0.2,
+        handlelength=1.4,
+        columnspacing=1,
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
