@@ -70,7 +70,7 @@ class _Wraps(Protocol):
 
 def _is_stock(method: Callable) -> bool:
     """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
-    return method.__module__.partition(".")[0] == "torchrl"
+    return method.__module__.startswith("torchrl.")
 
 
 # What does not depend on the rows: checked where parts meet.

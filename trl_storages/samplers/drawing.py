@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torchrl.data import Storage
@@ -19,13 +19,23 @@ from trl_storages.ring import episodes_of
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import draw
 
-__all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of", "overridden"]
+__all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
 
 Noise = Sequence[torch.Tensor]
 
 
 class DrawingSampler(ShownSignature, Sampler):
     """A sampler that is handed its random numbers, so that those of a batch are made at once."""
+
+    #: Which of `sample` and `sample_window` a subclass has overridden without `draw`.
+    overridden: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for kind in cls.__mro__:
+            if methods := vars(kind).keys() & {"draw", "sample", "sample_window"}:
+                cls.overridden = frozenset() if "draw" in methods else frozenset(methods)
+                return
 
     @property
     def noise_per_sample(self) -> int:
@@ -69,21 +79,14 @@ class DrawingSampler(ShownSignature, Sampler):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         check_not_empty(storage)
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        device = self._noise_device(storage)
-        size = self.noise_per_sample, batch_size
-        noise = random_noise(size, generator=self._rng, device=device) if size[0] else ()
-        return self.draw(storage, batch_size, tuple(noise), *window)
+        size, device = (self.noise_per_sample, batch_size), self._noise_device(storage)
+        noise: Noise = ()
+        if size[0]:
+            noise = random_noise(size, generator=self._rng, device=device).unbind()
+        return self.draw(storage, batch_size, noise, *window)
 
     def _noise_device(self, storage: Storage) -> torch.device:
         return episodes_of(storage).device
-
-
-def overridden(kind: type) -> frozenset[str]:
-    """Returns which of `sample` and `sample_window` a subclass has overridden without `draw`."""
-    for cls in kind.__mro__:
-        if methods := vars(cls).keys() & {"draw", "sample", "sample_window"}:
-            return frozenset() if "draw" in methods else frozenset(methods)
-    return frozenset()
 
 
 def noise_of(sampler: Sampler) -> int:
@@ -91,7 +94,7 @@ def noise_of(sampler: Sampler) -> int:
 
     Those of TorchRL make their own, as do subclasses that override `sample`.
     """
-    if isinstance(sampler, DrawingSampler) and not overridden(type(sampler)):
+    if isinstance(sampler, DrawingSampler) and not sampler.overridden:
         return sampler.noise_per_sample
     return 0
 
@@ -100,7 +103,7 @@ def draw_from(
     sampler: Any, storage: Storage, batch_size: int, noise: Noise, *window: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Draws a batch from a sampler of any kind; the arguments are those of `DrawingSampler.draw`."""
-    if isinstance(sampler, DrawingSampler) and not overridden(type(sampler)):
+    if isinstance(sampler, DrawingSampler) and not sampler.overridden:
         return sampler.draw(storage, batch_size, noise, *window)
     if window:
         return sampler.sample_window(storage, batch_size, *window)

@@ -17,7 +17,7 @@ from trl_storages import arguments
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import WrappingSampler
-from trl_storages.samplers.drawing import Noise, draw_from, overridden
+from trl_storages.samplers.drawing import DrawingSampler, Noise, draw_from
 from trl_storages.saved import SavedState
 
 __all__ = ["ERESampler", "WindowSampler"]
@@ -107,7 +107,7 @@ class ERESampler(WrappingSampler):
                 "base must be able to draw within a window, as PERSampler is (sample_window), got "
                 f"{type(base).__name__}; leave base out for uniform draws."
             )
-        if overridden(type(base)) == {"sample"}:
+        if isinstance(base, DrawingSampler) and base.overridden == {"sample"}:
             raise TypeError(
                 "base must draw within a window as it draws from all rows, but "
                 f"{type(base).__name__} overrides sample alone: override sample_window as well."

@@ -103,42 +103,34 @@ class GoalRelabel(ReplayTransform):
                 "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
                 "pass sampler=HERSampler(...) to the ReplayStorage."
             )
-        drawn = _DrawnGoals(
-            mask=rows[keys.HER_MASK],
-            goal=rows.at(rows[keys.GOAL_INDEX])[self.next_achieved_goal_key],
-        )
-        drawn.check(rows[self.desired_goal_key])
-        rows.define(
-            (self.desired_goal_key, self.next_desired_goal_key),
-            lambda seen: self._goals(seen, drawn),
-        )
+        goal = rows.at(rows[keys.GOAL_INDEX])[self.next_achieved_goal_key]
+        drawn = _DrawnGoals(rows[keys.HER_MASK].unsqueeze(-1), goal)
+        pursued, following = self.desired_goal_key, self.next_desired_goal_key
+        rows.define((pursued,), lambda seen: {pursued: drawn.pursued(seen[pursued])})
+        if following in rows:
+            rows.define((following,), lambda seen: {following: drawn.pursued(seen[following])})
+        else:
+            # Such rows pursue one goal throughout.
+            rows.define((following,), lambda seen: {following: _repeated(rows[pursued], seen)})
         rows.define((self.reward_key,), lambda seen: self._rewards(seen, drawn))
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
             rows.define(flags, lambda seen: self._flags(seen, drawn))
 
-    def _goals(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
-        pursued = following = seen[self.desired_goal_key]
-        # Rows without a next desired goal pursue one goal throughout.
-        if self.next_desired_goal_key in seen:
-            following = seen[self.next_desired_goal_key]
-        return {
-            self.desired_goal_key: drawn.put(drawn.goal, pursued),
-            self.next_desired_goal_key: drawn.put(drawn.goal, following),
-        }
-
     def _rewards(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
         computed = self._ask("reward_fn", self.reward_fn, seen, drawn)
         stored = _one_a_row(seen, self.reward_key)
-        stored = stored.to(relabelled_dtype(stored.dtype, computed.dtype))
-        return {self.reward_key: drawn.put(computed, stored)}
+        if stored.dtype is not computed.dtype:
+            dtype = relabelled_dtype(stored.dtype, computed.dtype)
+            stored, computed = stored.to(dtype), computed.to(dtype)
+        return {self.reward_key: torch.where(drawn.mask, computed, stored)}
 
     def _flags(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
         terminated = self._ask("terminated_fn", self.terminated_fn, seen, drawn).bool()  # type: ignore[arg-type]
         done = terminated | seen[self.truncated_key]
+        flags = {self.terminated_key: terminated, self.done_key: done}
         return {
-            self.terminated_key: drawn.put(terminated, _one_a_row(seen, self.terminated_key)),
-            self.done_key: drawn.put(done, _one_a_row(seen, self.done_key)),
+            key: torch.where(drawn.mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()
         }
 
     def _ask(
@@ -146,13 +138,12 @@ class GoalRelabel(ReplayTransform):
     ) -> torch.Tensor:
         """Returns what a goal function says of all rows, `[*B, 1]`."""
         achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
-        goal = drawn.goal.expand(achieved.shape)
-        infos = {key: seen[key] for key in self.info_keys}
+        goal, infos = drawn.goal, {key: seen[key] for key in self.info_keys}
         if len(batch) > 1:
             # The function sees one flat batch, however many rows of a transition there are.
-            achieved, goal = achieved.flatten(0, 1), goal.flatten(0, 1)
+            achieved, goal = achieved.flatten(0, 1), goal.expand(achieved.shape).flatten(0, 1)
             infos = {key: info.flatten(0, 1) for key, info in infos.items()}
-        return _judge(name, function, achieved, goal, infos).view(*batch, 1)
+        return _judge(name, function, achieved, goal, infos).reshape(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with stored rewards: on rows as they are, they must be equal.
@@ -192,7 +183,7 @@ class GoalRelabel(ReplayTransform):
             fields[self.next_achieved_goal_key],
             fields[self.next_desired_goal_key],
             {key: fields[key] for key in self.info_keys},
-        )
+        ).reshape(-1, 1)
         # Rounded as they would be stored, but never truncated.
         computed = computed.to(relabelled_dtype(stored.dtype, computed.dtype))
         stored = stored.to(computed.dtype)
@@ -244,37 +235,45 @@ class _DrawnGoals(NamedTuple):
     """The goals that were drawn for a batch.
 
     Attributes:
-        mask: `[B]` bool, the samples that are seen with theirs.
+        mask: `[B, 1]` bool, the samples that are seen with theirs.
         goal: `[B, *G]`.
     """
 
     mask: torch.Tensor
     goal: torch.Tensor
 
-    def check(self, pursued: torch.Tensor) -> None:
-        """Checks that the goals can take the place of desired ones, `[B, *G]`."""
-        if self.goal.is_floating_point() and not pursued.is_floating_point():
-            raise TypeError(
-                f"the desired goal must be floating, as the achieved goal is ({self.goal.dtype}), got "
-                f"{pursued.dtype}: goals that were reached would be truncated."
-            )
-        if self.goal.shape != pursued.shape:
-            raise ValueError(
-                "the achieved goal must have the desired goal's shape "
-                f"{list(pursued.shape[1:])}, got {list(self.goal.shape[1:])}."
-            )
-
-    def put(self, new: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """Returns `new` for the samples that are seen with their goal, `stored` for the others.
+    def pursued(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns the goals that are pursued.
 
         Args:
-            new: `[B, ...]` or `[n, B, ...]`; it is brought to the dtype of `stored`.
-            stored: `[B, ...]` or `[n, B, ...]`.
+            stored: `[B, *G]` or `[n, B, *G]`, those of the rows as they are stored.
+
+        Raises:
+            TypeError: achieved goals are floating, desired ones are not.
+            ValueError: goals differ in shape.
         """
-        # All that is put has one dimension besides the batch's but goals, which may have any.
-        num_dims = self.goal.ndim if new is self.goal else 2
-        mask = self.mask.view(-1, *(1,) * (num_dims - 1))
-        return torch.where(mask, new.to(stored.dtype), stored)
+        goal, mask = self.goal, self.mask
+        if goal.dtype is not stored.dtype:
+            if goal.is_floating_point() and not stored.is_floating_point():
+                raise TypeError(
+                    "the desired goal must be floating, as the achieved goal is "
+                    f"({goal.dtype}), got {stored.dtype}: goals that were reached would be truncated."
+                )
+            goal = goal.to(stored.dtype)
+        shape = stored.shape[stored.ndim - goal.ndim + 1 :]
+        if goal.shape[1:] != shape:
+            raise ValueError(
+                f"the achieved goal must have the desired goal's shape {list(shape)}, got "
+                f"{list(goal.shape[1:])}."
+            )
+        if goal.ndim != 2:
+            mask = mask.view(-1, *(1,) * (goal.ndim - 1))
+        return torch.where(mask, goal, stored)
+
+
+def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:
+    """Returns an entry `[B, ...]` of samples for the rows of each of them, in new memory."""
+    return entry.expand(*seen.batch_size, *entry.shape[1:]).clone()
 
 
 def _one_a_row(seen: RowView, key: NestedKey) -> torch.Tensor:
@@ -301,16 +300,17 @@ def _judge(
     desired_goal: torch.Tensor,
     transition: Mapping[NestedKey, torch.Tensor],
 ) -> torch.Tensor:
-    """Calls a goal function on `[B, *G]` and brings what it returned to `[B, 1]`."""
+    """Returns what a goal function says of `[B, *G]` goals, `[B]` or `[B, 1]`."""
     batch = achieved_goal.shape[0]
     result = function(achieved_goal, desired_goal, transition)
-    try:
-        result = torch.as_tensor(result, device=achieved_goal.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name} must return a tensor or an array of numbers, shape [{batch}] or [{batch}, 1]; "
-            f"got {type(result).__name__}."
-        ) from error
+    if not isinstance(result, torch.Tensor) or result.device != achieved_goal.device:
+        try:
+            result = torch.as_tensor(result, device=achieved_goal.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} must return a tensor or an array of numbers, shape [{batch}] or [{batch}, 1]; "
+                f"got {type(result).__name__}."
+            ) from error
     if result.shape not in ((batch,), (batch, 1)):
         raise ValueError(
             f"{name} must return one value a row, shape [{batch}] or [{batch}, 1]; got "
@@ -318,4 +318,4 @@ def _judge(
         )
     if result.is_complex():
         raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
-    return result.reshape(batch, 1)
+    return result
