@@ -154,13 +154,15 @@ class RingOracle:
         return sorted(self.live().values(), key=age)
 
     def goals(self, row: Row, strategy: str) -> list[Row]:
-        """The rows whose next achieved goal may become the goal of `row`, equally likely."""
+        """The rows whose next achieved goal may become the goal of `row`; equally likely but for "geometric"."""
         if strategy == "random":
             return list(self.live().values())
         episode = self.episode(row)
         if strategy == "final":
             return episode[-1:]
-        if strategy == "future":
+        if strategy == "current":
+            return [row]
+        if strategy in ("future", "geometric"):
             return [other for other in episode if other.step >= row.step]
         if strategy == "episode":
             return episode

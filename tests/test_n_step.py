@@ -210,7 +210,7 @@ class TestFold:
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
         reads, read_fields = [], fields.read_fields
-        name = "gather" if storage_type is PackedStorage else "get"
+        name = "_gather" if storage_type is PackedStorage else "get"
         gathers, gather = [], getattr(storage_type, name)
 
         def spy(storage, slots, wanted):

@@ -10,6 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
@@ -107,15 +108,22 @@ def number(
 
 
 def choice(name: str, value: Any, names: Collection[str]) -> Any:
-    """Returns one of several names.
+    """Returns one of several names in small letters, also of one in others or an enum's member.
 
     Raises:
         ValueError: it is none of them.
         TypeError: it is no name.
+
+    >>> choice("strategy", "FUTURE", ["final", "future"])
+    'future'
     """
-    if isinstance(value, str) and value in names:
-        return value
-    kind = ValueError if isinstance(value, str) else TypeError
+    named = value
+    if isinstance(value, Enum):
+        # Of some libraries' enums the names are the names, of others the values.
+        named = value.value if isinstance(value.value, str) else value.name
+    if isinstance(named, str) and named.lower() in names:
+        return named.lower()
+    kind = ValueError if isinstance(named, str) else TypeError
     raise kind(f"{name} must be one of {tuple(names)}, got {_shown(value)}.")
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import pickle
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from scipy import stats
 from trl_storages.kernels import device, host
 from trl_storages.kernels.host import ring as host_ring
 from trl_storages.kernels.host import writing as host_writing
-from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_STRATEGIES
+from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_KINDS, GOAL_STRATEGIES
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
 CPU = torch.device("cpu")
@@ -43,6 +44,11 @@ def noise_of(seed, size):
 
 def below(noise, bound):
     return noise * bound >> 63
+
+
+def kinds_of(names):
+    """How goals are drawn, as numbers; None stands for a row without a drawn goal."""
+    return torch.tensor([GOAL_KINDS.get(name, 0) for name in names], dtype=torch.uint8)
 
 
 def both(rings, ask):
@@ -173,21 +179,31 @@ class RingMachine(RuleBasedStateMachine):
                 )
                 lanes = torch.tensor([row.lane for row in rows[:count]])
                 assert torch.equal(lengths, torch.bincount(lanes, minlength=self.oracle.num_envs))
-        mask = flags([True, True, True, False] * 2)
         live = self.oracle.live()
         slots = both(self.rings, lambda ring: ring.draw(noise[0]))
-        for strategy in GOAL_STRATEGIES:
-            goals = both(
+        # All in one way, and each in another.
+        for strategies in [*zip(GOAL_STRATEGIES), GOAL_STRATEGIES]:
+            names = [*islice(cycle([*strategies, None]), len(slots))]
+            kinds = kinds_of(names)
+            own = noise[1].clone()
+            own[kinds == GOAL_KINDS["geometric"]] %= 4
+            goals, mask = both(
                 self.rings,
-                lambda ring, strategy=strategy: ring.goals(slots, noise[1], mask, strategy),
+                lambda ring, which=(own, kinds, strategies): ring.goals(slots, *which),
             )
-            for slot, goal, number, is_drawn in zip(
-                slots.tolist(), goals.tolist(), numbers[1], mask.tolist(), strict=True
-            ):
-                lenders = self.oracle.goals(live[slot], strategy)
-                candidates = rows if strategy == "random" else lenders
-                chosen = candidates[below(number, len(candidates))]
-                assert goal == (self.oracle.slot(chosen) if is_drawn else slot)
+            assert mask.tolist() == [name is not None for name in names]
+            drawn = zip(slots.tolist(), goals.tolist(), own.tolist(), names, strict=True)
+            for slot, goal, number, name in drawn:
+                assert goal == self.oracle.slot(self.goal(live[slot], number, name, rows))
+
+    def goal(self, row, number, name, rows):
+        """The row that lends its goal, by its definition."""
+        if name is None:
+            return row
+        if name == "geometric":
+            return self.oracle.goals(row, "future")[min(number, self.oracle.ahead(row))]
+        candidates = rows if name == "random" else self.oracle.goals(row, name)
+        return candidates[below(number, len(candidates))]
 
 
 TestRingMachine = RingMachine.TestCase
@@ -272,14 +288,14 @@ def test_a_slot_beyond_the_ring(kernels, slot):
     for ask in (
         lambda: ring.windows(slots, 2),
         lambda: ring.sequences(slots, 1, 3, "cross"),
-        lambda: ring.goals(slots, noise_of(0, 2), flags([1, 1]), "future"),
+        lambda: ring.goals(slots, noise_of(0, 2), kinds_of(["future"] * 2), ("future",)),
     ):
         with pytest.raises(IndexError):
             ask()
 
 
 @BACKENDS
-@pytest.mark.parametrize("strategy", [*GOAL_STRATEGIES, None])
+@pytest.mark.parametrize("strategy", [None, "future", "final", "episode", "random"])
 def test_draws_are_uniform(kernels, strategy):
     """Over lanes of unequal fill, one of which has wrapped, with 20,000 draws."""
     ring, oracle = kernels.Ring(36, 3, CPU), RingOracle(36, 3)
@@ -291,8 +307,8 @@ def test_draws_are_uniform(kernels, strategy):
     candidates = [*oracle.live()]
     if strategy is not None:
         anchors = torch.full_like(drawn, oracle.slot(anchor))
-        mask = torch.ones_like(anchors, dtype=torch.bool)
-        drawn = ring.goals(anchors, noise_of(2, 20_000), mask, strategy)
+        kinds = kinds_of([strategy] * 20_000)
+        drawn, _ = ring.goals(anchors, noise_of(2, 20_000), kinds, (strategy,))
         candidates = [oracle.slot(row) for row in oracle.goals(anchor, strategy)]
     counts = torch.bincount(drawn, minlength=36)
     assert counts.nonzero().squeeze(1).tolist() == sorted(candidates)
@@ -325,7 +341,8 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
     window = ring.fill.sum().clamp(max=5)
     for newest in (None, window):
         slots = ring.draw(noise[0], newest)
-        answers = [ring.goals(slots, noise[1], noise[1] > 0, name) for name in GOAL_STRATEGIES]
+        kinds = torch.full_like(slots, 2, dtype=torch.uint8)
+        answers = [*ring.goals(slots, noise[1], kinds, GOAL_STRATEGIES)]
         for boundary in BOUNDARIES:
             answers += ring.sequences(slots, 1, 4, boundary)
         answers += [*ring.windows(slots, 3), *ring.extent(slots)]
@@ -339,5 +356,5 @@ def test_the_loops_take_rows_of_noise_that_lie_apart():
     both(rings, lambda ring: append(ring, flags([[0, 1], [0, 0], [0, 0], [1, 0]]).T, None))
     noise = noise_of(0, (6, 2))
     slots = both(rings, lambda ring: ring.draw(noise[:, 0]))
-    mask = torch.from_numpy(np.array([True, False] * 6))[::2]
-    both(rings, lambda ring: ring.goals(slots, noise[:, 1], mask, "episode"))
+    kinds = kinds_of(["episode", None] * 6)[::2]
+    both(rings, lambda ring: ring.goals(slots, noise[:, 1], kinds, ("episode",)))

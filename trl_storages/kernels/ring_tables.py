@@ -19,6 +19,7 @@ __all__ = [
     "CURSOR",
     "FINISHED",
     "FIRST",
+    "GOAL_KINDS",
     "GOAL_STRATEGIES",
     "LAST",
     "OPEN",
@@ -31,9 +32,10 @@ __all__ = [
 FIRST, LAST, FINISHED = 0, 1, 2
 CURSOR, BEGUN, OPEN, TAIL = 0, 1, 2, 3
 
-#: How a goal row is drawn; compiled loops know each by its place.
-GOAL_STRATEGIES = ("future", "final", "episode", "random")
-#: What a sequence does at the ends of its episode, likewise.
+#: How a goal row is drawn. `GOAL_KINDS` has the number of each; 0 is that of a row without a drawn goal.
+GOAL_STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
+GOAL_KINDS = {name: number for number, name in enumerate(GOAL_STRATEGIES, 1)}
+#: What a sequence does at the ends of its episode; compiled loops know each by its place.
 BOUNDARIES = ("pad", "fit", "cross")
 
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}

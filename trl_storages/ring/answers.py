@@ -5,6 +5,7 @@ Letters: T live steps per lane at most, E lanes (environments), B any shape of s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -294,20 +295,27 @@ class EpisodeAnswers:
         return self._ring.draw(noise, window)
 
     def goals(
-        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
-    ) -> torch.Tensor:
+        self,
+        slots: torch.Tensor,
+        noise: torch.Tensor,
+        kinds: torch.Tensor,
+        strategies: Collection[str],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals.
 
         Args:
             slots: `[B]` int64 slots t of live rows, of episodes first..last.
-            noise: `[B]` int64 of `random_noise`, on the device.
-            mask: `[B]` bool, whether a goal is drawn; otherwise the row is its own.
-            strategy: "future" t..last, "final" last, "episode" first..last, or "random" any live row.
+            noise: `[B]` int64 of `random_noise`, on the device; of "geometric" goals how many steps ahead
+                they are, if the episode goes on so far.
+            kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
+                "episode" first..last, "random" any live row, "geometric" `noise` rows after t or last,
+                "current" t. A row of kind 0 is its own.
+            strategies: those among `kinds`.
 
         Returns:
-            `[B]` int64 slots.
+            `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
-        return self._ring.goals(slots, noise, mask, strategy)
+        return self._ring.goals(slots, noise, kinds, strategies)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.

@@ -94,12 +94,12 @@ class _WholeRows(StoredFields):
     def _read(self, key: NestedKey) -> torch.Tensor:
         layout = self._storage.layout
         layout.field(key)  # raises what is wrong with the key
-        self._found = layout.views(self._storage.gather(self.slots, self.following))
+        self._found = layout.views(self._storage._gather(self.slots, self.following))
         return self._found[key]
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout = self._storage.layout
-        fields = self._found or layout.views(self._storage.gather(self.slots, self.following))
+        fields = self._found or layout.views(self._storage._gather(self.slots, self.following))
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 

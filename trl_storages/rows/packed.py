@@ -407,7 +407,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
-            return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
+            return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
         return super().get(index)
 
     @property
@@ -415,7 +415,7 @@ class PackedStorage(LazyTensorStorage):
         """Whether batches are wanted on another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
-    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+    def _gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
         """Copies rows to where batches are wanted.
 
         Args:

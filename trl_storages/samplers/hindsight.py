@@ -14,16 +14,16 @@ from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.ring import episodes_of
+from trl_storages.functional.goals import kinds_by_chance, kinds_of_batch
+from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
 from trl_storages.saved import SavedState
 
 __all__ = ["GoalStrategy", "HERSampler"]
 
-GoalStrategy = Literal["future", "final", "episode", "random"]
+GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
 
-_MANY = 2**40  # more than a batch has rows
 _ALL = "inf"  # saved where all transitions are relabelled
 
 
@@ -82,8 +82,8 @@ class HERSampler(WrappingSampler):
         super().__init__(base)
         self.strategy = strategy
         self.num_goals = num_goals
-        # The mask of the last batch, which is that of the next one as a rule.
-        self._made_for: tuple[int, float, torch.device] | None = None
+        # How goals of the last batch were drawn, as those of the next one are as a rule.
+        self._made_for: tuple | None = None
 
     @property
     def strategy(self) -> GoalStrategy:
@@ -131,28 +131,27 @@ class HERSampler(WrappingSampler):
         """
         episodes, (*noise, own) = episodes_of(storage), noise
         index, info = draw_from(self.base, storage, batch_size, noise)
-        # Samplers without replacement end an epoch with fewer rows than were asked for.
-        own = own[: index.shape[0]]
-        mask = self._mask(own)
-        goals = episodes.goals(index.to(own.device), own, mask, self.strategy)
+        if len(own) != len(index):
+            # Samplers without replacement end an epoch with fewer rows than were asked for.
+            own = own[: len(index)]
+        slots, kinds = index.to(own.device), self._kinds(own)
+        goals, mask = episodes.goals(slots, own, kinds, (self.strategy,))
         info["goal_index"], info["her_mask"] = goals.to(index.device), mask.to(index.device)
         return index, info
 
-    def _mask(self, noise: torch.Tensor) -> torch.Tensor:
-        """Returns `[B]` bool in new memory: of any k + 1 neighbours k are relabelled."""
-        size, device = noise.shape[0], noise.device
-        # With so many goals or more only the first of the batch stays as stored.
-        period = int(min(self.num_goals, _MANY)) + 1
-        if size == 1 and 0 < self.num_goals < math.inf:
-            # The floor would always be 0. The remainder says nothing of the goal, for which the highest
-            # bits are decisive.
-            return noise % period > 0
-        made_for = (size, self.num_goals, device)
+    def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
+        """Returns `[B]` uint8, how the goal of each transition is drawn; 0 where it stays as stored."""
+        size, device = len(noise), noise.device
+        kinds, shares = [GOAL_KINDS[self.strategy]], [1.0]
+        if size == 1 and self.num_goals > 0:
+            # The floor would always be 0.
+            return kinds_by_chance(noise, self.num_goals, kinds, shares)
+        made_for = (size, self.num_goals, self.strategy, device)
         if self._made_for != made_for:
+            found = kinds_of_batch(size, self.num_goals, kinds, shares)
+            self._prepared = torch.tensor(found, dtype=torch.uint8, device=device)
             self._made_for = made_for
-            place = torch.arange(size, device=device)
-            self._prepared = (place % period > 0) | (self.num_goals == math.inf)
-        return self._prepared.clone()
+        return self._prepared
 
     def _own_state(self) -> dict[str, Any]:
         # JSON has no infinity.

@@ -9,12 +9,14 @@ ring grows and wraps, and where a lane skips a step later.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.ring_tables import RingTables, take
+from trl_storages.kernels.ring_tables import GOAL_KINDS, RingTables, take
 
 __all__ = ["Ring"]
 
@@ -139,21 +141,41 @@ class Ring(RingTables):
         return self.slots_by_age(self._below(noise, num_rows))
 
     def goals(
-        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
-    ) -> torch.Tensor:
+        self,
+        slots: torch.Tensor,
+        noise: torch.Tensor,
+        kinds: torch.Tensor,
+        strategies: Collection[str],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals."""
+        goals, extent = slots.clone(), self.extent(slots)
+        for strategy in strategies:
+            drawn = self._goals(slots, noise, strategy, *extent)
+            goals = torch.where(kinds == GOAL_KINDS[strategy], drawn, goals)
+        return goals, kinds > 0
+
+    def _goals(
+        self,
+        slots: torch.Tensor,
+        noise: torch.Tensor,
+        strategy: str,
+        behind: torch.Tensor,
+        ahead: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draws rows all in one way."""
         if strategy == "random":
-            goals = self.draw(noise)
+            return self.draw(noise)
+        if strategy == "current":
+            return slots
+        if strategy == "future":
+            offset = self._below(noise, ahead + 1)
+        elif strategy == "final":
+            offset = ahead
+        elif strategy == "episode":
+            offset = self._below(noise, behind + ahead + 1) - behind
         else:
-            behind, ahead = self.extent(slots)
-            if strategy == "future":
-                offset = self._below(noise, ahead + 1)
-            elif strategy == "final":
-                offset = ahead
-            else:
-                offset = self._below(noise, behind + ahead + 1) - behind
-            goals = self.shift(slots, offset)
-        return torch.where(mask, goals, slots)
+            offset = torch.minimum(noise, ahead)
+        return self.shift(slots, offset)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds each row and those that follow it in its episode."""

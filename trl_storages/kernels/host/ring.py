@@ -10,6 +10,7 @@ compared and subtracted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from trl_storages.kernels.ring_tables import (
     BOUNDARIES,
     CURSOR,
     FIRST,
-    GOAL_STRATEGIES,
+    GOAL_KINDS,
     LAST,
     TAIL,
     RingTables,
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Ring"]
 
 _SPAN_BYTES = 24
-_FUTURE, _FINAL, _EPISODE, _RANDOM = range(len(GOAL_STRATEGIES))
-_STRATEGIES = {name: number for number, name in enumerate(GOAL_STRATEGIES)}
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
 _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # About as far as memory is away.
@@ -196,31 +196,30 @@ class Ring(RingTables):
         return torch.from_numpy(slots)
 
     def goals(
-        self, slots: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, strategy: str
-    ) -> torch.Tensor:
+        self,
+        slots: torch.Tensor,
+        noise: torch.Tensor,
+        kinds: torch.Tensor,
+        strategies: Collection[str],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals.
 
         Args:
             slots: `[B]` the rows t that are given goals, of episodes first..last.
-            noise: `[B]`.
-            mask: `[B]` bool: whether a goal is drawn; otherwise the row is its own.
-            strategy: "future" t..last, "final" last, "episode" first..last, or "random" any live row.
+            noise: `[B]`; of "geometric" goals how many steps ahead they are, if the episode goes on so far.
+            kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
+                "episode" first..last, "random" any live row, "geometric" `noise` rows after t or last,
+                "current" t. A row of kind 0 is its own.
+            strategies: those among `kinds`.
 
         Returns:
-            `[B]` int64 slots.
+            `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
         anchors = slots.contiguous().numpy()
-        goals = np.empty(anchors.shape, np.int64)
-        _goals(
-            *self._arrays,
-            self.ring_steps,
-            anchors,
-            noise.contiguous().numpy(),
-            mask.contiguous().numpy(),
-            _STRATEGIES[strategy],
-            goals,
-        )
-        return torch.from_numpy(goals)
+        goals, mask = np.empty(anchors.shape, np.int64), np.empty(anchors.shape, bool)
+        numbers, drawn_as = noise.contiguous().numpy(), kinds.contiguous().numpy()
+        _goals(*self._arrays, self.ring_steps, anchors, numbers, drawn_as, goals, mask)
+        return torch.from_numpy(goals), torch.from_numpy(mask)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds each row and those that follow it in its episode.
@@ -429,28 +428,35 @@ def _goals(
     room: int,
     slots: Any,
     noise: Any,
-    mask: Any,
-    strategy: int,
+    kinds: Any,
     goals: Any,
+    mask: Any,
 ) -> None:
-    num_lanes, capacity = len(lanes), len(episode)
-    if strategy == _RANDOM:
-        _draw(lanes, room, noise, capacity, goals)
-    else:
-        newest = _newest_places(lanes, room)
-        _find_spans(episode, spans, slots, goals)
-        for i in range(len(slots)):
-            behind, ahead = _extent(spans, lanes, room, newest, slots[i], goals[i])
-            earliest = 0
-            if strategy == _FINAL:
-                earliest = ahead
-            elif strategy == _EPISODE:
-                earliest = -behind
-            offset = earliest + _below(noise[i], ahead - earliest + 1)
-            goals[i] = _shift(slots[i], offset, num_lanes, capacity)
+    num_lanes, num_slots = len(lanes), len(episode)
+    newest = _newest_places(lanes, room)
+    entries = np.empty(len(slots), np.int64)
+    _find_spans(episode, spans, slots, entries)
+    any_random = False
     for i in range(len(slots)):
-        if not mask[i]:
-            goals[i] = slots[i]
+        mask[i] = kinds[i] > 0
+        any_random |= kinds[i] == _RANDOM
+    if any_random:
+        _draw(lanes, room, noise, num_slots, goals)
+    for i in range(len(slots)):
+        kind = kinds[i]
+        if kind == _RANDOM:
+            continue
+        behind, ahead = _extent(spans, lanes, room, newest, slots[i], entries[i])
+        offset = 0
+        if kind == _FUTURE:
+            offset = _below(noise[i], ahead + 1)
+        elif kind == _FINAL:
+            offset = ahead
+        elif kind == _EPISODE:
+            offset = _below(noise[i], behind + ahead + 1) - behind
+        elif kind == _GEOMETRIC:
+            offset = min(noise[i], ahead)
+        goals[i] = _shift(slots[i], offset, num_lanes, num_slots)
 
 
 @compiled

@@ -1,0 +1,120 @@
+"""Which transitions of a batch are relabelled, how their goals are drawn, and how far ahead they lie.
+
+Letters: B batch, R relabelled transitions, k goals per transition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+__all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch", "num_of_each"]
+
+# Of so many chances a share is a whole number.
+_CHANCES = 2**24
+
+
+def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
+    """Splits a number by shares, each part rounded down and the largest remainders up.
+
+    Of equal remainders the first are rounded up.
+
+    Args:
+        total: the number.
+        shares: at least 0, 1 together.
+
+    >>> num_of_each(7, [0.5, 0.3, 0.2])
+    [4, 2, 1]
+    """
+    # What is whole but for the rounding of a product is no remainder.
+    parts = [round(total * share, 9) for share in shares]
+    counts = [math.floor(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
+    for at in by_remainder[: total - sum(counts)]:
+        counts[at] += 1
+    return counts
+
+
+def kinds_of_batch(
+    size: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
+) -> list[int]:
+    """Says of each transition of a batch how its goal is drawn.
+
+    floor(B k / (k + 1)) transitions are relabelled: of any k + 1 neighbours k. The kinds take turns among
+    them, each as often as `num_of_each` says.
+
+    Args:
+        size: B.
+        num_goals: k, 0 or more; infinite relabels all.
+        kinds: numbers above 0.
+        shares: of the relabelled transitions, 1 together.
+
+    Returns:
+        B of `kinds`, 0 where a transition stays as it is.
+
+    >>> kinds_of_batch(8, 3, [5, 9], [0.5, 0.5])
+    [0, 5, 9, 5, 0, 9, 5, 9]
+    """
+    # With B goals or more only the first of the batch stays.
+    period = int(min(num_goals, size)) + 1
+    relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
+    counts = num_of_each(len(relabelled), shares)
+    # The m-th of c goals of a kind lies about (m + 1/2) / c of the way through the batch.
+    turns = sorted(
+        ((m + 0.5) / count, place)
+        for place, count in enumerate(counts)
+        for m in range(count)
+    )
+    found = [0] * size
+    for at, (_, place) in zip(relabelled, turns, strict=True):
+        found[at] = kinds[place]
+    return found
+
+
+def kinds_by_chance(
+    noise: torch.Tensor, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
+) -> torch.Tensor:
+    """Draws how goals are drawn, where no exact number of them can be had.
+
+    Args:
+        noise: `[B]` int64 of `random_noise`, of which the lowest bits count, and they little for what else
+            is drawn from it.
+        num_goals: k: a transition is relabelled with probability k / (k + 1).
+        kinds: numbers above 0.
+        shares: probabilities of the kinds, 1 together.
+
+    Returns:
+        `[B]` uint8 of `kinds`, 0 where a transition stays as it is.
+    """
+    is_relabelled = torch.ones_like(noise, dtype=torch.bool)
+    if num_goals < math.inf:
+        is_relabelled = noise % int(num_goals + 1) > 0
+        noise = noise // int(num_goals + 1)
+    chance, found = noise % _CHANCES, torch.full_like(noise, kinds[-1])
+    # Of the bounds that lie above a chance the lowest counts.
+    for kind, bound in reversed([*zip(kinds[:-1], accumulate(shares[:-1]), strict=True)]):
+        found = torch.where(chance < round(bound * _CHANCES), kind, found)
+    return torch.where(is_relabelled, found, 0).to(torch.uint8)
+
+
+def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
+    """Draws how many steps ahead goals lie that are discounted.
+
+        P(k) = (1 - γ) γ^k,  k = floor(log(1 - u) / log γ)
+
+    Args:
+        noise: `[B]` int64 of `random_noise`.
+        discount: γ in [0, 1).
+
+    Returns:
+        `[B]` int64 k.
+
+    Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
+    """
+    uniform = (noise >> 10).double() * 2.0**-53
+    if discount == 0:
+        return torch.zeros_like(noise)
+    return (torch.log1p(-uniform) / math.log(discount)).long()
