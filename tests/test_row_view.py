@@ -165,13 +165,13 @@ def test_only_what_is_wanted_is_read():
             super().__init__(*args)
             self.fields, self.batches = [], 0
 
-        def read(self, index, keys):
-            self.fields += keys
-            return super().read(index, keys)
+        def _field(self, slots, key):
+            self.fields.append(key)
+            return super()._field(slots, key)
 
-        def get(self, index):
+        def gather(self, *slots):
             self.batches += 1
-            return super().get(index)
+            return super().gather(*slots)
 
     storage = Counting(NUM_ROWS)
     storage.set(range(NUM_ROWS), rows_of(5000))

@@ -6,7 +6,7 @@ Letters: T steps a lane, E lanes (environments).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -179,10 +179,16 @@ class FollowingStorage(PackedStorage):
         self._note(index)
         return super().get(index)
 
-    def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some fields only; see `PackedStorage.read`."""
-        self._note(index)
-        return super().read(index, keys)
+    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies rows to where batches are wanted; see `PackedStorage.gather`."""
+        self._note(slots)
+        if following is not None:
+            self._note(following)
+        return super().gather(slots, following)
+
+    def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
+        self._note(slots)
+        return super()._field(slots, key)
 
     def _note(self, index: Any) -> None:
         if self._seen is not None:

@@ -26,6 +26,7 @@ __all__ = [
     "FollowingFields",
     "StoredFields",
     "field_keys",
+    "read_field",
     "read_fields",
     "stored_fields",
 ]
@@ -94,12 +95,12 @@ class _WholeRows(StoredFields):
     def _read(self, key: NestedKey) -> torch.Tensor:
         layout = self._storage.layout
         layout.field(key)  # raises what is wrong with the key
-        self._found = layout.views(self._storage._gather(self.slots, self.following))
+        self._found = layout.views(self._storage.gather(self.slots, self.following))
         return self._found[key]
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout = self._storage.layout
-        fields = self._found or layout.views(self._storage._gather(self.slots, self.following))
+        fields = self._found or layout.views(self._storage.gather(self.slots, self.following))
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 
@@ -110,7 +111,7 @@ class _SingleFields(StoredFields):
         slots = self.slots
         if self.following is not None and key[0] == "next":
             slots = self.following
-        field = read_fields(self._storage, slots, (key,))[key]
+        field = read_field(self._storage, slots, key)
         if field.device != self.device:
             field = field.to(self.device, non_blocking=True)
         self._found[key] = field
@@ -209,6 +210,55 @@ class BatchFields:
         for key, value in entries.items():
             set_entry(self._batch, key, value)
         return self._batch
+
+
+def stored_fields(
+    storage: Any, slots: torch.Tensor, collate: Callable[[Any], TensorDictBase] | None = None
+) -> StoredFields:
+    """Returns the fields of rows.
+
+    Args:
+        storage: a `PackedStorage`, or one of TorchRL's storages of tensors.
+        slots: int64 of shape B on its device.
+        collate: turns what the storage returns into a batch; None leaves it as it is.
+    """
+    if collate is not None or not isinstance(storage, PackedStorage):
+        return _BatchedFields(storage, slots, collate)
+    # Rows that are sent to another device go there in one piece.
+    if storage.row_nbytes > _SHORT and not storage.is_sent_away:
+        return _SingleFields(storage, slots)
+    return _WholeRows(storage, slots)
+
+
+def read_fields(
+    storage: TensorStorage, index: torch.Tensor, keys: Iterable[NestedKey]
+) -> dict[NestedKey, torch.Tensor]:
+    """Gathers some fields of a storage, key by key; see `read_field`."""
+    return {key: read_field(storage, index, key) for key in keys}
+
+
+def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> torch.Tensor:
+    """Gathers a field of a storage, whether its rows are packed or TorchRL's own.
+
+    Args:
+        storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
+        index: int64 slots of any shape B.
+        key: the field.
+
+    Returns:
+        `[*B, *shape]` in new memory.
+
+    Raises:
+        KeyError: there is no such field; the message lists those that are there.
+    """
+    if isinstance(storage, PackedStorage):
+        return storage._field(index, key)
+    data: TensorDictBase = storage._storage
+    column = data.get(key, None)
+    if column is None:
+        raise _no_field(key, data)
+    picked = column.index_select(0, index.reshape(-1))
+    return picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
 
 
 def stored_fields(

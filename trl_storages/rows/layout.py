@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import eq
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -349,9 +349,14 @@ def nest(
     return _fill(_tree_of(tuple(fields), nested), list(fields.values()), batch, device)
 
 
-# The entries of a TensorDict: `(name, place of a leaf in a list, or the entries below it, and the batch
-# dimensions which these have beyond the outermost)`.
-_Tree = tuple[tuple[str, Any, torch.Size], ...]
+class _Tree(NamedTuple):
+    """The entries of a TensorDict, by where their tensors stand in a list."""
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    nested: tuple[tuple[str, _Tree], ...]
+    further: torch.Size
+    """The batch dimensions which it has beyond those of the outermost."""
 
 
 @lru_cache(maxsize=1024)
@@ -367,27 +372,25 @@ def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> _Tree:
 
 
 def _frozen(
-    nested: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
+    entries: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
 ) -> _Tree:
-    return tuple(
-        (
-            name,
-            _frozen(below, sizes, (*path, name)) if isinstance(below, dict) else below,
-            sizes.get((*path, name), torch.Size([])),
-        )
-        for name, below in nested.items()
+    leaves = {name: place for name, place in entries.items() if isinstance(place, int)}
+    nested = {name: below for name, below in entries.items() if name not in leaves}
+    return _Tree(
+        tuple(leaves),
+        tuple(leaves.values()),
+        tuple((name, _frozen(below, sizes, (*path, name))) for name, below in nested.items()),
+        sizes.get(path, torch.Size([])),
     )
 
 
 def _fill(
-    tree: _Tree,
-    leaves: Sequence[torch.Tensor],
-    batch: torch.Size,
-    device: torch.device,
-    further: torch.Size = torch.Size([]),  # noqa: B008  (it is immutable)
+    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
 ) -> TensorDict:
-    source = {
-        name: leaves[below] if isinstance(below, int) else _fill(below, leaves, batch, device, size)
-        for name, below, size in tree
-    }
+    names, places, nested, further = tree
+    source: dict[str, Any] = {}
+    for name, place in zip(names, places, strict=True):
+        source[name] = leaves[place]
+    for name, below in nested:
+        source[name] = _fill(below, leaves, batch, device)
     return new_tensordict(source, batch + further if further else batch, device)

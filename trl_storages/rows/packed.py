@@ -407,7 +407,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
-            return self.layout.tensordict(self._gather(index))  # type: ignore[union-attr]
+            return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
         return super().get(index)
 
     @property
@@ -415,7 +415,7 @@ class PackedStorage(LazyTensorStorage):
         """Whether batches are wanted on another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
-    def _gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
         """Copies rows to where batches are wanted.
 
         Args:
@@ -446,13 +446,13 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             KeyError: there is no such field.
         """
-        layout, table = self.layout, self.table
         arguments.slots("index", index)
-        fields = {key: layout.field(key) for key in keys}  # type: ignore[union-attr]
-        return {
-            key: table.pick_field(index, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
-            for key, field in fields.items()
-        }
+        return {key: self._field(index, key) for key in keys}
+
+    def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
+        """Gathers a field, see `read`."""
+        field = self.layout.field(key)  # type: ignore[union-attr]
+        return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
