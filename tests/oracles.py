@@ -154,7 +154,7 @@ class RingOracle:
         return sorted(self.live().values(), key=age)
 
     def goals(self, row: Row, strategy: str) -> list[Row]:
-        """The rows whose next achieved goal may become the goal of `row`; equally likely but for "geometric"."""
+        """The rows that may lend `row` their goal, equally likely but for "geometric"."""
         if strategy == "random":
             return list(self.live().values())
         episode = self.episode(row)

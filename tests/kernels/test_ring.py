@@ -4,7 +4,6 @@ import ctypes
 import pickle
 from itertools import cycle, islice
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings

@@ -64,9 +64,7 @@ def kinds_of_batch(
     counts = num_of_each(len(relabelled), shares)
     # The m-th of c goals of a kind lies about (m + 1/2) / c of the way through the batch.
     turns = sorted(
-        ((m + 0.5) / count, place)
-        for place, count in enumerate(counts)
-        for m in range(count)
+        ((m + 0.5) / count, place) for place, count in enumerate(counts) for m in range(count)
     )
     found = [0] * size
     for at, (_, place) in zip(relabelled, turns, strict=True):
@@ -80,7 +78,7 @@ def kinds_by_chance(
     """Draws how goals are drawn, where no exact number of them can be had.
 
     Args:
-        noise: `[B]` int64 of `random_noise`, of which the lowest bits count, and they little for what else
+        noise: `[B]` int64 of `random_noise`; its lowest bits count, which hardly tell what else
             is drawn from it.
         num_goals: k: a transition is relabelled with probability k / (k + 1).
         kinds: numbers above 0.

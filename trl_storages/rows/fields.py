@@ -261,53 +261,6 @@ def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> t
     return picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
 
 
-def stored_fields(
-    storage: Any, slots: torch.Tensor, collate: Callable[[Any], TensorDictBase] | None = None
-) -> StoredFields:
-    """Returns the fields of rows.
-
-    Args:
-        storage: a `PackedStorage`, or one of TorchRL's storages of tensors.
-        slots: int64 of shape B on its device.
-        collate: turns what the storage returns into a batch; None leaves it as it is.
-    """
-    if collate is not None or not isinstance(storage, PackedStorage):
-        return _BatchedFields(storage, slots, collate)
-    # Rows that are sent to another device go there in one piece.
-    if storage.row_nbytes > _SHORT and not storage.is_sent_away:
-        return _SingleFields(storage, slots)
-    return _WholeRows(storage, slots)
-
-
-def read_fields(
-    storage: TensorStorage, index: torch.Tensor, keys: Iterable[NestedKey]
-) -> dict[NestedKey, torch.Tensor]:
-    """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
-
-    Args:
-        storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
-        index: int64 slots of any shape B.
-        keys: the fields.
-
-    Returns:
-        key -> tensor `[*B, *shape]` in new memory.
-
-    Raises:
-        KeyError: there is no such field; the message lists those that are there.
-    """
-    if isinstance(storage, PackedStorage):
-        return storage.read(index, keys)
-    data: TensorDictBase = storage._storage
-    fields = {}
-    for key in keys:
-        column = data.get(key, None)
-        if column is None:
-            raise _no_field(key, data)
-        picked = column.index_select(0, index.reshape(-1))
-        fields[key] = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
-    return fields
-
-
 def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:
     """Returns the keys of all fields of a storage, whether its rows are packed or TorchRL's own."""
     if isinstance(storage, PackedStorage):

@@ -206,7 +206,7 @@ class Ring(RingTables):
 
         Args:
             slots: `[B]` the rows t that are given goals, of episodes first..last.
-            noise: `[B]`; of "geometric" goals how many steps ahead they are, if the episode goes on so far.
+            noise: `[B]`; of "geometric" goals how many steps ahead they are, if there are so many.
             kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
                 "episode" first..last, "random" any live row, "geometric" `noise` rows after t or last,
                 "current" t. A row of kind 0 is its own.
