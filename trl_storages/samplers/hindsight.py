@@ -22,7 +22,7 @@ from trl_storages.saved import SavedState
 
 __all__ = ["GoalStrategy", "HERSampler"]
 
-GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
+GoalStrategy = Literal["future", "final", "episode", "random", "current"]
 
 _ALL = "inf"  # saved where all transitions are relabelled
 
