@@ -4,6 +4,7 @@ import ctypes
 import pickle
 from itertools import cycle, islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
