@@ -107,10 +107,9 @@ def prioritise(storage: ReplayStorage) -> Write:
 
 
 def report(storage: ReplayStorage) -> Write:
-    slots = storage.episodes.slots_by_age(torch.arange(6))
-    batch = TensorDict(
-        {"index": slots, "td_error": slots.float() + 9, "priority_weight": slots}, [6]
-    )
+    slots = storage.episodes.slots_by_age(torch.arange(min(6, len(storage))))
+    drawn = {"index": slots, "td_error": slots.float() + 9, "priority_weight": slots}
+    batch = TensorDict(drawn, slots.shape)
     return partial(storage.update_tensordict_priority, batch)
 
 
