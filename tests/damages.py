@@ -148,22 +148,28 @@ def _json_damages(file: Path) -> dict[str, Callable[[Path], None]]:
     return {name: (lambda file, text=text: file.write_text(text)) for name, text in texts.items()}
 
 
-def files_in(dump: Path) -> Iterator[tuple[Path, str, Callable[[Path], None]]]:
-    """Yields each file of a dump with ways of damaging it; of files of one kind, one has all of them."""
-    seen = set()
-    for file in sorted(path for path in dump.rglob("*") if path.is_file()):
-        damages = dict(FILE_DAMAGES)
-        if file.suffix == ".json":
-            damages |= _json_damages(file)
-        part = file.relative_to(dump).parts[0]
-        for place, (name, damage) in enumerate(damages.items()):
-            entry, _, how = name.rpartition(": ")
-            kind = (
-                part,
-                file.suffix,
-                entry.rpartition(".")[2] if file.name == "meta.json" else entry,
-                how,
-            )
-            if kind not in seen or place == len(seen) % len(FILE_DAMAGES):
-                seen.add(kind)
-                yield file, name, damage
+def _tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yields the entries of a described state that are tensors, and the numbers of their files."""
+    if isinstance(state, list):
+        state = {str(place): value for place, value in enumerate(state)}
+    if not isinstance(state, dict):
+        return
+    if state.get("$") == "tensor":
+        yield path, state["file"]
+    for key, value in state.items():
+        yield from _tensors_in(value, f"{path}.{key}".lstrip("."))
+
+
+def files_in(dump: Path) -> Iterator[tuple[Path, str, str, Callable[[Path], None]]]:
+    """Yields each file of a dump, the entry that is damaged, what is wrong with it, and what does it."""
+    state = dump / "state.json"
+    for name, damage in {**FILE_DAMAGES, **_json_damages(state)}.items():
+        entry, _, how = name.rpartition(": ")
+        yield state, entry, how, damage
+    for place, (entry, number) in enumerate(_tensors_in(json.loads(state.read_text()))):
+        file = dump / f"{number}.tensor"
+        # The first has all damages, each other one of them.
+        some = list(FILE_DAMAGES.items())
+        for how, damage in some if not place else [some[place % len(some)]]:
+            if file.exists():
+                yield file, entry, how, damage

@@ -24,6 +24,7 @@ from torchrl.data import LazyTensorStorage
 
 import trl_storages
 from trl_storages import datasets, plotting
+from trl_storages.saved import SavedPart
 
 #: Name -> what users pick up.
 PUBLIC = {
@@ -103,6 +104,13 @@ BAD: dict[str, list[Any]] = {
     "name": [5, math.nan, THING, [], True],
     "returns": ["x", THING, {}, [math.nan], math.inf, ["x"]],
 }
+#: Classes that can be saved each by itself.
+SAVED_PARTS = [
+    name
+    for name in trl_storages.__all__
+    if SavedPart in getattr(getattr(trl_storages, name), "__mro__", ())
+]
+
 
 RECIPE = {
     "observation_space": "space",
@@ -229,8 +237,8 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.as_remote": {"remote_config": "mapping?"},
     "OnDisk.close": {"keep": "flag"},
     "OnDisk.flush": {},
-    "OnDisk.load_state_dict": {"state_dict": "mapping"},
-    "CheckpointedBuffer.loads": {"path": "path", "progress": "flag"},
+    "ReplayStorage.load_state_dict": {"state_dict": "mapping"},
+    "ReplayStorage.loads": {"path": "path", "progress": "flag"},
     "OnDisk.loader": {
         "num_workers": "count",
         "batch_size": "count from 1?",
@@ -239,8 +247,10 @@ TABLE: dict[str, dict[str, str]] = {
         "seed": "count?",
         "options": "any",
     },
-    "CheckpointedBuffer.dumps": {"path": "path", "progress": "flag"},
-    "CheckpointedBuffer.state_dict": {},
+    "ReplayStorage.dumps": {"path": "path", "progress": "flag"},
+    "ReplayStorage.state_dict": {},
+    "ReplayStorage.register_save_hook": {"hook": "any"},
+    "ReplayStorage.register_load_hook": {"hook": "any"},
     "ReplayStorage.query": {"predicate": "function?", "trajectory_key": "key?"},
     "Parameters.n_step": {"value": "count from 1"},
     "Parameters.discount": {"value": "share"},
@@ -278,8 +288,6 @@ TABLE: dict[str, dict[str, str]] = {
         "steps": "any",
     },
     "PackedStorage.get": {"index": "any"},
-    "PackedStorage.loads": {"path": "path"},
-    "PackedStorage.load_state_dict": {"state_dict": "mapping"},
     "PackedStorage.read": {"index": "slots", "keys": "any"},
     "EpisodeWriter": {
         "num_envs": "count from 1",
@@ -294,9 +302,6 @@ TABLE: dict[str, dict[str, str]] = {
     "EpisodeWriter.extend": {"data": "steps", "lanes": "lanes?", "then": "any"},
     "EpisodeWriter.register_storage": {"storage": "object"},
     "EpisodeWriter.write_at": {"index": "any", "data": "steps"},
-    "EpisodeWriter.dumps": {"path": "path"},
-    "EpisodeWriter.loads": {"path": "path"},
-    "EpisodeWriter.load_state_dict": {"state_dict": "mapping"},
     "EpisodeIndex": {
         "capacity": "count from 1",
         "num_envs": "count from 1",
@@ -306,7 +311,6 @@ TABLE: dict[str, dict[str, str]] = {
     "EpisodeIndex.append": {"done": "flags", "cut": "flags?", "lanes": "lanes?"},
     "EpisodeIndex.clear": {"keep_steps": "count"},
     "EpisodeIndex.end_episodes": {"lanes": "lanes?"},
-    "EpisodeIndex.load_state_dict": {"state_dict": "mapping"},
     "EpisodeIndex.random_episodes": {"n": "count", "generator": "object?"},
     "EpisodeIndex.windows": {"slots": "slots", "num_rows": "count from 1"},
     "EpisodeIndex.lane_ids": {"lanes": "lanes?"},
@@ -329,9 +333,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "EpisodeSequence.expand": {"index": "slots", "info": "mapping", "storage": "object"},
     "UniformSampler": {},
-    "UniformSampler.dumps": {"path": "path"},
-    "UniformSampler.loads": {"path": "path"},
-    "UniformSampler.load_state_dict": {"state_dict": "mapping"},
     "UniformSampler.sample": {"storage": "object", "batch_size": "count from 1"},
     "UniformSampler.sample_window": {
         "storage": "object",
@@ -363,9 +364,6 @@ TABLE: dict[str, dict[str, str]] = {
         "storage": "object?",
         "stamp": "tensor?",
     },
-    "PERSampler.load_state_dict": {"state_dict": "mapping"},
-    "PERSampler.dumps": {"path": "path"},
-    "PERSampler.loads": {"path": "path"},
     "ERESampler": {
         "eta": "share above 0",
         "c_min": "count from 1",
@@ -383,9 +381,12 @@ TABLE: dict[str, dict[str, str]] = {
     "HERSampler.strategy": {"value": "choice"},
     "HERSampler.num_goals": {"value": "count or inf"},
     "DrawingSampler.sample": {"storage": "object", "batch_size": "count from 1"},
-    "WrappingSampler.load_state_dict": {"state_dict": "mapping"},
-    "WrappingSampler.dumps": {"path": "path"},
-    "WrappingSampler.loads": {"path": "path"},
+    **{f"{part}.load_state_dict": {"state_dict": "mapping"} for part in SAVED_PARTS},
+    **{
+        f"{part}.{method}": {"path": "path"}
+        for part in SAVED_PARTS
+        for method in ("dumps", "loads")
+    },
     "ReturnImprovementEta": {
         "obj": "object",
         "num_returns": "count from 2",
@@ -467,18 +468,16 @@ OTHER_WORDS = {
 }
 #: Classes that are one part of another, in a file of their own.
 WRITTEN_IN = {"EpisodeAnswers": "EpisodeIndex"}
+#: What parts are asked for when a storage is saved or loaded.
+STATES = {"check_state_dict", "read_state", "take_state"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
-        *("check_state_dict", "draw", "evict", "find_gaps", "goals", "is_newest", "newest"),
-        *("newest_per_lane", "next_run", "read_state", "recount", "rejoin", "restart"),
-        *("sequences", "slots_since", "write"),
+        *("draw", "evict", "find_gaps", "goals", "is_newest", "newest", "newest_per_lane"),
+        *("next_run", "recount", "rejoin", "restart", "sequences", "slots_since", "write"),
     },
-    "EpisodeWriter": {"read_dump", "read_state", "append", "check_state_dict", "restart", "takes"},
+    "EpisodeWriter": {"append", "restart", "takes"},
     "PackedStorage": {
-        "read_dump",
-        "read_state",
-        "check_state_dict",
         "count_write",
         "gather",
         "get_root",
@@ -487,11 +486,9 @@ BETWEEN_PARTS = {
         "stage",
         "write",
     },
-    "UniformSampler": {"draw", "read_dump", "check_state_dict"},
+    "UniformSampler": {"draw"},
     "HERSampler": {"draw"},
     "PERSampler": {
-        "read_dump",
-        "check_state_dict",
         "slots_amiss",
         "draw",
         "add",
@@ -502,8 +499,6 @@ BETWEEN_PARTS = {
     },
     "ERESampler": {"draw", "add", "extend", "mark_update"},
     "WrappingSampler": {
-        "read_dump",
-        "check_state_dict",
         "add",
         "extend",
         "mark_update",
@@ -511,7 +506,6 @@ BETWEEN_PARTS = {
         "resume",
         "update_priority",
     },
-    "CheckpointedBuffer": {"check_state_dict"},
     "ReplayTransform": {"hides_next", "replaces", "replay", "show"},
     "NStep": {"hides_next", "replaces", "replay", "show"},
     "GoalRelabel": {"hides_next", "replay", "show"},
@@ -531,7 +525,9 @@ def public_callables() -> dict[str, list[str]]:
             if member.startswith("_") or not owner.__module__.startswith("trl_storages"):
                 continue
             owner_name = WRITTEN_IN.get(owner.__name__, owner.__name__)
-            if member in BETWEEN_PARTS.get(owner_name, ()):
+            if owner is SavedPart:
+                owner_name = name
+            if member in STATES or member in BETWEEN_PARTS.get(owner_name, ()):
                 continue
             static = inspect.getattr_static(public, member)
             if isinstance(static, property):

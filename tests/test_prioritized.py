@@ -680,8 +680,9 @@ def test_saved_and_loaded_it_draws_the_same(through, num_envs, tmp_path):
     elif through == "files":
         first.dumps(tmp_path)
         second.loads(tmp_path)
-        assert json.loads((tmp_path / "sampler" / "sampler.json").read_text())["alpha"] == 0.8
-        assert (tmp_path / "sampler" / "priorities.f32").stat().st_size == 80
+        state = json.loads((tmp_path / "state.json").read_text())["_sampler"]
+        assert state["alpha"] == 0.8
+        assert (tmp_path / f"{state['priorities']['file']}.tensor").stat().st_size == 80
     else:
         second = pickle.loads(pickle.dumps(first))
     assert repr(second.sampler) == (
@@ -712,7 +713,7 @@ def test_a_state_of_another_size_or_a_torn_file_changes_nothing(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"max_capacity.* must be 10, .*got 8"):
             load()
-    file = tmp_path / "priorities.f32"
+    file = tmp_path / "0.tensor"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match="must have 32 bytes, got 28"):
         other.loads(tmp_path)

@@ -8,7 +8,7 @@ from durable.rows import check, make, write
 
 from trl_storages import ReplayStorage, UniformSampler
 from trl_storages.disk import durable, journal
-from trl_storages.rows import dumping
+from trl_storages.saved import files
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def small_pieces(monkeypatch):
     """As if there were many gigabytes."""
     monkeypatch.setattr(durable, "_STRETCH", 6)
     monkeypatch.setattr(journal, "_CHUNK", 500)
-    monkeypatch.setattr(dumping, "_PIECE", 500)
+    monkeypatch.setattr(files, "_PIECE", 500)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_dump_that_was_interrupted_is_none(storage, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dumping, "copy_fields", interrupt)
+        patch.setattr(files, "_pieces_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             storage.dumps(tmp_path / "dump")
     other = make(tmp_path / "other", 2, sampler=UniformSampler())

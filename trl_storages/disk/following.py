@@ -199,7 +199,7 @@ class FollowingStorage(PackedStorage):
         """Raises a RuntimeError: these rows are another process's."""
         self.journal.check_writable()  # type: ignore[union-attr]
 
-    write = load_state_dict = loads = _empty = set
+    write = load_state_dict = take_state = loads = _empty = set
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(

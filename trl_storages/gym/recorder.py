@@ -27,7 +27,7 @@ from trl_storages.gym.resets import (
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
 from trl_storages.rows import Layout as RowLayout
 from trl_storages.rows import StepBlock, as_array
-from trl_storages.saved import SavedState
+from trl_storages.saved import SavedPart, SavedState
 
 __all__ = ["GymRecorder", "Memory", "RecordedStep"]
 
@@ -61,7 +61,7 @@ class RecordedStep(NamedTuple):
         return self.block.layout.tensordict(words if self.lanes is None else words[self.lanes])
 
 
-class GymRecorder:
+class GymRecorder(SavedPart):
     """Turns the steps of a gymnasium loop into transitions, whatever its autoreset mode.
 
     With the mode `SameStep` an environment that ended has been reset already: its true last
@@ -309,15 +309,10 @@ class GymRecorder:
         hint = "one for each environment"
         saved.tensor("ended", torch.bool, (self.num_envs,), hint)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
-        """
-        self.check_state_dict(state_dict)
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
         self._watch.forget()
-        self._ended = state_dict["ended"].cpu().numpy().copy()
+        self._ended = state["ended"].cpu().numpy().copy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension, as the flags tell most surely."""

@@ -6,14 +6,16 @@ Letters: B batch, E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import ReplayBuffer, Storage, Trajectory, Writer
+from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
@@ -24,16 +26,23 @@ from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
 from trl_storages.interrupts import finish
 from trl_storages.replay.batch_priorities import drawn_priorities
-from trl_storages.replay.checkpoint import CheckpointedBuffer
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
 from trl_storages.replay.on_disk import OnDisk, intact
-from trl_storages.replay.options import check_options, check_parts
+from trl_storages.replay.options import ONE_FORM, check_options, check_parts
 from trl_storages.replay.parameters import Parameters
 from trl_storages.replay.remote import in_actor
+from trl_storages.replay.saving import (
+    Parts,
+    check_drawn_ahead,
+    fit_drawn_ahead,
+    read_generator,
+    saved_generator,
+)
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import FollowingStorage, PackedStorage, RowView, stored_fields
-from trl_storages.samplers import PERSampler, UniformSampler, WrappingSampler
+from trl_storages.samplers import PERSampler, UniformSampler, layers_of
+from trl_storages.saved import read_state, write_state
 from trl_storages.signatures import ShownSignature
 from trl_storages.stock_parts import check_sampler, draw, expand
 from trl_storages.transforms import (
@@ -50,7 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
+class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -115,7 +124,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
                 f"{self._consume_after_n_samples}: they leave in the order in which they came, so that "
                 "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
             )
-        self._recorder = recorder
+        self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
         self._collates = kwargs.get("collate_fn") is not None
         # Steps of each lane that the sampler knows of, where other processes write too.
         self._heard: torch.Tensor | None = None
@@ -339,8 +348,6 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
         with self._replay_lock, self._write_lock:
-            if self._recorder is None:
-                self._recorder = GymRecorder(self.episodes.num_envs)
             step, memory = self._recorder.read(
                 observations,
                 actions,
@@ -392,8 +399,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
     def _end_episodes(self, lanes: Any) -> None:
         self.episodes.end_episodes(lanes)
-        if self._recorder is not None:
-            self._recorder.reset(lanes)
+        self._recorder.reset(lanes)
 
     def share(self, shared: bool = True) -> ReplayStorage:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
@@ -513,9 +519,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
                 arithmetic between `[B]` and `[B, 1]`. Nothing is changed then.
         """
         arguments.steps("data", data)
-        sampler = self._sampler
-        while isinstance(sampler, WrappingSampler):
-            sampler = sampler.base
+        sampler = layers_of(self._sampler)[-1]
         if not isinstance(sampler, PERSampler):
             super().update_tensordict_priority(data)
             return
@@ -619,8 +623,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
     def _check_goals(self, parts: list[Transform]) -> None:
         """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
-        sampler = self._sampler
-        if not isinstance(sampler, WrappingSampler) or not sampler.draws_goals:
+        if not any(getattr(layer, "draws_goals", False) for layer in layers_of(self._sampler)):
             return
         if not any(getattr(part, "uses_goals", False) for part in parts):
             raise RuntimeError(
@@ -716,8 +719,131 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
     def _forget(self, empty_write_count: bool) -> None:
         super().empty(empty_write_count)
-        if self._recorder is not None:
-            self._recorder.reset()
+        self._recorder.reset()
+
+    # Saving
+
+    def _parts(self) -> Parts:
+        return Parts(self._storage, self._sampler, self._writer, self._transform, self._recorder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that the next samples and writes depend on, in tensors and plain values.
+
+        The rows among them are those of the storage, as with TorchRL's: later writes change them, so
+        `copy.deepcopy` the state, or save it, before the storage is written again.
+        """
+        with self._capture_prefetch_state() as drawn_ahead:
+            return self._state(drawn_ahead)
+
+    def _state(self, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **self._parts().state_dict(),
+            "_batch_size": self._batch_size,
+            "_consume_after_n_samples": None,
+            "_rng": saved_generator(self._rng),
+            "_prefetch_state": drawn_ahead,
+        }
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
+                lanes or kind of sampler; or it is damaged. The message says what is wrong.
+        """
+        saved = self._parts().check(state_dict)
+        if saved["_batch_size"] is not None:
+            saved.integer("_batch_size", 1)
+        if saved["_consume_after_n_samples"] is not None:
+            raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
+        read_generator(saved["_rng"])
+        check_drawn_ahead(saved["_prefetch_state"], self._prefetch_cap)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. All of it is checked before anything is changed.
+
+        Raises:
+            RuntimeError: the rows are in a directory that this process may not write.
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+        """
+        self._load(state_dict)
+
+    def _load(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        self._check_writable()
+        self.synchronize()
+        with self._futures_lock:
+            with self._replay_lock:
+                self.check_state_dict(state)
+            self._at_once(partial(self._take, state, progress))
+
+    def _take(self, state: dict[str, Any], progress: bool) -> None:
+        # Draws that are under way take the other lock.
+        self._clear_prefetch_queue_locked()
+        with self._replay_lock:
+            self._parts().take(state, progress=progress)
+            self._batch_size = state["_batch_size"]
+            if (generator := read_generator(state["_rng"])) is not None:
+                self.set_rng(generator)
+            self._restore_prefetch_queue_locked(state["_prefetch_state"])
+            self._keep_priorities()
+
+    def dumps(self, path: str | Path, *, progress: bool = False) -> None:
+        """Saves all that the next samples and writes depend on. Loading it runs no code.
+
+        Args:
+            path: a directory, which may hold an earlier dump.
+            progress: whether to show how far the copying of rows is.
+
+        Raises:
+            TypeError: a part of others has a state that is not of tensors and plain values. Nothing is
+                written then.
+        """
+        path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
+        with self._capture_prefetch_state(clone_queue=False) as drawn_ahead:
+            write_state(path, self._state(drawn_ahead), progress=progress)
+
+    def loads(self, path: str | Path, *, progress: bool = False) -> None:
+        """Restores what `dumps` saved. All of it is read and checked before anything is changed.
+
+        Args:
+            path: the directory.
+            progress: whether to show how far the copying of rows is.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+            KeyError, TypeError, ValueError: as `load_state_dict`; or a file is missing, cut or damaged,
+                or a link, a pipe, a device or a pickle. Nothing is changed then.
+        """
+        progress, state = arguments.flag("progress", progress), read_state(path)
+        fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
+        self._load(state, progress=progress)
+
+    def register_save_hook(self, hook: Any) -> NoReturn:
+        """Raises a RuntimeError: nothing changes what is dumped."""
+        raise RuntimeError(f"hooks can't change what is dumped, got {hook!r}: {ONE_FORM}")
+
+    register_load_hook = register_save_hook
+
+    def _prefetch_in_order(self) -> None:
+        """Draws ahead in one thread: draws wait for each other anyway, and more would mix them up."""
+        if self._prefetch:
+            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An iterator that was left halfway can't be pickled, nor is it part of the state. TorchRL's copy
+        # of the generator's state is of no use if the generator is one of a GPU.
+        state = {**super().__getstate__(), "_iterator": None, "_rng": None}
+        # Another process could only repeat the draws of this one.
+        is_spawning = get_spawning_popen() is not None
+        state["generator__context"] = None if is_spawning else saved_generator(self._rng)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = read_generator(state.pop("generator__context"))
+        super().__setstate__(state)
+        self._prefetch_in_order()
+        if generator is not None:
+            self.set_rng(generator)
 
     # Care
 
@@ -758,7 +884,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, CheckpointedBuffer):
 
     def _check_priorities(self) -> None:
         """Raises a RuntimeError if priorities are not those of the rows, or such as can't be drawn by."""
-        sampler = self._innermost_sampler()
+        sampler = layers_of(self._sampler)[-1]
         if not isinstance(sampler, PERSampler):
             return
         if self.shared:

@@ -18,7 +18,7 @@ from trl_storages._torchrl import new_tensordict, set_entry
 from trl_storages.functional.shares import even_order, largest_remainder
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
-from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -81,7 +81,7 @@ class ReplayStorageEnsemble:
         if not storages or len({id(storage) for storage in storages}) < len(storages):
             raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
         self._storages = storages
-        self._samplers = [storage._innermost_sampler() for storage in storages]
+        self._samplers = [layers_of(storage.sampler)[-1] for storage in storages]
         for sampler in self._samplers:
             if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, PERSampler):
                 raise ValueError(

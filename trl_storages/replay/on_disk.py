@@ -19,7 +19,7 @@ from trl_storages.interrupts import finish
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
 from trl_storages.rows import PROGRESS, FollowingStorage, Journal, PackedStorage
-from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
 from trl_storages.stock_parts import take_in_rows
 
 __all__ = ["OnDisk", "intact"]
@@ -65,7 +65,7 @@ class OnDisk:
         self._is_reader = isinstance(self._storage, FollowingStorage)
         if journal is None:
             return
-        sampler = self._innermost_sampler()
+        sampler = layers_of(self._sampler)[-1]
         if isinstance(sampler, PERSampler):
             sampler.attach(self._storage)
         if self._is_reader:
@@ -88,31 +88,20 @@ class OnDisk:
             self._sampler.resume(progress.get("sampler", {}))
         # The environments of a writer that was killed later are gone, and those without rows unknown.
         is_last = progress.get("sequence") == sequence and len(self._storage)
-        if self._recorder is not None and is_last and "ended" in progress:
+        if is_last and "ended" in progress:
             self._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
 
     def _initialize_prioritized_sampler(self) -> None:
         # TorchRL would give rows that are there already new priorities, where these have their own.
         if isinstance(self._sampler, PERSampler):
             self._sampler.attach(self._storage)
-        elif not take_in_rows(self._innermost_sampler(), self._storage):
+        elif not take_in_rows(layers_of(self._sampler)[-1], self._storage):
             super()._initialize_prioritized_sampler()  # type: ignore[misc]
 
     def _check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
         if (journal := self._journal) is not None:
             journal.check_writable()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. Rows in a directory are forgotten before they come.
-
-        Raises:
-            RuntimeError: the rows are in a directory that this process may not write.
-            KeyError, TypeError, ValueError: as in `CheckpointedBuffer`. Nothing is changed then.
-        """
-        self._check_writable()
-        self._at_once(partial(super().load_state_dict, state_dict))  # type: ignore[misc]
-        self._keep_priorities()
 
     def _at_once(self, act: Callable[[], object]) -> None:
         """Does what must be done as a whole. Files have ways of their own to stay so."""
@@ -122,18 +111,12 @@ class OnDisk:
             act()
 
     def _keep_priorities(self) -> None:
-        sampler = self._innermost_sampler()
+        sampler = layers_of(self._sampler)[-1]
         if self._journal is not None and isinstance(sampler, PERSampler):
             # They came before it was known which rows they belong to, or that there are files.
             state = sampler.state_dict()
             sampler.attach(self._storage)
             sampler.load_state_dict(state)
-
-    def _innermost_sampler(self) -> Any:
-        sampler = self._sampler
-        while isinstance(sampler, WrappingSampler):
-            sampler = sampler.base
-        return sampler
 
     def flush(self) -> None:
         """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
@@ -153,8 +136,7 @@ class OnDisk:
                 progress["generator"] = base64.b64encode(state).decode()
             if isinstance(self._sampler, WrappingSampler):
                 progress["sampler"] = self._sampler.progress()
-            if self._recorder is not None:
-                progress["ended"] = self._recorder.state_dict()["ended"].tolist()
+            progress["ended"] = self._recorder.state_dict()["ended"].tolist()
             journal.save_progress(progress)
 
     def close(self, *, keep: bool = True) -> None:

@@ -14,8 +14,12 @@ from trl_storages import arguments
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
 
-__all__ = ["check_options", "check_parts"]
+__all__ = ["ONE_FORM", "check_options", "check_parts"]
 
+#: Why dumps can't be changed.
+ONE_FORM = (
+    "dumps() saves all parts in one form; save what state_dict() returns in a form of your own."
+)
 # Of TorchRL's replay buffers, without the parts.
 _NAMES = (
     "batch_size",
@@ -80,6 +84,8 @@ def check_options(made: str, options: Mapping[str, Any]) -> None:
             arguments.flag(name, value)
         elif value is None:
             continue
+        elif name == "checkpointer":
+            raise ValueError(f"checkpointer must be None, got {value!r}: {ONE_FORM}")
         elif name == "batch_size":
             arguments.integer(name, value, at_least=1)
         elif name == "prefetch":

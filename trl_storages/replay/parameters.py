@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload, runtime_checkable
 from trl_storages._torchrl import ReplayBufferMeta
 from trl_storages.other_names import meant
 from trl_storages.priorities import Normalization
-from trl_storages.samplers import GoalStrategy, WrappingSampler
+from trl_storages.samplers import GoalStrategy, layers_of
 from trl_storages.transforms import parts_of
 
 __all__ = ["Parameter", "Parameters"]
@@ -88,14 +88,8 @@ class Parameters(metaclass=_Settled):
 
     def _adjustable(self) -> Iterator[_Adjustable]:
         """Lists the parts with parameters."""
-        sampler = self._sampler
-        parts = [sampler]
-        while isinstance(sampler, WrappingSampler):
-            sampler = sampler.base
-            parts.append(sampler)
-        return (
-            part for part in [*parts, *parts_of(self._transform)] if isinstance(part, _Adjustable)
-        )
+        parts = [*layers_of(self._sampler), *parts_of(self._transform)]
+        return (part for part in parts if isinstance(part, _Adjustable))
 
     def _holder_of(self, name: str) -> tuple[_Adjustable, str]:
         """Returns the part that has a parameter, and what it calls it.

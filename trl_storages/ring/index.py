@@ -22,7 +22,7 @@ from trl_storages.kernels import backend
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.lanes import Lanes, named_lanes
-from trl_storages.saved import SavedState
+from trl_storages.saved import SavedPart, SavedState
 
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
     and whether the last one goes on."""
 
 
-class EpisodeIndex(EpisodeAnswers):
+class EpisodeIndex(SavedPart, EpisodeAnswers):
     """Knows for every slot of a ring how much of its own episode lies before and after it.
 
     An episode ends where `done` is true and is cut where the next row of the lane belongs to another
@@ -384,15 +384,10 @@ class EpisodeIndex(EpisodeAnswers):
             ) from error
         return read
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Restores what `state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
-        """
-        self.check_state_dict(state_dict)
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
         for name, tensor in self._ring.tensors.items():
-            tensor.copy_(state_dict[name])
+            tensor.copy_(state[name])
         self.host_steps[:] = self.cursors.cpu().numpy()
         self.host_tails[:] = self.tails.cpu().numpy()
 

@@ -5,14 +5,13 @@ from trl_storages.disk.durable_lanes import DurableLanes
 from trl_storages.disk.following import FollowingStorage
 from trl_storages.disk.journal import Journal, Steps
 from trl_storages.disk.priority_column import PriorityColumn
-from trl_storages.rows.dumping import RowsCheckpointer
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
-from trl_storages.rows.fields import StoredFields, field_keys, read_fields, stored_fields
+from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
 from trl_storages.rows.layout import Field, Layout, nest
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.row_view import RowView
 from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
-from trl_storages.rows.stock_rows import load_rows_state, read_rows_dump, read_rows_state
+from trl_storages.rows.stock_rows import StockRows, rows_part
 
 __all__ = [
     "PROGRESS",
@@ -25,20 +24,17 @@ __all__ = [
     "PackedStorage",
     "PriorityColumn",
     "RowView",
-    "RowsCheckpointer",
     "StepBlock",
     "Steps",
+    "StockRows",
     "StoredFields",
     "as_array",
-    "field_keys",
-    "load_rows_state",
     "nest",
     "nested_sizes",
     "pairs_of",
     "read_fields",
-    "read_rows_dump",
-    "read_rows_state",
     "rows_of_flags",
+    "rows_part",
     "stage",
     "stored_fields",
     "tensors_of",

@@ -27,11 +27,10 @@ from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
-from trl_storages.rows.dumping import RowsCheckpointer, copy_fields, read_rows
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.staging import stage
-from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
@@ -44,7 +43,7 @@ _NO_SHARED_LAYOUT = (
 )
 
 
-class PackedStorage(LazyTensorStorage):
+class PackedStorage(SavedPart, LazyTensorStorage):
     """Keeps each transition as one contiguous row, in memory, on a GPU or in a memory-mapped file.
 
     The first write fixes the layout of the rows, or `fields` does. TorchRL's own code works on views
@@ -77,7 +76,6 @@ class PackedStorage(LazyTensorStorage):
     (torch.Size([2, 3]), 16)
     """
 
-    _default_checkpointer = RowsCheckpointer
     #: Set by the `EpisodeWriter` that writes to this storage.
     episodes: EpisodeIndex | None = None
     #: Counts how often what others write to the files was looked at; above 0 once there are files.
@@ -545,17 +543,9 @@ class PackedStorage(LazyTensorStorage):
         saved.integer("_len", 0, self.max_size)
         layout = Layout.from_json(saved["layout"])
         self._check_layout(layout)
-        rows = saved["_storage"]
-        if not isinstance(rows, TensorDictBase):
-            shape = (self.max_size, layout.num_words)
-            hint = "the size of the storage must be that of the saved one"
-            rows = layout.tensordict(saved.tensor("_storage", torch.int64, shape, hint))
-        fields = tensors_of(rows)
-        found = Layout.of(fields, batch_dims=1)
-        if rows.batch_size != (self.max_size,) or found.described != layout.described:
-            must = f"{self.max_size} rows of {layout}"
-            raise saved.error("_storage", must, f"{list(rows.batch_size)} of {found}")
-        return fields
+        shape = (self.max_size, layout.num_words)
+        hint = "the size of the storage must be that of the saved one"
+        return tensors_of(layout.tensordict(saved.tensor("_storage", torch.int64, shape, hint)))
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
@@ -575,42 +565,17 @@ class PackedStorage(LazyTensorStorage):
                 "Nothing was changed."
             )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned, into rows of the same layout and number.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
-        """
-        fields = self.read_state(state_dict)
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked, into rows of the same layout and number."""
+        fields = self.read_state(state)
         if fields and self.rows is None:
-            self._allocate(Layout.from_json(state_dict["layout"]))
+            self._allocate(Layout.from_json(state["layout"]))
         if self._durable is not None:
             self._durable.clear()
         if fields:
-            progress = getattr(self.checkpointer, "progress", False)
-            target = tensors_of(self._storage)
-            copy_fields(fields, target, self.row_nbytes, "loading rows", progress)
-        self._len = state_dict["_len"]
+            copy_in_pieces(fields, tensors_of(self._storage), progress=progress)
+        self._len = state["_len"]
         self._bump_mutation_revision()
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked; its rows are read when they are copied.
-
-        Raises:
-            ValueError: a file is missing, cut or damaged.
-        """
-        rows, length = read_rows(self, folder)
-        layout = Layout.of(tensors_of(rows), 1, nested_sizes(rows, 1)).to_json()
-        return {"layout": layout, "_storage": rows, "initialized": True, "_len": length}
-
-    def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved, into rows of the same fields and number.
-
-        Raises:
-            FileNotFoundError: there is no such directory.
-            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
-        """
-        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

@@ -1,113 +1,98 @@
-"""The saved rows of TorchRL's own storages: checked first, then copied into place.
+"""The rows of TorchRL's own storages as they are saved: checked first, then copied into place.
 
 Letters: N rows.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Storage, TensorStorage
 
-from trl_storages.rows.dumping import copy_fields, read_rows
-from trl_storages.rows.entries import tensors_of
+from trl_storages.rows.entries import nested_sizes, tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
-from trl_storages.saved import DumpFolder, SavedState, check_part, read_part
+from trl_storages.saved import SavedPart, SavedState, StockPart, copy_in_pieces
 
-__all__ = ["load_rows_state", "read_rows_dump", "read_rows_state"]
+__all__ = ["StockRows", "rows_part"]
 
 
-def read_rows_state(storage: Storage, state: Any) -> dict[NestedKey, torch.Tensor]:
-    """Returns the fields `[N, ...]` of a saved state, after it was checked whole.
+class StockRows(SavedPart):
+    """A storage of TorchRL's own that holds a TensorDict, or nothing yet.
 
     Args:
-        storage: that it is to be loaded into; not changed.
-        state: what a storage saved.
-
-    Returns:
-        key -> tensor; none if no row was saved, or the rows are no tensors.
-
-    Raises:
-        KeyError, TypeError, ValueError: the storage can't take it. The message says what is wrong.
+        storage: it.
     """
-    if isinstance(storage, PackedStorage):
-        return storage.read_state(state)
-    if not _holds_tensors(storage):
-        check_part(storage, state)
-        return {}
-    saved = SavedState(
-        state, f"the saved {type(storage).__name__}", ("_storage", "initialized", "_len")
-    )
-    if not saved.flag("initialized"):
-        saved.integer("_len", 0, 0)
-        return {}
-    saved.integer("_len", 0, storage.max_size)
-    rows = _tensordict(saved)
-    fields = tensors_of(rows)
-    found, size = Layout.of(fields, batch_dims=1), list(rows.batch_size)
-    if size != [storage.max_size]:
-        raise ValueError(
-            f"the saved storage has {size} rows, this one {storage.max_size}: its size must be the same. "
-            "Nothing was changed."
-        )
-    if storage.initialized:
-        own = Layout.of(tensors_of(storage._storage), batch_dims=1)
-        if found.described != own.described:
+
+    def __init__(self, storage: TensorStorage) -> None:
+        self._rows = storage
+
+    def _layout(self) -> Layout | None:
+        if not self._rows.initialized:
+            return None
+        rows = self._rows._storage
+        return Layout.of(tensors_of(rows), 1, nested_sizes(rows, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the layout, the fields `[N, ...]` in its order (not copies), and the number of rows."""
+        storage, layout, fields = self._rows, self._layout(), {}
+        if layout is not None:
+            found = tensors_of(storage._storage)
+            for place, field in enumerate(layout.fields):
+                # Those of files are of a class of their own.
+                fields[str(place)] = found[field.key].as_subclass(torch.Tensor)
+        json = None if layout is None else layout.to_json()
+        return {"layout": json, "fields": fields, "_len": storage._len}
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state; see `SavedPart.check_state_dict`."""
+        self.read_state(state_dict)
+
+    def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
+        """Returns the fields `[N, ...]` of a saved state; none if it has no rows.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`.
+        """
+        what, size = f"the saved {type(self._rows).__name__}", self._rows.max_size
+        saved = SavedState(state_dict, what, ("layout", "fields", "_len"))
+        layout, own = None, self._layout()
+        if saved["layout"] is not None:
+            layout = Layout.from_json(saved["layout"])
+        saved.integer("_len", 0, 0 if layout is None else size)
+        if layout and own and layout.described != own.described:
             raise ValueError(
-                f"the saved rows are {found}, this storage's are {own}. Nothing was changed."
+                f"the saved rows are {layout}, this storage's are {own}. Nothing was changed."
             )
-    return fields
+        named = {str(place): field for place, field in enumerate(layout.fields if layout else ())}
+        fields = SavedState(saved["fields"], f"'fields' of {what}", [*named])
+        hint = "the size of the storage must be that of the saved one"
+        return {
+            field.key: fields.tensor(name, field.dtype, (size, *field.shape), hint)
+            for name, field in named.items()
+        }
+
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
+        storage, fields = self._rows, self.read_state(state)
+        if fields:
+            if not storage.initialized:
+                layout = Layout.from_json(state["layout"])
+                row = torch.zeros(1, layout.num_words, dtype=torch.int64, device=storage.device)
+                storage._init(layout.tensordict(row)[0])
+            copy_in_pieces(fields, tensors_of(storage._storage), progress=progress)
+        storage._len = state["_len"]
+        storage._bump_mutation_revision()
 
 
-def load_rows_state(storage: Storage, state: dict[str, Any]) -> None:
-    """Restores the rows of a state that was checked."""
-    if isinstance(storage, PackedStorage) or not _holds_tensors(storage):
-        storage.load_state_dict(state)
-        return
-    fields = read_rows_state(storage, state)
-    if fields:
-        if not storage.initialized:
-            first = {key: value[0] for key, value in fields.items()}
-            storage._init(TensorDict(first, []))
-        own = tensors_of(storage._storage)
-        copy_fields(fields, own, Layout.of(own, batch_dims=1).row_nbytes, "loading rows", False)
-    storage._len = state["_len"]
-    storage._bump_mutation_revision()
-
-
-def read_rows_dump(storage: Storage, folder: DumpFolder, name: str) -> Any:
-    """Returns the state that a dump holds of a storage, unchecked.
-
-    Raises:
-        ValueError: a file is missing, cut or damaged.
-    """
+def rows_part(storage: Storage) -> SavedPart:
+    """Returns a storage of anybody's as a part that can be saved."""
     if isinstance(storage, PackedStorage):
-        return storage.read_dump(folder.folder(name))
-    if not _holds_tensors(storage):
-        return read_part(storage, folder, name)
-    rows, length = read_rows(storage, folder.folder(name))
-    return {"_storage": rows, "initialized": True, "_len": length}
-
-
-def _holds_tensors(storage: Storage) -> bool:
-    return isinstance(storage, TensorStorage) and (
+        return storage
+    if isinstance(storage, TensorStorage) and (
         not storage.initialized or isinstance(storage._storage, TensorDictBase)
-    )
-
-
-def _tensordict(saved: SavedState) -> TensorDictBase:
-    rows = saved["_storage"]
-    if isinstance(rows, Mapping) and not isinstance(rows, TensorDictBase):
-        try:
-            # It would forget how its entries are nested if it were copied to a plain dict.
-            rows = TensorDict().load_state_dict(copy.copy(rows), strict=False)
-        except Exception as error:
-            raise saved.error("_storage", "the state of a TensorDict", repr(error)) from error
-    if not isinstance(rows, TensorDictBase) or rows.ndim != 1 or rows.is_empty():
-        raise saved.error("_storage", "a TensorDict of rows", type(rows).__name__)
-    return rows
+    ):
+        return StockRows(storage)
+    return StockPart(storage)

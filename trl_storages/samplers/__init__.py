@@ -1,6 +1,6 @@
 """Who is drawn."""
 
-from trl_storages.samplers.base import WrappingSampler
+from trl_storages.samplers.base import WrappingSampler, layers_of
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalStrategy, HERSampler
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler
@@ -17,4 +17,5 @@ __all__ = [
     "UniformSampler",
     "WindowSampler",
     "WrappingSampler",
+    "layers_of",
 ]

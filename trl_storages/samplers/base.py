@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torchrl.data import Storage
@@ -13,9 +11,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.samplers.drawing import DrawingSampler, noise_of
 from trl_storages.samplers.uniform import UniformSampler
-from trl_storages.saved import DumpFolder, SavedState, check_part, read_part
+from trl_storages.saved import SavedState, as_part
 
-__all__ = ["WrappingSampler"]
+__all__ = ["WrappingSampler", "layers_of"]
 
 
 class WrappingSampler(DrawingSampler):
@@ -24,6 +22,9 @@ class WrappingSampler(DrawingSampler):
     Args:
         base: the sampler that draws; None draws uniformly.
     """
+
+    #: Entries of its own state that say how far it has come; the others are parameters.
+    _progress_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
@@ -64,8 +65,8 @@ class WrappingSampler(DrawingSampler):
 
     @property
     def draws_goals(self) -> bool:
-        """Whether batches name goal rows, which a transform must write into them."""
-        return isinstance(self.base, WrappingSampler) and self.base.draws_goals
+        """Whether this sampler names goal rows, which a transform must write into the batch."""
+        return False
 
     def add(self, index: Any) -> None:
         """Tells the base of one new row."""
@@ -106,22 +107,19 @@ class WrappingSampler(DrawingSampler):
 
     def progress(self) -> dict[str, Any]:
         """Returns how far the sampler has come, without its parameters, in plain values."""
-        base = self.base.progress() if isinstance(self.base, WrappingSampler) else {}
-        return {**self._own_progress(), "base": base}
+        own, base = self._own_state(), {}
+        if isinstance(self.base, WrappingSampler):
+            base = self.base.progress()
+        return {**{key: own[key] for key in self._progress_keys}, "base": base}
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Goes on where `progress` was taken."""
+        """Goes on where `progress` was taken, if it was by a sampler of this kind."""
         if isinstance(self.base, WrappingSampler):
             self.base.resume(progress.get("base", {}))
-        if own := {key: value for key, value in progress.items() if key != "base"}:
-            self._resume_own(own)
-
-    def _own_progress(self) -> dict[str, Any]:
-        """Returns what `progress` has of this sampler alone."""
-        return {}
-
-    def _resume_own(self, progress: dict[str, Any]) -> None:
-        """Restores what `_own_progress` returned."""
+        if self._progress_keys and {*progress} == {*self._progress_keys, "base"}:
+            state = self._own_state() | {key: progress[key] for key in self._progress_keys}
+            self._check_own_state(SavedState(state, f"the saved {type(self).__name__}", [*state]))
+            self._load_own_state(state)
 
     def hear_of_rows(self) -> None:
         """Hears that another process wrote rows."""
@@ -130,7 +128,7 @@ class WrappingSampler(DrawingSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler and of its base."""
-        return {**self._own_state(), "base": self.base.state_dict()}
+        return {**self._own_state(), "base": as_part(self.base).state_dict()}
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -141,41 +139,20 @@ class WrappingSampler(DrawingSampler):
         what = f"the saved {type(self).__name__}"
         saved = SavedState(state_dict, what, (*self._own_state(), "base"))
         self._check_own_state(saved)
-        check_part(self.base, saved["base"])
+        as_part(self.base).check_state_dict(saved["base"])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
-        """
-        self.check_state_dict(state_dict)
-        self._load_own_state({key: state_dict[key] for key in self._own_state()})
-        self.base.load_state_dict(state_dict["base"])
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves the sampler and its base in the directory `path`, as JSON."""
-        path = arguments.directory("path", path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "sampler.json").write_text(json.dumps(self._own_state()))
-        self.base.dumps(path / "base")
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked.
-
-        Raises:
-            ValueError: a file is missing, cut or damaged, or the base has none.
-        """
-        return {**folder.json("sampler.json"), "base": read_part(self.base, folder, "base")}
-
-    def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved.
-
-        Raises:
-            FileNotFoundError: there is no such directory.
-            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
-        """
-        self.load_state_dict(self.read_dump(DumpFolder(path)))
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
+        self._load_own_state({key: state[key] for key in self._own_state()})
+        as_part(self.base).take_state(state["base"])
 
     def _empty(self) -> None:
         self.base._empty()
+
+
+def layers_of(sampler: Sampler) -> list[Sampler]:
+    """Returns a sampler and those it builds on, the innermost last."""
+    layers = [sampler]
+    while isinstance(sampler, WrappingSampler):
+        layers.append(sampler := sampler.base)
+    return layers

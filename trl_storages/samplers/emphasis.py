@@ -92,6 +92,7 @@ class ERESampler(WrappingSampler):
     """
 
     live_parameters: ClassVar[Mapping[str, str]] = {"eta": "eta", "c_min": "c_min"}
+    _progress_keys = ("update", "num_updates")
 
     def __init__(
         self,
@@ -249,16 +250,6 @@ class ERESampler(WrappingSampler):
         """Hears that another process wrote rows."""
         super().hear_of_rows()
         self._on_write()
-
-    def _own_progress(self) -> dict[str, Any]:
-        return {"update": self._update, "num_updates": self._num_updates}
-
-    def _resume_own(self, progress: dict[str, Any]) -> None:
-        # A sampler of another kind may have been saved.
-        if progress.keys() == self._own_progress().keys():
-            saved = SavedState(progress, "the saved ERESampler", self._own_progress())
-            update, num_updates = saved.integer("update"), saved.integer("num_updates")
-            self._update, self._num_updates = update, num_updates
 
     def _own_state(self) -> dict[str, Any]:
         return {

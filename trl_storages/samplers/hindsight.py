@@ -24,8 +24,6 @@ __all__ = ["GoalStrategy", "HERSampler"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "current"]
 
-_ALL = "inf"  # saved where all transitions are relabelled
-
 
 class HERSampler(WrappingSampler):
     """Hindsight experience replay: of k + 1 transitions, k are seen with a goal that was reached.
@@ -109,7 +107,7 @@ class HERSampler(WrappingSampler):
     @property
     def draws_goals(self) -> bool:
         """Whether batches name goal rows: not with `num_goals` 0."""
-        return self.num_goals > 0 or super().draws_goals
+        return self.num_goals > 0
 
     @property
     def noise_per_sample(self) -> int:
@@ -154,17 +152,15 @@ class HERSampler(WrappingSampler):
         return self._prepared
 
     def _own_state(self) -> dict[str, Any]:
-        # JSON has no infinity.
-        num_goals = self.num_goals if self.num_goals < math.inf else _ALL
-        return {"strategy": self.strategy, "num_goals": num_goals}
+        return {"strategy": self.strategy, "num_goals": self.num_goals}
 
     def _check_own_state(self, saved: SavedState) -> None:
         saved.one_of("strategy", get_args(GoalStrategy))
-        if saved["num_goals"] != _ALL:
+        if saved["num_goals"] != math.inf:
             saved.integer("num_goals")
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.strategy, self.num_goals = state["strategy"], float(state["num_goals"])
+        self.strategy, self.num_goals = state["strategy"], state["num_goals"]
 
     def __repr__(self) -> str:
         return (

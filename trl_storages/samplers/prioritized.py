@@ -5,12 +5,10 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import Any, ClassVar, SupportsFloat, get_args
 
 import torch
@@ -25,7 +23,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
-from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.saved import SavedState
 
 __all__ = ["REDUCTIONS", "PERSampler"]
 
@@ -416,8 +414,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
             KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged: a
                 priority is negative or NaN, ...
         """
-        saved = self._saved(state_dict, "priorities")
-        size = self._max_capacity
+        what, own = f"the saved {type(self).__name__}", self._parameters()
+        keys = (*own, "largest", "num_lanes", "priorities")
+        saved, size = SavedState(state_dict, what, keys), self._max_capacity
         if saved.integer("max_capacity", 1) != size:
             raise saved.error("max_capacity", f"{size}, as here", saved["max_capacity"])
         saved.number("alpha", 0.0, _HIGHEST_ALPHA)
@@ -448,54 +447,15 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
             return []
         return (has_priority != has_row).nonzero().squeeze(1).tolist()
 
-    def _saved(self, state: Any, *keys: str) -> SavedState:
-        what = f"the saved {type(self).__name__}"
-        return SavedState(state, what, (*self._parameters(), "largest", "num_lanes", *keys))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. Batches drawn before are gone.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing has changed then.
-        """
-        self.check_state_dict(state_dict)
-        self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
-        self._eps, self._normalize = state_dict["eps"], state_dict["normalize"]
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked. Batches drawn before are gone."""
+        self._alpha, self._beta = state["alpha"], state["beta"]
+        self._eps, self._normalize = state["eps"], state["normalize"]
         self._marked = None
         self._table.normalize = self._normalize
         self._table.rescale(alpha=self._alpha, eps=self._eps)
-        self._table.load_state_dict(state_dict)
+        self._table.load_state_dict(state)
         self._is_loaded = not isinstance(self._table, DurableTable)
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves the sampler in the directory `path`, as JSON and raw float32."""
-        path = arguments.directory("path", path)
-        path.mkdir(parents=True, exist_ok=True)
-        state = self.state_dict()
-        state.pop("priorities").cpu().numpy().astype("<f4").tofile(path / "priorities.f32")
-        (path / "sampler.json").write_text(json.dumps(state))
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked.
-
-        Raises:
-            ValueError: a file is missing, cut or damaged.
-        """
-        state = folder.json("sampler.json")
-        size = self._saved(state).integer("max_capacity", 1)
-        return {
-            **state,
-            "priorities": folder.tensor("priorities.f32", torch.float32, (size,)).clone(),
-        }
-
-    def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved.
-
-        Raises:
-            FileNotFoundError: there is no such directory.
-            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing has changed then.
-        """
-        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __repr__(self) -> str:
         return (

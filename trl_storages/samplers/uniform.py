@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torchrl.data import RandomSampler, Storage
 from trl_storages import arguments
 from trl_storages.ring import episodes_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise, check_not_empty
-from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.saved import SavedState
 
 __all__ = ["UniformSampler"]
 
@@ -61,6 +60,10 @@ class UniformSampler(DrawingSampler, RandomSampler):
         """Draws rows with replacement, see `DrawingSampler.draw`."""
         return episodes_of(storage).draw(noise[0], window), {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing, as each draw is as likely as any other."""
+        return {}
+
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that a state is that of such a sampler, which has none: it must be empty.
 
@@ -69,36 +72,5 @@ class UniformSampler(DrawingSampler, RandomSampler):
         """
         SavedState(state_dict, f"the saved {type(self).__name__}", ())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing, as each draw is as likely as any other."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned.
-
-        Raises:
-            TypeError, ValueError: as `check_state_dict`.
-        """
-        self.check_state_dict(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Notes in the directory `path` that there is no state."""
-        path = arguments.directory("path", path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "sampler.json").write_text("{}")
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked.
-
-        Raises:
-            ValueError: a file is missing, cut or damaged.
-        """
-        return folder.json("sampler.json")
-
-    def loads(self, path: str | Path) -> None:
-        """Takes what `dumps` saved.
-
-        Raises:
-            FileNotFoundError, TypeError, ValueError: as `read_dump` and `check_state_dict`.
-        """
-        self.load_state_dict(self.read_dump(DumpFolder(path)))
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state, of which there is none."""

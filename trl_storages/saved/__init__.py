@@ -1,7 +1,15 @@
 """What was saved: looked at as a whole before any of it is taken over."""
 
-from trl_storages.saved.folder import DumpFolder, check_names
-from trl_storages.saved.parts import Savable, check_part, read_part
+from trl_storages.saved.files import copy_in_pieces, read_state, write_state
+from trl_storages.saved.parts import SavedPart, StockPart, as_part
 from trl_storages.saved.state import SavedState
 
-__all__ = ["DumpFolder", "Savable", "SavedState", "check_names", "check_part", "read_part"]
+__all__ = [
+    "SavedPart",
+    "SavedState",
+    "StockPart",
+    "as_part",
+    "copy_in_pieces",
+    "read_state",
+    "write_state",
+]

@@ -1,137 +1,133 @@
-"""Parts whose state can be checked before it is loaded: ours, and as far as it goes TorchRL's."""
+"""Parts of a storage as they are saved: each says what its state is, checks one, and takes it."""
 
 from __future__ import annotations
 
 import copy
-import math
-import shutil
-import tempfile
+from abc import abstractmethod
 from collections.abc import Mapping, Sized
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import numpy as np
 import torch
 from torchrl.data import PrioritizedSampler, SamplerWithoutReplacement
 
-from trl_storages.saved.folder import DumpFolder
+from trl_storages import arguments
+from trl_storages.saved.files import read_state, write_state
 from trl_storages.saved.state import SavedState
 
-__all__ = ["Savable", "check_part", "read_part"]
-
-_META = "meta.json"  # of tensordict
+__all__ = ["SavedPart", "StockPart", "as_part"]
 
 
-@runtime_checkable
-class Savable(Protocol):
-    """A part that says beforehand whether it can take a state."""
+class SavedPart:
+    """A part with a state of tensors and plain values, which is checked whole before it is taken."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that the part goes on from, in tensors and plain values."""
+
+    @abstractmethod
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is that of another part, or damaged.
+        """
+
+    @abstractmethod
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked; `progress` shows how far the copying of rows is."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+        """
+        self.check_state_dict(state_dict)
+        self.take_state(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves the state in the directory `path`, as JSON and raw numbers."""
+        write_state(arguments.directory("path", path), self.state_dict())
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what `dumps` saved.
+
+        Raises:
+            FileNotFoundError: there is no such directory, or a file of it is missing.
+            KeyError, TypeError, ValueError: a file is cut or damaged, or as `check_state_dict`. Nothing
+                is changed then.
+        """
+        self.load_state_dict(read_state(path))
+
+
+def as_part(part: Any) -> SavedPart:
+    """Returns a part of anybody's as one that can be saved."""
+    return part if isinstance(part, SavedPart) else StockPart(part)
+
+
+class StockPart(SavedPart):
+    """A sampler, writer or storage of TorchRL's own.
+
+    A state is compared with what it would save now, and tried on with a copy.
+
+    Args:
+        part: the sampler, writer or storage.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, with trees as tensors `[N]` of their leaves."""
+        # Samplers without a state return None.
+        state = self._part.state_dict() or {}
+        for key in self._trees():
+            state[key] = torch.as_tensor(state[key][np.arange(len(state[key]))])
+        return state
+
+    def _trees(self) -> tuple[str, ...]:
+        is_by_priority = isinstance(self._part, PrioritizedSampler)
+        return ("_sum_tree", "_min_tree") if is_by_priority else ()
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """Raises what is wrong with a state, and changes nothing."""
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked."""
-
-
-def check_part(part: Any, state: Any) -> None:
-    """Checks that a sampler or a writer can take a state, without changing anything.
-
-    One of TorchRL's own is compared with what it would save now, and tried on with a copy.
-
-    Args:
-        part: the sampler or writer.
-        state: what was saved.
-
-    Raises:
-        KeyError, TypeError, ValueError: it can't. The message says what is wrong.
-    """
-    if isinstance(part, Savable):
-        part.check_state_dict(state)
-        return
-    what, own = f"the saved {type(part).__name__}", part.state_dict() or {}
-    # Samplers without a state save None.
-    saved = SavedState({} if state is None else state, what, [*own])
-    for key, value in own.items():
-        _check_like(saved, key, saved[key], value)
-    trial = _trial(part)
-    try:
-        trial.load_state_dict(copy.deepcopy(state))
-        if isinstance(trial, PrioritizedSampler):
-            _check_priorities(trial)
-        elif isinstance(trial, SamplerWithoutReplacement):
-            _check_slots(trial)
-    except Exception as error:  # of code that is not ours
-        raise ValueError(f"{what} can't be loaded: {error!r}. Nothing was changed.") from error
-
-
-def read_part(part: Any, folder: DumpFolder, name: str) -> Any:
-    """Returns the state that a dump holds of a sampler or a writer.
-
-    One of TorchRL's own reads it from a copy, as it would lengthen files that were cut, and must have
-    files of the sizes that it would write now.
-
-    Args:
-        part: the sampler or writer.
-        folder: of the dump.
-        name: of the directory in it.
-
-    Raises:
-        ValueError: a file is missing, cut or damaged.
-    """
-    if isinstance(part, Savable):
-        return part.read_dump(folder.folder(name))
-    trial = _trial(part)
-    with tempfile.TemporaryDirectory() as place:
-        files = Path(place) / "part"
-        if folder.has(name):
-            shutil.copytree(folder.folder(name).path, files)
-        else:
-            files.mkdir()
-        copied = DumpFolder(files)
-        for file in files.rglob("*.json"):
-            copied.json(str(file.relative_to(files)))
-        if copied.has(_META):
-            copied.tensordict()
-        before = _sizes(files)
+        """Checks that `load_state_dict` can take a state; see `SavedPart.check_state_dict`."""
+        what, own = f"the saved {type(self._part).__name__}", self.state_dict()
+        saved = SavedState({} if state_dict is None else state_dict, what, [*own])
+        for key, value in own.items():
+            _check_like(saved, key, saved[key], value)
+        for key in self._trees():
+            saved.tensor(key, torch.float32, own[key].shape, "the size must be the same")
+            saved.within(key, 0, torch.finfo(torch.float32).max)
+        # Neither the rows nor the generator are a part of it.
+        kept = (vars(self._part).get(name) for name in ("_rng", "_storage"))
+        trial = copy.deepcopy(self._part, {id(it): it for it in kept if it is not None})
         try:
-            trial.loads(files)
-            state = copy.deepcopy(trial.state_dict())
-            trial.dumps(Path(place) / "again")
+            StockPart(trial).take_state(copy.deepcopy(state_dict))
+            if isinstance(trial, SamplerWithoutReplacement):
+                _check_slots(trial)
         except Exception as error:  # of code that is not ours
-            raise ValueError(
-                f"{folder.path / name} must be what {type(part).__name__} dumped: {error!r}. Nothing "
-                "was changed."
-            ) from error
-        if (after := _sizes(Path(place) / "again")) != before:
-            raise ValueError(
-                f"{folder.path / name} must have files of these sizes: {after}, got {before}: one was "
-                "cut, or is that of another part. Bring it back from a copy. Nothing was changed."
-            )
-    return state
+            raise ValueError(f"{what} can't be loaded: {error!r}. Nothing was changed.") from error
 
-
-def _trial(part: Any) -> Any:
-    # Neither the rows nor the generator are a part of it.
-    memo: dict[int, Any] = {}
-    for name in ("_rng", "_storage"):
-        if (kept := vars(part).get(name)) is not None:
-            memo[id(kept)] = kept
-    return copy.deepcopy(part, memo)
-
-
-def _sizes(files: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(files)): path.stat().st_size
-        for path in sorted(files.rglob("*"))
-        if path.is_file() and path.suffix != ".json"
-    }
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
+        state = {**state} if state else {}
+        for key in self._trees():
+            tree = copy.deepcopy(getattr(self._part, key))
+            tree[np.arange(len(tree))] = state[key].cpu().numpy()
+            state[key] = tree
+        self._part.load_state_dict(state)
 
 
 def _check_like(saved: SavedState, key: str, value: Any, own: Any) -> None:
     """Compares an entry with the one that would be saved now."""
     if own is None or (value is None and isinstance(own, torch.Tensor)):
         return  # made when it is first needed
-    numbers = all(isinstance(it, int | float) and not isinstance(it, bool) for it in (value, own))
-    if not numbers and type(value) is not type(own):
+    both = value, own
+    numbers = all(isinstance(it, int | float) and not isinstance(it, bool) for it in both)
+    is_alike = type(value) is type(own) or all(isinstance(it, Mapping) for it in both)
+    if not numbers and not is_alike:
         raise saved.error(key, f"of type {type(own).__name__}", type(value).__name__)
     if numbers and not 0 <= value < 2**63:
         raise saved.error(key, "finite and at least 0", value)
@@ -145,13 +141,6 @@ def _check_like(saved: SavedState, key: str, value: Any, own: Any) -> None:
             _check_like(inner, name, inner[name], entry)
     elif isinstance(own, Sized) and not isinstance(own, str) and len(value) != len(own):
         raise saved.error(key, f"of size {len(own)}", len(value))
-
-
-def _check_priorities(sampler: PrioritizedSampler) -> None:
-    tree = sampler._sum_tree
-    values = [tree[at] for at in range(len(tree))]
-    if bad := [value for value in values if not (math.isfinite(value) and value >= 0)]:
-        raise ValueError(f"priorities must be finite and at least 0, got {bad[0]}")
 
 
 def _check_slots(sampler: SamplerWithoutReplacement) -> None:

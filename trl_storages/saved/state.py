@@ -114,7 +114,7 @@ class SavedState:
             raise self.error(key, must, list(value.shape))
         return value
 
-    def within(self, key: str, low: int, high: int) -> None:
+    def within(self, key: str, low: float, high: float) -> None:
         """Checks that all elements of a tensor lie within `[low, high]`."""
         value = self._state[key]
         if value.numel() and not bool(((value >= low) & (value <= high)).all()):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from trl_storages.rows import (
     stage,
     tensors_of,
 )
-from trl_storages.saved import DumpFolder, SavedState
+from trl_storages.saved import SavedPart, SavedState
 from trl_storages.stock_parts import check_buffers, check_draws, check_not_joined
 from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
 from trl_storages.writing.gaps import GapWatch, OnGap
@@ -86,7 +85,7 @@ class _Block(NamedTuple):
     """`[L, T]` bool; None for none."""
 
 
-class EpisodeWriter(RoundRobinWriter):
+class EpisodeWriter(SavedPart, RoundRobinWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
@@ -765,7 +764,7 @@ class EpisodeWriter(RoundRobinWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""
-        state = super().state_dict()
+        state = RoundRobinWriter.state_dict(self)
         state["episodes"] = self._episodes.state_dict()
         state["last_trajectory"] = self._last_trajectory.clone()  # type: ignore[union-attr]
         return state
@@ -807,58 +806,16 @@ class EpisodeWriter(RoundRobinWriter):
             saved.within("_generation", -1, 2**62)
         return index
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
-        """
-        self.check_state_dict(state_dict)
-        self._episodes.load_state_dict(state_dict["episodes"])
-        self._last_trajectory.copy_(state_dict["last_trajectory"])  # type: ignore[union-attr]
-        super().load_state_dict(state_dict)
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked."""
+        self._episodes.take_state(state["episodes"])
+        self._last_trajectory.copy_(state["last_trajectory"])  # type: ignore[union-attr]
+        RoundRobinWriter.load_state_dict(self, state)
         if len(self._episodes):
             # TorchRL's storages forget it when rows are loaded, and ask for it when they are saved.
             self._storage._set_last_cursor(self._episodes.newest_slot())
         if self._on_disk is not None:
             self._storage.restart(None, None, self._write_count)
-
-    def dumps(self, path: str | Path) -> None:
-        """Saves the writer in the directory `path`, as JSON and raw tensors."""
-        path = arguments.directory("path", path)
-        super().dumps(path)
-        tensors = {**self._episodes.state_dict(), "last_trajectory": self._last_trajectory}
-        TensorDict(tensors, []).cpu().memmap(Path(path) / "episodes")
-
-    def read_dump(self, folder: DumpFolder) -> dict[str, Any]:
-        """Returns the state that a dump holds, unchecked.
-
-        Raises:
-            ValueError: a file is missing, cut or damaged.
-        """
-        if not folder.has("episodes"):
-            raise ValueError(_NO_EPISODES)
-        tensors = dict(folder.folder("episodes").tensordict().items())
-        state = {"episodes": tensors, "last_trajectory": tensors.pop("last_trajectory", None)}
-        more = ("generation_shape", "generation_dtype")
-        what = str(folder.path / "metadata.json")
-        saved = SavedState(folder.json("metadata.json"), what, ("cursor", "write_count"), more)
-        state |= {"_cursor": saved["cursor"], "_write_count": saved["write_count"]}
-        if more[0] in saved:
-            size = saved[more[0]][0] if isinstance(saved[more[0]], list) else None
-            if type(size) is not int or not 0 <= size <= self._storage.max_size:
-                raise saved.error(more[0], f"[{self._storage.max_size}] at most", saved[more[0]])
-            state["_generation"] = folder.tensor("generation.memmap", torch.int64, (size,))
-        return state
-
-    def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` saved.
-
-        Raises:
-            FileNotFoundError: there is no such directory.
-            KeyError, TypeError, ValueError: as `read_dump`, `check_state_dict`. Nothing is changed then.
-        """
-        self.load_state_dict(self.read_dump(DumpFolder(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"

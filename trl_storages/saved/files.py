@@ -1,0 +1,353 @@
+"""A saved state in a directory: one JSON file that describes it, and raw numbers.
+
+Loading runs no code, and follows no links, pipes or devices: only `state.json` and the files that it
+numbers are opened, each of exactly the size that its description asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from trl_storages import arguments
+from trl_storages.progress_bar import tracker
+
+__all__ = ["copy_in_pieces", "read_state", "write_state"]
+
+_PIECE = 1 << 26  # bytes that are copied at once
+_STATE = "state.json"
+_MOST_BYTES = 1 << 24  # of a JSON file
+_MOST_VALUES = 1 << 20  # in it
+_MOST_DEPTH = 32
+_MOST_FILES = 100_000
+_LARGEST = 2**63 - 1
+#: What a value that JSON does not know is described by: the key of its kind.
+_KIND = "$"
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", None)
+# Without it the kernel would set memory aside for a copy of the whole file.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for somebody to write to it
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def _file_of(number: int) -> str:
+    return f"{number}.tensor"
+
+
+# Writing
+
+
+def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
+    """Saves a state of tensors, TensorDicts, plain values, and dicts and lists of them.
+
+    Args:
+        path: a directory, which may hold an earlier state: that is forgotten.
+        state: what is saved.
+        progress: whether to show how far the copying of tensors is.
+
+    Raises:
+        ImportError: tqdm is not installed, and progress shall be shown.
+        TypeError: the state holds something else. Nothing is written then, either.
+    """
+    track = tracker("saving rows", progress)
+    tensors: list[torch.Tensor] = []
+    text = json.dumps(_described(state, tensors), allow_nan=False)
+    path.mkdir(parents=True, exist_ok=True)
+    # Without it there is no saved state, should this be interrupted.
+    (path / _STATE).unlink(missing_ok=True)
+    for old in path.glob("*.tensor"):
+        old.unlink()
+    pieces = [
+        (number, piece) for number, tensor in enumerate(tensors) for piece in _pieces_of(tensor)
+    ]
+    for number, piece in track(pieces):
+        if piece.dtype is torch.bool:
+            # Rows that were never written may hold any byte.
+            piece = piece.view(torch.uint8) != 0
+        with (path / _file_of(number)).open("ab") as file:
+            piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
+    (path / _STATE).write_text(text)
+
+
+def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns stretches of a tensor along its first dimension, none of an empty one."""
+    if not tensor.numel():
+        return ()
+    rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()
+    return rows.split(max(_PIECE * len(rows) // rows.nbytes, 1))
+
+
+def copy_in_pieces(
+    source: Mapping[Any, torch.Tensor],
+    target: Mapping[Any, torch.Tensor],
+    *,
+    progress: bool = False,
+) -> None:
+    """Copies fields `[N, ...]` piece by piece, as they may come from files.
+
+    Args:
+        source: key -> where they are.
+        target: the same keys -> where they go.
+        progress: whether to show how far it is.
+    """
+    num_rows = len(next(iter(target.values())))
+    piece = max(_PIECE * num_rows // max(sum(field.nbytes for field in target.values()), 1), 1)
+    for start in tracker("loading rows", progress)(range(0, num_rows, piece)):
+        size = min(piece, num_rows - start)
+        for key, place in target.items():
+            place.narrow(0, start, size).copy_(source[key].narrow(0, start, size))
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Returns what JSON can hold of a value, and adds its tensors to a list."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
+        case torch.Tensor() if value.layout is torch.strided:
+            tensors.append(value)
+            dtype = str(value.dtype).removeprefix("torch.")
+            number = len(tensors) - 1
+            return {_KIND: "tensor", "dtype": dtype, "shape": [*value.shape], "file": number}
+        case TensorDictBase():
+            device = None if value.device is None else str(value.device)
+            entries = {key: value.get(key) for key in value.keys()}  # noqa: SIM118
+            inner = _described(entries, tensors)
+            sizes = [*value.batch_size]
+            return {_KIND: "tensordict", "batch_size": sizes, "device": device, "entries": inner}
+        case list() | tuple():
+            items = [_described(item, tensors) for item in value]
+            return items if isinstance(value, list) else {_KIND: "tuple", "value": items}
+        case Mapping():
+            if all(isinstance(key, str) and key != _KIND for key in value):
+                return {key: _described(item, tensors) for key, item in value.items()}
+            return {_KIND: "dict", "value": _described([*value.items()], tensors)}
+    raise TypeError(
+        f"a state that is saved must be of dense tensors and plain values, got {type(value).__name__}: "
+        "save state_dict() by means of your own. Nothing was written."
+    )
+
+
+# Reading
+
+
+def read_state(path: str | Path) -> Any:
+    """Returns what `write_state` saved. Tensors are mapped: they are read when they are copied.
+
+    Raises:
+        FileNotFoundError: there is no such directory, or a file of it is missing.
+        ValueError: a file is cut or damaged; or something in the directory is a link, a pipe, a device or
+            a pickle, or there is too much of it.
+    """
+    directory = _Directory(arguments.directory("path", path))
+    return directory.value(directory.json(_STATE))
+
+
+class _Directory:
+    """What was written to a directory, read with bounds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"there must be a directory that dumps() wrote, got {path}. Nothing was changed."
+            )
+        with os.scandir(path) as entries:
+            for number, entry in enumerate(entries):
+                self._check(entry, number)
+
+    def _check(self, entry: os.DirEntry, number: int) -> None:
+        if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            kind = "a link" if entry.is_symlink() else "a pipe, a socket or a device"
+            self._refuse(f"{entry.path} must be a file or a directory, got {kind}")
+        if entry.name.endswith(".pickle"):
+            self._refuse(f"{entry.path} may be a pickle, whose loading runs code")
+        if number >= _MOST_FILES:
+            self._refuse(f"there must be at most {_MOST_FILES} files, got more")
+
+    def _refuse(
+        self, reason: str, cause: BaseException | None = None, kind: type[Exception] = ValueError
+    ) -> NoReturn:
+        raise kind(
+            f"{self._path} must be what dumps() wrote: {reason}. Bring it back from a copy, or dump "
+            "anew. Nothing was changed."
+        ) from cause
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[tuple[int, int]]:
+        """Opens a file: yields its descriptor and its size in bytes."""
+        try:
+            descriptor = os.open(self._path / name, _FLAGS)
+        except FileNotFoundError as error:
+            reason = f"the file {name!r} is missing"
+            if name == _STATE:
+                reason += (
+                    " (what TorchRL's own buffers dump has no episode index: extend() by its rows)"
+                )
+            self._refuse(reason, error, FileNotFoundError)
+        except OSError as error:
+            self._refuse(f"{name!r} can't be opened as a file: {error.strerror}", error)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                self._refuse(f"{name!r} is no file")
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+    def json(self, name: str) -> Any:
+        """Reads a JSON file that holds a dict: of bounded size, depth and count, with finite numbers."""
+        with (
+            self._open(name) as (descriptor, size),
+            os.fdopen(descriptor, "rb", closefd=False) as file,
+        ):
+            if size > _MOST_BYTES:
+                self._refuse(f"{name!r} must have at most {_MOST_BYTES} bytes, got {size}")
+            text = file.read(_MOST_BYTES)
+        try:
+            value = json.loads(
+                text,
+                parse_constant=_no_number,
+                parse_float=_finite,
+                parse_int=_bounded,
+                object_pairs_hook=_without_twins,
+            )
+            _check_size(value)
+        except (ValueError, RecursionError) as error:
+            self._refuse(f"{name!r} is cut or damaged ({error})", error)
+        if not isinstance(value, dict):
+            self._refuse(f"{name!r} must hold a dict, got {type(value).__name__}")
+        return value
+
+    def value(self, found: Any) -> Any:
+        """Returns what `_described` described."""
+        if isinstance(found, list):
+            return [self.value(item) for item in found]
+        if not isinstance(found, dict):
+            return found
+        if _KIND not in found:
+            return {key: self.value(item) for key, item in found.items()}
+        kind, names = found[_KIND], found.keys() - {_KIND}
+        read = _KINDS.get(kind) if isinstance(kind, str) else None
+        if read is None or names != read[0]:
+            self._refuse(f"{_STATE!r} must describe values of kinds that are known, got {found}")
+        try:
+            return read[1](self, **{name: found[name] for name in names})
+        except (RuntimeError, TypeError, KeyError) as error:
+            self._refuse(f"{_STATE!r} describes {found} ({error})", error)
+
+    def _float(self, value: Any) -> float:
+        if value not in ("inf", "-inf", "nan"):
+            raise TypeError("must be inf, -inf or nan")
+        return float(value)
+
+    def _items(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise TypeError("must be a list")
+        return self.value(value)
+
+    def _size(self, value: Any) -> torch.Size:
+        if not all(type(size) is int and size >= 0 for size in self._items(value)):
+            raise TypeError("must be a list of sizes")
+        if math.prod(value) > _LARGEST:
+            raise TypeError("must be sizes that memory has room for")
+        return torch.Size(value)
+
+    def _dict(self, value: Any) -> dict[Any, Any]:
+        return dict(self._items(value))
+
+    def _tensordict(self, batch_size: Any, device: Any, entries: Any) -> TensorDict:
+        if not isinstance(entries, dict):
+            raise TypeError("must have a dict of entries")
+        data = TensorDict(self.value(entries), self._size(batch_size))
+        return data if device is None else data.clone().to(device)
+
+    def _tensor(self, dtype: Any, shape: Any, file: Any) -> torch.Tensor:
+        """Maps raw numbers, to be read: what is written to the tensor goes nowhere."""
+        size = self._size(shape)
+        if dtype not in _DTYPES or type(file) is not int:
+            raise TypeError("must have a dtype and the number of a file")
+        kind, name = _DTYPES[dtype], _file_of(file)
+        needed = math.prod(size) * kind.itemsize
+        if not needed:
+            return torch.empty(size, dtype=kind)
+        with self._open(name) as (descriptor, there):
+            if there != needed:
+                self._refuse(f"{name!r} must have {needed} bytes, got {there}")
+            if _PRIVATE is None:
+                words = mmap.mmap(descriptor, needed, access=mmap.ACCESS_COPY)
+            else:
+                # To read and to write, as it is unless told otherwise.
+                words = mmap.mmap(descriptor, needed, flags=_PRIVATE | _NO_RESERVE)
+        if kind is torch.bool and int(torch.frombuffer(words, dtype=torch.uint8).max()) > 1:
+            self._refuse(f"{name!r} must hold the bytes 0 and 1 alone")
+        return torch.frombuffer(words, dtype=torch.uint8).view(kind).view(size)
+
+
+#: Kind -> what describes it besides, and how it is read.
+_KINDS: dict[str, tuple[set[str], Callable[..., Any]]] = {
+    "float": ({"value"}, _Directory._float),
+    "tensor": ({"dtype", "shape", "file"}, _Directory._tensor),
+    "tensordict": ({"batch_size", "device", "entries"}, _Directory._tensordict),
+    "tuple": ({"value"}, lambda directory, value: tuple(directory._items(value))),
+    "dict": ({"value"}, _Directory._dict),
+}
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"numbers must be finite, got {text}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def _bounded(text: str) -> int:
+    # Of very many digits Python makes no number, or takes very long.
+    if len(text) > 20 or not -_LARGEST <= int(text) <= _LARGEST:
+        raise ValueError(f"whole numbers must be below 2^63, got {text[:25]}")
+    return int(text)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an entry occurs twice")
+    return value
+
+
+def _check_size(value: Any) -> None:
+    level, depth, count = [value], 0, 1
+    while level:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        depth, count = depth + 1, count + len(level)
+        if depth > _MOST_DEPTH or count > _MOST_VALUES:
+            raise ValueError(f"at most {_MOST_VALUES} values, {_MOST_DEPTH} deep, are read")
