@@ -485,7 +485,7 @@ class Clip(ReplayTransform):
         self.seen.append(rows["next", "reward"])
         rows.define([("next", "reward")], self.clip)
 
-    def clip(self, rows):
+    def clip(self, rows, key):
         return {("next", "reward"): rows["next", "reward"].clamp(-self.bound, self.bound)}
 
 

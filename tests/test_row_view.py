@@ -50,7 +50,7 @@ def assert_same(batch, expected):
         assert torch.equal(batch[key], expected[key]), key
 
 
-def doubled(rows):
+def doubled(rows, key):
     return {REWARD: rows[REWARD] * 2}
 
 
@@ -92,7 +92,7 @@ def test_what_is_defined_is_so_for_further_rows_too(storage):
     rows, bonus = view(storage), torch.tensor([[1.0], [2.0], [3.0]])
     rows.define([REWARD], doubled)
     # What is known of each sample broadcasts to its further rows.
-    rows.define([REWARD, "bonus"], lambda seen: {REWARD: seen[REWARD] + bonus, "bonus": bonus})
+    rows.define([REWARD, "bonus"], lambda seen, key: {REWARD: seen[REWARD] + bonus, "bonus": bonus})
     assert rows.is_defined(REWARD)
     assert not rows.is_defined("mark")
     assert rows[REWARD].tolist() == [[4.0], [2.0], [10.0]]
@@ -106,14 +106,16 @@ def test_what_is_defined_is_so_for_further_rows_too(storage):
 def test_what_is_set_or_defined_last_stays(storage):
     """A rule for several entries, asked for one of them, leaves the others to those that came later."""
     rows = view(storage)
-    rows.define([REWARD, "mark", "bonus"], lambda seen: dict.fromkeys((REWARD, "mark", "bonus"), 7))
+    rows.define(
+        [REWARD, "mark", "bonus"], lambda seen, key: dict.fromkeys((REWARD, "mark", "bonus"), 7)
+    )
     rows["mark"] = torch.ones(3, 1)
-    rows.define([REWARD], lambda seen: {REWARD: seen[REWARD] + 1})
+    rows.define([REWARD], lambda seen, key: {REWARD: seen[REWARD] + 1})
     assert (rows["bonus"], rows["mark"].tolist(), rows[REWARD]) == (7, [[1]] * 3, 8)
 
 
 def test_a_rule_is_not_applied_before_it_is_asked_for(storage):
-    def fail(seen):
+    def fail(seen, key):
         raise AssertionError
 
     rows = view(storage)

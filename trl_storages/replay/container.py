@@ -612,7 +612,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
             if self._sample_unit is not None:
                 index, info = expand(self._sample_unit, index, info, storage)
             info[keys.INDEX] = index
-            if self._writer.tracks_generations:
+            if self._writer._track_generations:
                 info["index_generation"] = self._writer.generations_of(index)
             fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
             if fields.device != index.device:
@@ -623,7 +623,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
 
     def _check_goals(self, parts: list[Transform]) -> None:
         """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
-        if not any(getattr(layer, "draws_goals", False) for layer in layers_of(self._sampler)):
+        if not getattr(self._sampler, "draws_goals", False):
             return
         if not any(getattr(part, "uses_goals", False) for part in parts):
             raise RuntimeError(

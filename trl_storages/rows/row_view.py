@@ -6,7 +6,7 @@ Letters: B samples of a batch, n further rows of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,14 +17,19 @@ from trl_storages.rows.fields import BatchFields, FollowingFields, StoredFields
 
 __all__ = ["RowView", "Rule"]
 
-Rule = Callable[["RowView"], Mapping[NestedKey, torch.Tensor]]
+Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-class _Light(NamedTuple):
+class _Light:
     """How an entry is seen, given how all were seen before; without a rule it was set for one batch."""
 
-    rule: Rule | None
-    before: Mapping[NestedKey, _Light]
+    __slots__ = ("before", "rule")
+
+    def __init__(self, rule: Rule | None, before: Mapping[NestedKey, _Light]) -> None:
+        self.rule, self.before = rule, before
+
+
+_AS_STORED: Mapping[NestedKey, _Light] = {}
 
 
 class RowView:
@@ -39,6 +44,7 @@ class RowView:
         stored: the rows.
         storage: where they are.
         drawn: key -> `[*B, ...]` what the sampler drew, on `stored.device`.
+        lights: how entries are seen, as further rows of another view.
 
     Attributes:
         slots: `[*B]` int64 where the rows lie, on the device of the storage.
@@ -50,14 +56,15 @@ class RowView:
         stored: StoredFields,
         storage: Storage,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
+        lights: Mapping[NestedKey, _Light] = _AS_STORED,
     ) -> None:
         self.slots, self.device = stored.slots, stored.device
         self._storage = storage
         self._stored: StoredFields | BatchFields = stored
         # What was set or worked out.
-        self._entries: dict[NestedKey, torch.Tensor] = dict(drawn or {})
+        self._entries: dict[NestedKey, torch.Tensor] = {} if drawn is None else dict(drawn)
         # Those that are seen otherwise than they are stored.
-        self._lights: Mapping[NestedKey, _Light] = {}
+        self._lights = lights
         # The rows that lend what lies under `next`, where these are others.
         self._following: RowView | None = None
         # Why further rows can't be looked at, where they can't.
@@ -96,7 +103,7 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        for found, value in light.rule(self._seen(self._stored, light.before)).items():
+        for found, value in light.rule(self._seen(self._stored, light.before), key).items():
             # What was set or defined since stays.
             if self._lights.get(found) is light:
                 self._entries[found] = value
@@ -119,14 +126,16 @@ class RowView:
 
         Args:
             keys: the entries.
-            rule: returns them, when one of them is asked for. It is given rows as they are seen now:
-                these, or further ones `[n, B]` of each sample, to which what is known of the samples
-                broadcasts.
+            rule: returns one of them when it is asked for, and perhaps others that come along. It is
+                given rows as they are seen now, these or further ones `[n, B]` of each sample, to which
+                what is known of the samples broadcasts; and which entry is asked for.
         """
         light = _Light(rule, self._lights)
-        self._lights = {**self._lights, **dict.fromkeys(keys, light)}
+        self._lights = lights = {**self._lights}
         for key in keys:
-            self._entries.pop(key, None)
+            lights[key] = light
+            if key in self._entries:
+                del self._entries[key]
 
     def is_defined(self, key: NestedKey) -> bool:
         """Returns whether an entry is seen in another light than it is stored in."""
@@ -153,9 +162,7 @@ class RowView:
         return self._stored  # type: ignore[return-value]
 
     def _seen(self, stored: Any, lights: Mapping[NestedKey, _Light]) -> RowView:
-        rows = RowView(stored, self._storage)
-        rows._lights = lights
-        return rows
+        return RowView(stored, self._storage, None, lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
         """Lets what lies under `next` be that of other rows.
@@ -196,7 +203,7 @@ class RowView:
             function: takes the batch and returns it, such as a transform of TorchRL's.
         """
         self._stored = BatchFields(function(self.tensordict()))
-        self._entries, self._lights, self._following = {}, {}, None
+        self._entries, self._lights, self._following = {}, _AS_STORED, None
         self._obstacle = (
             f"{type(function).__name__} has changed the sampled rows, but it cannot show further rows in "
             "the same way: put it behind the transforms that read further rows (GoalRelabel, NStep)."

@@ -129,25 +129,27 @@ class HERSampler(WrappingSampler):
         """
         episodes, (*noise, own) = episodes_of(storage), noise
         index, info = draw_from(self.base, storage, batch_size, noise)
-        if len(own) != len(index):
+        if own.shape != index.shape:
             # Samplers without replacement end an epoch with fewer rows than were asked for.
-            own = own[: len(index)]
-        slots, kinds = index.to(own.device), self._kinds(own)
-        goals, mask = episodes.goals(slots, own, kinds, (self.strategy,))
-        info["goal_index"], info["her_mask"] = goals.to(index.device), mask.to(index.device)
+            own = own[: index.shape[0]]
+        device = index.device
+        slots = index if own.device == device else index.to(own.device)
+        goals, mask = episodes.goals(slots, own, self._kinds(own), (self._strategy,))
+        info["goal_index"] = goals if goals.device == device else goals.to(device)
+        info["her_mask"] = mask if mask.device == device else mask.to(device)
         return index, info
 
     def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` uint8, how the goal of each transition is drawn; 0 where it stays as stored."""
-        size, device = len(noise), noise.device
-        kinds, shares = [GOAL_KINDS[self.strategy]], [1.0]
-        if size == 1 and self.num_goals > 0:
+        size, num_goals, strategy = noise.shape[0], self._num_goals, self._strategy
+        kinds, shares = [GOAL_KINDS[strategy]], [1.0]
+        if size == 1 and num_goals > 0:
             # The floor would always be 0.
-            return kinds_by_chance(noise, self.num_goals, kinds, shares)
-        made_for = (size, self.num_goals, self.strategy, device)
+            return kinds_by_chance(noise, num_goals, kinds, shares)
+        made_for = (size, num_goals, strategy, noise.device)
         if self._made_for != made_for:
-            found = kinds_of_batch(size, self.num_goals, kinds, shares)
-            self._prepared = torch.tensor(found, dtype=torch.uint8, device=device)
+            found = kinds_of_batch(size, num_goals, kinds, shares)
+            self._prepared = torch.tensor(found, dtype=torch.uint8, device=noise.device)
             self._made_for = made_for
         return self._prepared
 

@@ -105,17 +105,20 @@ class GoalRelabel(ReplayTransform):
             )
         goal = rows.at(rows[keys.GOAL_INDEX])[self.next_achieved_goal_key]
         drawn = _DrawnGoals(rows[keys.HER_MASK].unsqueeze(-1), goal)
-        pursued, following = self.desired_goal_key, self.next_desired_goal_key
-        rows.define((pursued,), lambda seen: {pursued: drawn.pursued(seen[pursued])})
-        if following in rows:
-            rows.define((following,), lambda seen: {following: drawn.pursued(seen[following])})
-        else:
+        goals = self.desired_goal_key, self.next_desired_goal_key
+        has_following = goals[1] in rows
+
+        def goal_of(seen: RowView, key: NestedKey) -> dict[NestedKey, torch.Tensor]:
+            if key == goals[0] or has_following:
+                return {key: drawn.pursued(seen[key])}
             # Such rows pursue one goal throughout.
-            rows.define((following,), lambda seen: {following: _repeated(rows[pursued], seen)})
-        rows.define((self.reward_key,), lambda seen: self._rewards(seen, drawn))
+            return {key: _repeated(rows[goals[0]], seen)}
+
+        rows.define(goals, goal_of)
+        rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, drawn))
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
-            rows.define(flags, lambda seen: self._flags(seen, drawn))
+            rows.define(flags, lambda seen, _: self._flags(seen, drawn))
 
     def _rewards(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
         computed = self._ask("reward_fn", self.reward_fn, seen, drawn)
@@ -175,8 +178,9 @@ class GoalRelabel(ReplayTransform):
             *self.info_keys,
         ]
         fields = read_fields(storage, slots, wanted)
-        _check_one_a_row(self.reward_key, fields[self.reward_key], slots.shape)
         stored = fields[self.reward_key]
+        if stored.shape != (*slots.shape, 1):
+            raise _not_one_a_row(self.reward_key, stored, slots.ndim)
         computed = _judge(
             "reward_fn",
             self.reward_fn,
@@ -279,18 +283,18 @@ def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:
 def _one_a_row(seen: RowView, key: NestedKey) -> torch.Tensor:
     """Returns an entry that has one value a row, `[*B, 1]`."""
     entry = seen[key]
-    _check_one_a_row(key, entry, seen.batch_size)
+    if entry.shape != (*seen.slots.shape, 1):
+        raise _not_one_a_row(key, entry, seen.slots.ndim)
     return entry
 
 
-def _check_one_a_row(key: NestedKey, stored: torch.Tensor, batch: torch.Size) -> None:
-    """Raises a ValueError if what is computed for a goal would be broadcast."""
-    if stored.shape != (*batch, 1):
-        raise ValueError(
-            f"{key!r} must be stored with shape [1] a row, as what is computed for a goal is, got "
-            f"{list(stored.shape[len(batch) :])}. Of several agents, store what the team gets as one "
-            "reward and one flag a row."
-        )
+def _not_one_a_row(key: NestedKey, stored: torch.Tensor, batch_dims: int) -> ValueError:
+    """Says that what is computed for a goal would be broadcast."""
+    return ValueError(
+        f"{key!r} must be stored with shape [1] a row, as what is computed for a goal is, got "
+        f"{list(stored.shape[batch_dims:])}. Of several agents, store what the team gets as one "
+        "reward and one flag a row."
+    )
 
 
 def _judge(

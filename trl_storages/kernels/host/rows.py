@@ -5,6 +5,7 @@ Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,9 +84,7 @@ class RowTable:
             IndexError: a slot lies beyond the rows.
         """
         out = torch.empty((*slots.shape, *shape), dtype=dtype)
-        num_slots = slots.numel()
-        if num_slots:
-            self._copy(slots, start_byte, out.numel() // num_slots * dtype.itemsize, out)
+        self._copy(slots, start_byte, math.prod(shape) * dtype.itemsize, out)
         return out
 
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
