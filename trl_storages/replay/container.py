@@ -623,7 +623,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
 
     def _check_goals(self, parts: list[Transform]) -> None:
         """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
-        if not getattr(self._sampler, "draws_goals", False):
+        if not any(getattr(layer, "draws_goals", False) for layer in layers_of(self._sampler)):
             return
         if not any(getattr(part, "uses_goals", False) for part in parts):
             raise RuntimeError(
