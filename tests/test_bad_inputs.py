@@ -400,6 +400,7 @@ TABLE: dict[str, dict[str, str]] = {
         "reward_key": "key",
         "terminated_key": "key",
         "steps_to_next_obs_key": "key",
+        "agent_done_key": "key?",
     },
     "NStep.n_steps": {"value": "count from 1"},
     "NStep.gamma": {"value": "share"},

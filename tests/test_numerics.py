@@ -352,24 +352,30 @@ class TestNStep:
         with pytest.raises(TypeError, match=r"real numbers, got torch\.complex64"):
             storage.sample()
 
-    @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 1), ()])
-    def test_rewards_of_several_agents_raise(self, shape):
-        storage = ReplayStorage(storage=PackedStorage(8), batch_size=4, transform=NStep(3))
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16])
+    @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 1)])
+    def test_rewards_of_several_agents(self, shape, dtype):
+        storage = ReplayStorage(storage=PackedStorage(8), batch_size=64, transform=NStep(3, 0.5))
         done = torch.zeros(8, 1, dtype=torch.bool)
-        reward = torch.zeros(8, *shape)
+        reward = torch.ones(8, *shape, dtype=dtype)
         storage.extend(TensorDict({"next": {"done": done, "reward": reward}}, [8]))
-        with pytest.raises(ValueError, match=r"\[4, 1\]; got \[4.*Of several agents, store what"):
-            storage.sample()
-        # As the remedy says.
+        batch = storage.sample()
+        assert batch["next", "reward"].dtype is return_dtype(dtype)
+        expected = torch.tensor([1.75] * 6 + [1.5, 1.0])[batch["index"]]
+        expected = expected.view(-1, *(1,) * len(shape)).expand(-1, *shape)
+        assert torch.equal(batch["next", "reward"].float(), expected)
+        # One step stays as it is stored.
         storage.transform[0].n_steps = 1
-        assert storage.sample()["next", "reward"].shape == (4, *shape)
+        batch = storage.sample()
+        assert batch["next", "reward"].dtype is dtype
+        assert batch["steps_to_next_obs"].shape == (64, *shape)
 
-    def test_rewards_under_the_agents_raise(self):
+    def test_rewards_under_the_agents_that_are_not_named_raise(self):
         storage = ReplayStorage(storage=PackedStorage(8), batch_size=4, transform=NStep(3))
         agents = TensorDict({"reward": torch.zeros(8, 3, 1)}, [8, 3])
         done = torch.zeros(8, 1, dtype=torch.bool)
         storage.extend(TensorDict({"next": {"done": done, "agents": agents}}, [8]))
-        with pytest.raises(KeyError, match=r"lack.*reward_key.*several agents, store"):
+        with pytest.raises(KeyError, match=r"lack.*reward_key=.*several agents"):
             storage.sample()
 
 

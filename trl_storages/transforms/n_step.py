@@ -1,6 +1,6 @@
 """Shows a transition and the few after it as one long step.
 
-Letters: B batch, n steps looked ahead at most, m steps taken.
+Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from trl_storages.rows import RowView
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
-
-_ONE_FOR_ALL = (
-    "store what the team gets as one reward and one flag a row, such as the mean of their rewards, "
-    "or take single steps (n_steps=1), which leave each agent's own as it is"
-)
 
 
 class NStep(ReplayTransform):
@@ -44,6 +39,12 @@ class NStep(ReplayTransform):
     own dtype if it is floating, to the default dtype for bool and integers of 8 or 16 bits, to float64
     for larger integers. With n = 1 they stay as they are.
 
+    **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, each agent's rewards
+    are folded by themselves, and `steps_to_next_obs` has the shape of the rewards, as TorchRL's losses
+    want it. `done` of a row ends the window of all agents. An agent's own, `[B, A, 1]` beside its reward,
+    ends that of this agent alone: what lies beside the reward, and has one value an agent, is then that
+    of its own last row. All n rows of it are read for that.
+
     Behind `GoalRelabel` a window has one goal: `Compose(GoalRelabel(...), NStep(...))`. Each reward in
     it is the one for the goal of its first row, and with a `terminated_fn` the window ends where
     that goal is reached.
@@ -51,12 +52,15 @@ class NStep(ReplayTransform):
     Args:
         n_steps: n, at least 1; 1 only adds `steps_to_next_obs`.
         gamma: γ, from 0 to 1; the one of the loss.
-        reward_key: entry of the reward, `[..., 1]`, under `next`; one value a row.
+        reward_key: entry of the reward, `[..., 1]`, under `next`; one value a row, or one an agent.
         terminated_key: entry of the flag of a terminal state, `[..., 1]` bool, under `next`.
         steps_to_next_obs_key: where m is written.
+        agent_done_key: entry of the flags that end single agents, of the shape of the reward, under
+            `next`; None is `done` beside a reward that lies deeper than `("next", "reward")`, if there is
+            one.
 
     Raises:
-        ValueError: `n_steps` or `gamma` is out of its range.
+        ValueError: `n_steps` or `gamma` is out of its range, or a key does not lie under `next`.
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
     """
@@ -71,6 +75,7 @@ class NStep(ReplayTransform):
         reward_key: NestedKey = keys.REWARD,
         terminated_key: NestedKey = keys.TERMINATED,
         steps_to_next_obs_key: NestedKey = keys.STEPS_TO_NEXT_OBS,
+        agent_done_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
         self.n_steps = n_steps
@@ -78,10 +83,13 @@ class NStep(ReplayTransform):
         self.reward_key = arguments.key("reward_key", reward_key)
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.steps_to_next_obs_key = arguments.key("steps_to_next_obs_key", steps_to_next_obs_key)
+        self.agent_done_key = agent_done_key
+        if agent_done_key is not None:
+            self.agent_done_key = arguments.key("agent_done_key", agent_done_key)
         self._made_for: tuple | None = None
-        for name in ("reward_key", "terminated_key"):
-            if getattr(self, name)[0] != "next":
-                raise ValueError(f"{name} must lie under 'next', got {getattr(self, name)!r}.")
+        for name in ("reward_key", "terminated_key", "agent_done_key"):
+            if (key := getattr(self, name)) is not None and key[0] != "next":
+                raise ValueError(f"{name} must lie under 'next', got {key!r}.")
 
     @property
     def n_steps(self) -> int:
@@ -106,7 +114,8 @@ class NStep(ReplayTransform):
 
         Raises:
             KeyError: the rows have no reward, or something was set under `next` that they lack.
-            ValueError: the reward is not one value a row, or the rows are n-step transitions already.
+            ValueError: the reward has no dimension of its own, flags have another shape than it, or the
+                rows are n-step transitions already.
             TypeError: the rewards are complex.
         """
         if self.steps_to_next_obs_key in rows:
@@ -114,31 +123,47 @@ class NStep(ReplayTransform):
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
             )
-        if self.n_steps == 1:
-            length = torch.ones(rows.batch_size, dtype=torch.int64, device=rows.device)
-        else:
+        if self.n_steps > 1:
             length = self._fold(rows)
-        rows[self.steps_to_next_obs_key] = length.unsqueeze(-1)
+        else:
+            of_a_row = rows[self.reward_key].shape[1:] if self.reward_key in rows else ()
+            size = rows.batch_size + (of_a_row or (1,))
+            length = torch.ones(size, dtype=torch.int64, device=rows.device)
+        rows[self.steps_to_next_obs_key] = length
 
     def _fold(self, rows: RowView) -> torch.Tensor:
-        """Replaces what lies under `next`, and returns how many rows were folded, `[B]`."""
+        """Replaces what lies under `next`, and returns how many rows were folded, as the rewards are."""
         # Past `length` the window repeats the last row.
         window, length = rows.episodes.windows(rows.slots, self.n_steps)
         length, further = length.to(rows.device), rows.at(window)
         if self.reward_key not in rows:
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
-                f"{sorted(map(str, rows.keys()))}. Name it by NStep(reward_key=...); of several agents, "
-                f"{_ONE_FOR_ALL}."
+                f"{sorted(map(str, rows.keys()))}. Name it by NStep(reward_key=...), as "
+                '("next", "agents", "reward") of several agents.'
             )
-        rewards, last = self._light(further, self.reward_key), window[-1]
+        rewards, last = further[self.reward_key], window[-1]
+        size = rewards.shape[1:]
+        if len(size) == 1:
+            raise ValueError(
+                f"{self.reward_key!r} must have a dimension of its own, such as {[*size, 1]}, got "
+                f"{[*size]}: store reward.unsqueeze(-1)."
+            )
         # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
         if rows.is_defined(self.terminated_key):
-            length = window_length(length, self._light(further, self.terminated_key))
+            terminated = self._like(further, self.terminated_key, (*size[:1], 1))
+            length = window_length(length, terminated)
             last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
+        agent_done = self._agent_done_key(rows)
+        length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
+        if agent_done is not None:
+            length = window_length(length, self._like(further, agent_done, size))
         # In float64: powers in the dtype of the rewards are off by percents, or 0.
         dtype, fold = return_dtype(rewards.dtype), backend(rewards.device).fold
-        reward = fold(rewards.double(), length, self._discounts(rewards.device)).to(dtype)
+        flat = rewards.flatten(1).double()
+        reward = fold(flat, length, self._discounts(rewards.device)).to(dtype).view(size)
+        length = length.view(size)
+        own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         rows.follow(
             last,
             reason=(
@@ -146,18 +171,48 @@ class NStep(ReplayTransform):
                 "ones, as in Compose(GoalRelabel(...), NStep(...))."
             ),
         )
-        rows[self.reward_key] = reward.unsqueeze(-1)
+        for key, entry in {**own, self.reward_key: reward}.items():
+            rows[key] = entry
         return length
 
-    def _light(self, further: RowView, key: NestedKey) -> torch.Tensor:
-        """Returns `[n, B]` an entry that has one value a row."""
+    def _like(self, further: RowView, key: NestedKey, size: tuple[int, ...]) -> torch.Tensor:
+        """Returns `[n, B]` or `[n, B * A]` flags of the size that the windows have."""
         entry = further[key]
-        if entry.shape != (*further.batch_size, 1):
+        if entry.shape[1:] != size:
             raise ValueError(
-                f"{key!r} must be one value a row, shape {[*further.batch_size[1:], 1]}; got "
-                f"{list(entry.shape[1:])}. Of several agents, {_ONE_FOR_ALL}."
+                f"{key!r} must have the shape {[*size]}, one value for each that ends, got "
+                f"{list(entry.shape[1:])}."
             )
-        return entry.squeeze(-1)
+        return entry.flatten(1)
+
+    def _agent_done_key(self, rows: RowView) -> NestedKey | None:
+        """Returns the flags that end single agents, if there are any."""
+        if self.agent_done_key is not None or len(self.reward_key) == 2:
+            return self.agent_done_key
+        beside = (*self.reward_key[:-1], "done")
+        return beside if beside in rows else None
+
+    def _last_of_agents(
+        self, further: RowView, agent_done: NestedKey, length: torch.Tensor
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Returns what lies beside the flags of agents, of the last row of each one.
+
+        Args:
+            further: `[n, B]` the rows of the windows.
+            agent_done: the flags.
+            length: `[B, A, 1]` or `[B, A]`, how many rows of each agent's are folded.
+        """
+        group = agent_done[:-1]
+        place = length.squeeze(-1) - 1 if length.shape[-1] == 1 else length - 1
+        found = {}
+        for key in tuple(further.keys()):
+            if key[: len(group)] != group or key == self.reward_key:
+                continue
+            entry = further[key]
+            if entry.shape[1 : place.ndim + 1] == place.shape:
+                at = place.view(1, *place.shape, *(1,) * (entry.ndim - place.ndim - 1))
+                found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
+        return found
 
     def _discounts(self, device: torch.device) -> torch.Tensor:
         """Returns the table of `discounts`, which only a new n or γ changes."""
