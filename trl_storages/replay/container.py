@@ -24,6 +24,7 @@ from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
+from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
@@ -299,6 +300,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
         self._sampler.extend(slots)
         self.update_priority(slots, priority)
 
+    @says_its_order
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
 
@@ -317,6 +319,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             return self._writer.add(rows, then=self._hearing(rows))
 
+    @says_its_order
     def record(
         self,
         observations: Any,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload, runtime_checkable
 
 from trl_storages._torchrl import ReplayBufferMeta
-from trl_storages.other_names import meant
+from trl_storages.other_names import METHOD_NAMES, meant
 from trl_storages.priorities import Normalization
 from trl_storages.samplers import GoalStrategy, layers_of
 from trl_storages.transforms import parts_of
@@ -107,6 +107,17 @@ class Parameters(metaclass=_Settled):
             f"{', '.join(sorted(there)) or 'no parameters'}: name {name} where the storage is made, or "
             "give it the sampler or transform."
         )
+
+    # Type checkers would take any attribute then.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in METHOD_NAMES and not hasattr(type(self), name):
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}: it is {METHOD_NAMES[name]} here."
+                )
+            # A name that nobody knows; or a property raised this, and does so again.
+            return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = name not in self.__dict__ and not hasattr(type(self), name)

@@ -1,0 +1,39 @@
+"""Names of other libraries are answered with ours; ours are not in the tables of theirs."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+import trl_storages
+from trl_storages.gym.step_order import STEP
+from trl_storages.other_names import METHOD_NAMES, OTHER_NAMES, STEP_NAMES
+
+
+@pytest.fixture
+def storage():
+    return trl_storages.UniformReplayStorage(Box(-9, 9, (3,)), Discrete(2), storage_size=8)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_methods_of_others(storage, name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': it is .* here"):
+        getattr(storage, name)
+    assert not hasattr(storage, name)
+
+
+def test_no_method_of_ours_is_taken_for_anothers():
+    options = inspect.signature(trl_storages.HERReplayStorage).parameters
+    assert not {*dir(trl_storages.ReplayStorage), *options} & {*METHOD_NAMES}
+    assert not {*options} & {*OTHER_NAMES}
+    assert not {*STEP} & {*STEP_NAMES}
+
+
+def test_other_attributes_are_as_ever(storage):
+    with pytest.raises(AttributeError, match="has no attribute 'colour'"):
+        storage.colour  # noqa: B018
+    with pytest.raises(AttributeError, match="no part with n_step"):
+        storage.n_step  # noqa: B018
+    assert len(pickle.loads(pickle.dumps(copy.copy(storage)))) == 0
