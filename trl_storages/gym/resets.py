@@ -3,7 +3,6 @@
 Letters: E environments.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
+from trl_storages.callers import warn_caller
 from trl_storages.gym.infos import given_final_observation
 from trl_storages.gym.layout import Layout, entries
 from trl_storages.keys import DONE, REWARD
@@ -124,12 +124,11 @@ class ResetWatch:
                     "autoreset_mode=env.metadata['autoreset_mode'], which is 'NextStep' then; or with "
                     "'Disabled', if the loop resets by itself to where an episode may end."
                 )
-            warnings.warn(
+            warn_caller(
                 f"environment {lane} ended, and its next step begins with the observation that it "
                 "ended with. If the environments reset themselves in the next step, make the "
                 "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
-                "when they end.",
-                stacklevel=4,
+                "when they end."
             )
             return None
         ends = {lane: _bits(after, lane) for lane in ended}

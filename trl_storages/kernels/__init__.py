@@ -8,12 +8,13 @@ tensor operations, for any device, without waiting for the host. Both give the s
 from __future__ import annotations
 
 import os
-import warnings
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+
+from trl_storages.callers import warn_caller
 
 if TYPE_CHECKING:
     from trl_storages.kernels import device, host
@@ -54,12 +55,11 @@ def _host() -> ModuleType | None:
     try:
         from trl_storages.kernels import host
     except ImportError as error:
-        warnings.warn(
+        warn_caller(
             f"numba can't be imported ({error}), so that rows on the CPU are worked on in tensor "
             "operations, several times slower; `pip install numba` mends it, TRL_STORAGES_BACKEND=torch "
             "says that it is meant.",
             RuntimeWarning,
-            stacklevel=3,
         )
         return None
     return host

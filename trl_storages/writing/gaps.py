@@ -5,7 +5,6 @@ Letters: L lanes written now, T steps of each.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
@@ -14,6 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments
+from trl_storages.callers import warn_caller
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.late_error import LateError
 from trl_storages.rows import Layout, pairs_of
@@ -92,14 +92,13 @@ class GapWatch:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
         return self._pairs[1]
 
-    def warn(self, gaps: Sequence[torch.Tensor], *, stacklevel: int = 5) -> bool:
+    def warn(self, gaps: Sequence[torch.Tensor]) -> bool:
         """Warns of gaps in rows that are about to be written, if there are any.
 
         On a GPU this is late: nothing waits for the device, and a later call of `warn_late` warns.
 
         Args:
             gaps: `[L, T]` bool each, rows that are gaps.
-            stacklevel: how far up the loop is that writes.
 
         Returns:
             whether it did; `has_warned` is for the writer to set, once the rows are written.
@@ -110,10 +109,9 @@ class GapWatch:
         if device.type == "cpu":
             if not any(gap.any() for gap in gaps):
                 return False
-            warnings.warn(
+            warn_caller(
                 "a row does not begin with the observation that the row before it in its lane led to, "
-                f"and is taken for its continuation all the same. {_REMEDY}",
-                stacklevel=stacklevel,
+                f"and is taken for its continuation all the same. {_REMEDY}"
             )
             return True
         if self._late is None:
@@ -126,8 +124,7 @@ class GapWatch:
         """Warns of gaps in rows that were written to a GPU, as far as the device has come."""
         if self._late is not None and self.is_looking and self._late.pop():
             self.has_warned = True
-            warnings.warn(
+            warn_caller(
                 "a row that was written did not begin with the observation that the row before it in its "
-                f"lane led to, and was taken for its continuation all the same. {_REMEDY}",
-                stacklevel=6,
+                f"lane led to, and was taken for its continuation all the same. {_REMEDY}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from trl_storages.callers import warn_caller
 from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = ["compiled", "fenced", "inlined", "prefetch"]
@@ -47,11 +47,10 @@ def inlined(function: _Loop) -> _Loop:
 @cache
 def _warn_of_no_cache() -> None:
     """Warns once a process."""
-    warnings.warn(
+    warn_caller(
         "neither the installation nor the user's cache can be written, so that each process compiles for "
         "some seconds; NUMBA_CACHE_DIR names a directory that can.",
         RuntimeWarning,
-        stacklevel=4,
     )
 
 

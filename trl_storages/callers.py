@@ -1,0 +1,27 @@
+"""Warnings that point at the line of a script that caused them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+__all__ = ["warn_caller"]
+
+#: Packages that stand between a script and what warns.
+_BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the nearest line that is neither of this package nor of those that it works within.
+
+    Args:
+        message: what to say.
+        category: of the warning.
+    """
+    depth, frame = 0, inspect.currentframe()
+    while frame is not None:
+        depth += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            break
+        frame = frame.f_back
+    warnings.warn(message, category, stacklevel=depth)
