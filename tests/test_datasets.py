@@ -412,6 +412,18 @@ def test_what_is_written_next_is_no_continuation():
     assert storage.episodes.episodes()["length"].tolist()[-2:] == [1, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_of_an_environment_go_on_in_the_dtypes_of_the_data(dtype):
+    data = d4rl(observations=np.ones((9, 2)), actions=np.ones((9, 1)), rewards=np.ones(9))
+    storage = from_arrays(
+        data, float_dtype=None if dtype == torch.float64 else dtype, storage_size=9
+    )
+    numbers = np.zeros(2, str(dtype).removeprefix("torch."))
+    slot = storage.record(numbers, numbers[:1], 1 / 3, False, False, {}, numbers)
+    assert slot.tolist() == [7]
+    assert storage[slot]["next", "reward"].item() == torch.tensor(1 / 3, dtype=dtype).item()
+
+
 def test_rows_in_a_directory(tmp_path):
     storage = from_arrays(d4rl(), path=tmp_path / "rows")
     wanted = storage[:]

@@ -358,7 +358,7 @@ class GymRecorder(SavedPart):
         if self._given is None:
             fields = learn_fields(observations, actions, is_vector=is_vector)
         else:
-            fields = {**self._given, **OUTCOME_FIELDS}
+            fields = {**OUTCOME_FIELDS, **self._given}
         for key, value in found.items():
             if self._given is None or key not in fields:
                 add_field(fields, key, value, f"infos[{key!r}]", is_vector=is_vector)
