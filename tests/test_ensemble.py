@@ -26,7 +26,7 @@ from trl_storages import (
     ReplayStorage,
     ReplayStorageEnsemble,
 )
-from trl_storages.functional.shares import even_order, largest_remainder
+from trl_storages.functional.shares import even_order, num_of_each
 
 pytestmark = pytest.mark.requirement("ensembles")
 
@@ -62,7 +62,7 @@ def steps_of(batch):
 )
 def test_shares_are_exact(total, parts):
     due = [Fraction(total * part, sum(parts)) for part in parts]
-    counts = largest_remainder(total, [part / sum(parts) for part in parts])
+    counts = num_of_each(total, [part / sum(parts) for part in parts])
     assert sum(counts) == total
     left = [each - int(each) for each in due]
     extra = [count - int(each) for count, each in zip(counts, due, strict=True)]
@@ -74,10 +74,10 @@ def test_shares_are_exact(total, parts):
 
 
 def test_shares_by_hand():
-    assert largest_remainder(7, (0.5, 0.5)) == [4, 3]
-    assert largest_remainder(3, (1 / 3,) * 3) == [1, 1, 1]
-    assert largest_remainder(1, (0.3, 0.7)) == [0, 1]
-    assert largest_remainder(10, (0.0, 1.0)) == [0, 10]
+    assert num_of_each(7, (0.5, 0.5)) == [4, 3]
+    assert num_of_each(3, (1 / 3,) * 3) == [1, 1, 1]
+    assert num_of_each(1, (0.3, 0.7)) == [0, 1]
+    assert num_of_each(10, (0.0, 1.0)) == [0, 10]
 
 
 @given(counts=st.tuples(st.integers(0, 40), st.integers(0, 40)).filter(any))

@@ -11,31 +11,12 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch", "num_of_each"]
+from trl_storages.functional.shares import even_turns, num_of_each
+
+__all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch"]
 
 # Of so many chances a share is a whole number.
 _CHANCES = 2**24
-
-
-def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
-    """Splits a number by shares, each part rounded down and the largest remainders up.
-
-    Of equal remainders the first are rounded up.
-
-    Args:
-        total: the number.
-        shares: at least 0, 1 together.
-
-    >>> num_of_each(7, [0.5, 0.3, 0.2])
-    [4, 2, 1]
-    """
-    # What is whole but for the rounding of a product is no remainder.
-    parts = [round(total * share, 9) for share in shares]
-    counts = [math.floor(part) for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
-    for at in by_remainder[: total - sum(counts)]:
-        counts[at] += 1
-    return counts
 
 
 def kinds_of_batch(
@@ -62,12 +43,8 @@ def kinds_of_batch(
     period = int(min(num_goals, size)) + 1
     relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
     counts = num_of_each(len(relabelled), shares)
-    # The m-th of c goals of a kind lies about (m + 1/2) / c of the way through the batch.
-    turns = sorted(
-        ((m + 0.5) / count, place) for place, count in enumerate(counts) for m in range(count)
-    )
     found = [0] * size
-    for at, (_, place) in zip(relabelled, turns, strict=True):
+    for at, place in zip(relabelled, even_turns(counts), strict=True):
         found[at] = kinds[place]
     return found
 

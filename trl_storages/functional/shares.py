@@ -1,4 +1,4 @@
-"""How a batch is shared out."""
+"""How a batch is shared out, among storages or kinds of goals."""
 
 from __future__ import annotations
 
@@ -7,47 +7,59 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["even_order", "largest_remainder"]
-
-# So that a third of 3 is 1.
-_DIGITS = 6
+__all__ = ["even_order", "even_turns", "num_of_each"]
 
 
-def largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
-    """Counts how many of a total each share gets: what it is due, less than one more or less.
+def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
+    """Splits a number by shares, each part rounded down and the largest remainders up.
 
-    Each gets the whole number below its due; what is left goes, one by one, to those that are due most of
-    another one, the first of equals first.
+    Of equal remainders the first are rounded up.
 
     Args:
-        total: at least 0.
-        shares: at least 0, which add up to 1.
+        total: the number.
+        shares: at least 0, 1 together.
 
-    Returns:
-        counts, which add up to `total`.
-
-    >>> largest_remainder(10, (0.25, 0.5, 0.25))
-    [3, 5, 2]
+    >>> num_of_each(7, [0.5, 0.3, 0.2])
+    [4, 2, 1]
     """
-    due = [round(total * share, _DIGITS) for share in shares]
-    counts = [math.floor(each) for each in due]
-    first = sorted(range(len(due)), key=lambda i: counts[i] - due[i])
-    for i in first[: total - sum(counts)]:
-        counts[i] += 1
+    # What is whole but for the rounding of a product is no remainder.
+    parts = [round(total * share, 9) for share in shares]
+    counts = [math.floor(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
+    for at in by_remainder[: total - sum(counts)]:
+        counts[at] += 1
     return counts
 
 
-def even_order(counts: Sequence[int]) -> torch.Tensor:
-    """Spreads groups evenly, so that every part of the whole has about as much of each.
+def even_turns(counts: Sequence[int]) -> list[int]:
+    """Lets groups take turns, so that every part of the whole has about as much of each.
 
     Args:
-        counts: how many there are of each group, which lie one group after another.
+        counts: how many there are of each group.
 
     Returns:
-        `[sum(counts)]` int64, which of them stands at each place.
+        the group of each place, `sum(counts)` of them.
+
+    >>> even_turns([2, 4])
+    [1, 0, 1, 1, 0, 1]
+    """
+    # The m-th of c lies about (m + 1/2) / c of the way through.
+    turns = sorted(
+        ((m + 0.5) / count, group) for group, count in enumerate(counts) for m in range(count)
+    )
+    return [group for _, group in turns]
+
+
+def even_order(counts: Sequence[int]) -> torch.Tensor:
+    """Puts what lies one group after another in the order of `even_turns`.
+
+    Args:
+        counts: how many there are of each group.
+
+    Returns:
+        `[sum(counts)]` int64, which of all of them stands at each place; a group keeps its order.
 
     >>> even_order([2, 4]).tolist()
     [2, 0, 3, 4, 1, 5]
     """
-    places = [(torch.arange(count, dtype=torch.float64) + 0.5) / count for count in counts if count]
-    return torch.cat(places).argsort(stable=True)
+    return torch.tensor(even_turns(counts)).argsort(stable=True).argsort()

@@ -15,7 +15,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import new_tensordict, set_entry
-from trl_storages.functional.shares import even_order, largest_remainder
+from trl_storages.functional.shares import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
@@ -137,7 +137,7 @@ class ReplayStorageEnsemble:
         if batch_size is None:
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return largest_remainder(batch_size, self._shares)
+        return num_of_each(batch_size, self._shares)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share.
