@@ -125,6 +125,35 @@ def test_all_histories_against_the_model(history, sizes, boundary):
     assert_grows(EpisodeSequence(*sizes, boundary=boundary), buffer.storage, model)
 
 
+@at_each_boundary
+@pytest.mark.parametrize("history", ["wrapped", "lanes of unequal fill"])
+def test_on_disk(history, boundary, tmp_path):
+    """What the writer and a reader draw, told by what the rows hold."""
+    history = HISTORIES[history]
+    unit = EpisodeSequence(3, burn_in=2, bootstrap=1, boundary=boundary)
+    options = {"sample_unit": unit, "batch_size": 30}
+    buffer = ReplayStorage(
+        storage=PackedStorage(history.capacity, scratch_dir=tmp_path / "rows"),
+        writer=EpisodeWriter(history.num_envs),
+        **options,
+    )
+    model = history.write(buffer)
+    rows = {(row.lane, row.step): row for row in model.live().values()}
+    buffer.flush()
+    reader = ReplayStorage.open(tmp_path / "rows", mode="r", **options)
+    for storage in (buffer, reader):
+        for line in storage.sample().reshape(-1, unit.num_steps):
+            said = line["observation"][:, [1, 0]].long().tolist()
+            # The lane and the step of the row that was drawn.
+            drawn = storage.storage.get(line["anchor_index"][:1])["observation"][0].long().tolist()
+            expected, valid = model.sequence(rows[drawn[1], drawn[0]], 2, 4, boundary)
+            assert said == [[row.lane, row.step] for row in expected]
+            assert line["validity_mask"].tolist() == valid
+            assert line["is_init"].flatten().tolist() == [model.begins(row) for row in expected]
+    reader.close()
+    buffer.close()
+
+
 @given(data=st.data())
 def test_any_history_against_the_model(data):
     num_envs = data.draw(st.integers(1, 3))
