@@ -114,8 +114,10 @@ class GymRecorder(SavedPart):
         self._block_is_for: tuple = ()
         # The block as a step of all environments.
         self._whole: RecordedStep | None = None
+        # Where its flags go: the end, and what it is made of.
+        self._flags: list[Any] = []
         # Where each value of a step goes, without and with the leading dimension.
-        self._places: list[list[tuple]] = []
+        self._targets: list[list[tuple]] = []
 
     def rows(
         self,
@@ -171,7 +173,7 @@ class GymRecorder(SavedPart):
         infos: Any,
         next_observations: Any,
         rows: RowLayout | None = None,
-    ) -> tuple[RecordedStep | None, Memory]:
+    ) -> tuple[RecordedStep | None, Memory | None]:
         """Reads a step as `rows` does.
 
         Args:
@@ -186,7 +188,7 @@ class GymRecorder(SavedPart):
                 any order.
 
         Returns:
-            the transitions, and what to `remember` once they are written.
+            the transitions, and what to `remember` once they are written; None if that is known.
         """
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
@@ -194,12 +196,12 @@ class GymRecorder(SavedPart):
         if self.autoreset_mode is AutoresetMode.NEXT_STEP and self._ended.any():
             lanes = np.flatnonzero(~self._ended).tolist()
             if not lanes:
-                flags = self._flags(terminateds, truncateds, is_vector)
+                flags = self._ends(terminateds, truncateds, is_vector)
                 return None, Memory(self.layout, _host(flags), self._watch.last)
         observations, next_observations = entries(observations), entries(next_observations)
         layout = self.layout
         if layout is None:
-            flags = self._flags(terminateds, truncateds, is_vector)
+            flags = self._ends(terminateds, truncateds, is_vector)
             found = self._infos(infos, lanes, self._reset_already(flags), is_vector)
             layout = self._plan(observations, actions, found, is_vector)
         values = (
@@ -212,17 +214,20 @@ class GymRecorder(SavedPart):
         )
         block = self._block_for(layout, rows, values[3])
         columns = block.columns
-        for place, value in zip(self._places[is_vector], values, strict=True):
-            target, dtype, shape, numbers, key, column, name, label = place
+        for target, dtype, shape, numbers, place, value in zip(
+            *self._targets[is_vector], values, strict=True
+        ):
             # Most values are arrays of just the right kind, or numbers.
-            if type(value) in numbers or (
-                getattr(value, "dtype", None) is dtype and value.shape == shape
+            kind = type(value)
+            if (kind is np.ndarray and value.dtype is dtype and value.shape == shape) or (
+                kind in numbers
             ):
                 target[...] = value
             else:
+                key, column, name, label = place
                 column.put(columns[key], value, name, label, is_vector)
-        done = columns[DONE]
-        done[...] = columns[TERMINATED] | columns[TRUNCATED]
+        done, terminated, truncated = self._flags
+        done[...] = terminated | truncated
         is_end = _any(done)
         finals = self._reset_already(done) if is_end else []
         if finals:
@@ -241,9 +246,11 @@ class GymRecorder(SavedPart):
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             ended = _host(done)
         step = self._whole if lanes is self._all_lanes else RecordedStep(block, lanes)
+        if layout is self.layout and ended is self._ended and last is self._watch.last:
+            return step, None
         return step, Memory(layout, ended, last)
 
-    def _flags(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
+    def _ends(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
         """Returns which episodes end, `[E, 1]` bool."""
         terminated = self._flag.read(terminateds, "terminateds", "", is_vector)
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
@@ -259,8 +266,14 @@ class GymRecorder(SavedPart):
                 known = rows
             self._block = StepBlock(known, self.num_envs, device)
             self._whole = RecordedStep(self._block, None)
-            self._places = [
-                [_place(self._block, is_vector, *place) for place in layout.places]
+            self._flags = [self._block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
+            self._targets = [
+                [
+                    *zip(
+                        *(_target(self._block, is_vector, place) for place in layout.places),
+                        strict=True,
+                    )
+                ]
                 for is_vector in (False, True)
             ]
             self._block_is_for = layout, rows, device
@@ -268,11 +281,19 @@ class GymRecorder(SavedPart):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a block of its own.
-        return {**self.__dict__, "_block": None, "_block_is_for": (), "_whole": None, "_places": []}
+        own: dict[str, Any] = {
+            "_block": None,
+            "_block_is_for": (),
+            "_whole": None,
+            "_flags": [],
+            "_targets": [],
+        }
+        return self.__dict__ | own
 
-    def remember(self, memory: Memory) -> None:
-        """Takes over what is known once a step is written."""
-        self.layout, self._ended, self._watch.last = memory
+    def remember(self, memory: Memory | None) -> None:
+        """Takes over what is known once a step is written, if `read` said so."""
+        if memory is not None:
+            self.layout, self._ended, self._watch.last = memory
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, as after a `reset` of the environments by hand.
@@ -323,13 +344,14 @@ class GymRecorder(SavedPart):
                     f"terminateds must hold {self.num_envs} flags, one for each environment, got "
                     "a single one; make the storage with num_envs=1 for a single environment"
                 )
-            if not isinstance(infos, Mapping):
+            if type(infos) is not dict and not isinstance(infos, Mapping):
                 raise TypeError(
                     "infos must be a dictionary for a single environment, got "
                     f"{type(infos).__name__}; pass the one that `step` returned"
                 )
             return False
-        if not isinstance(infos, Mapping) and len(infos) != self.num_envs:
+        is_mapping = type(infos) is dict or isinstance(infos, Mapping)
+        if not is_mapping and len(infos) != self.num_envs:
             raise ValueError(f"infos must hold {self.num_envs} environments, got {len(infos)}")
         return True
 
@@ -391,10 +413,9 @@ def _put_last_observations(
             column[lane] = as_array(value) if isinstance(column, np.ndarray) else value
 
 
-def _place(
-    block: StepBlock, is_vector: bool, key: NestedKey, column: Column, name: str, label: str
-) -> tuple:
-    """Returns where a value goes, the dtype and the shape of one that is copied as it is, and more."""
+def _target(block: StepBlock, is_vector: bool, place: tuple[NestedKey, Column, str, str]) -> tuple:
+    """Returns where a value goes, the dtype and shape of one that is copied as it is, and more."""
+    key, column, *_ = place
     target = block.columns[key]
     if block.is_on_host and not is_vector:
         target = target[0, ...]
@@ -403,14 +424,14 @@ def _place(
     # Tensors are looked at one by one, as they may need gradients.
     dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
     numbers = frozenset() if is_vector else column.numbers
-    return target, dtype, tuple(target.shape), numbers, key, column, name, label
+    return target, dtype, tuple(target.shape), numbers, place
 
 
 def _any(flags: Any) -> bool:
-    if isinstance(flags, np.ndarray):
-        # In a tenth of the time of `any`.
-        return bool(np.count_nonzero(flags))
-    return bool(flags.any())
+    if flags.shape == (1, 1):
+        return flags.item()
+    # In a tenth of the time that an array's `any` takes.
+    return bool(np.count_nonzero(flags) if isinstance(flags, np.ndarray) else flags.any())
 
 
 def _host(flags: Any) -> NDArray[np.bool_]:

@@ -107,6 +107,7 @@ class TreeReader:
         self._tree = tree
         #: The leaves, in the order of what is read.
         self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
+        self._is_leaf = isinstance(tree, Leaf)
         if isinstance(tree, Leaf):
             return
         self._names, self._size = tuple(tree), len(tree)
@@ -125,7 +126,7 @@ class TreeReader:
         Raises:
             KeyError, TypeError, ValueError: as `leaves`.
         """
-        if isinstance(self._tree, Leaf):
+        if self._is_leaf:
             return (values,)
         try:
             if len(values) != self._size:

@@ -273,7 +273,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
         """
         if update_priority is not None:
             update_priority = arguments.flag("update_priority", update_priority)
-        if not isinstance(self.writer, EpisodeWriter):
+        if not isinstance(self._writer, EpisodeWriter):
             return super().extend(tensordicts, update_priority=update_priority)
         rows: TensorDictBase | None = self._steps(tensordicts)
         # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
@@ -285,6 +285,8 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
             return self._writer.extend(rows, lanes=lanes, then=then)
 
     def _steps(self, tensordicts: Any) -> TensorDictBase:
+        if isinstance(tensordicts, TensorDictBase):
+            return tensordicts
         layout = getattr(self._storage, "layout", None)
         return steps_of("tensordicts", tensordicts, None if layout is None else layout.described)
 
@@ -310,7 +312,7 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
         Raises:
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
-        if not isinstance(self.writer, EpisodeWriter):
+        if not isinstance(self._writer, EpisodeWriter):
             return super().add(data)
         arguments.steps("data", data)
         rows = self._transform.inv(data) if self._changes_writes else data
@@ -351,7 +353,8 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
         with self._replay_lock, self._write_lock:
-            step, memory = self._recorder.read(
+            recorder = self._recorder
+            step, memory = recorder.read(
                 observations,
                 actions,
                 rewards,
@@ -361,18 +364,21 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
                 next_observations,
                 getattr(self._storage, "layout", None),
             )
-            then, rows = partial(self._hear_of_step, memory), None
+            rows, writer = None, self._writer
+            then = self._sampler.extend
+            if memory is not None:
+                then = partial(self._hear_of_step, memory)
             if step is not None:
                 if not self._changes_writes:
-                    if self._writer.takes(step.block.layout):
-                        return self._writer.append(step.block, step.lanes, then)
+                    if writer.takes(step.block.layout):
+                        return writer.append(step.block, step.lanes, then)
                     rows = step.tensordict()
                 else:
                     rows = self._transform.inv(step.tensordict().clone())
             if step is None or rows is None:
-                self._recorder.remember(memory)
+                recorder.remember(memory)
                 return None
-            return self._writer.extend(rows, lanes=step.lanes, then=then)
+            return writer.extend(rows, lanes=step.lanes, then=then)
 
     def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
         self._sampler.extend(slots)

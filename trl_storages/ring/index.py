@@ -145,7 +145,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
-        lane = self.named_lanes(lanes)[-1]
+        lane = self.num_envs - 1 if lanes is None else self.named_lanes(lanes)[-1]
         return (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,9 @@ class Layout:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
     def field(self, key: NestedKey) -> Field:
         """Returns where a field lies.
 

@@ -29,7 +29,6 @@ from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.layout import Layout
-from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 
 if TYPE_CHECKING:
@@ -317,7 +316,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             KeyError, TypeError, ValueError: an entry does not fit the layout.
         """
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
-        return layout, stage(layout, entries, batch_size, self.device, strict=strict, done=done)
+        rows_of = backend(self.device).NewRows if self.table is None else self.table.new_rows
+        fields, size = layout.fit(entries, batch_size, strict=strict), batch_size.numel()
+        return layout, rows_of(fields, layout.places, size, layout.num_words, done, self.device)
 
     def lay_out(self, layout: Layout) -> None:
         """Makes room for rows of this layout, if there is none yet."""
@@ -366,9 +367,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if self._sharing_process is None:
             self._len_value.get_obj().value = num_rows
             self._last_cursor_index_value.get_obj().value = last_slot
+            self._mutation_revision_value.get_obj().value += 1
         else:
             self._len_value.value = num_rows
             self._last_cursor_index_value.value = last_slot
+            self._bump_mutation_revision()
 
     def _bump_mutation_revision(self) -> None:
         if self._sharing_process is None:

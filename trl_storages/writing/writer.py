@@ -81,8 +81,9 @@ class _Block(NamedTuple):
     """`[L, T]` bool, which begin an episode whatever came before; None for none."""
     last_trajectory: torch.Tensor | None = None
     """`[L]` int64."""
-    gap: torch.Tensor | None = None
-    """`[L, T]` bool; None for none."""
+
+
+_ONE_STEP = _Block(1, None)
 
 
 class EpisodeWriter(SavedPart, RoundRobinWriter):
@@ -148,6 +149,8 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         # When each lane was written last, in rows written.
         self._last_written = np.zeros(num_envs, np.int64)
         self._on_disk: DurableLanes | None = None
+        # Whether the storage is ours, whose rows are copied together with the index.
+        self._is_packed = False
 
     def _check_stored(self, observation_keys: Sequence[NestedKey] | None) -> None:
         if self.keys is None or observation_keys is None:
@@ -203,6 +206,7 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
             )
         super().register_storage(storage)
         self._num_registered += 1
+        self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
             storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
         self._last_trajectory = torch.zeros(
@@ -277,8 +281,8 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
             isinstance(storage, PackedStorage)
             and storage.layout is layout
             and self.done_key == default_keys.DONE
-            and self.traj_key not in layout.keys
-            and default_keys.MASK not in layout.keys
+            and self.traj_key not in layout
+            and default_keys.MASK not in layout
         )
 
     def append(self, block: StepBlock, lanes: Sequence[int] | None, then: Then) -> torch.Tensor:
@@ -294,7 +298,8 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         """
         self._prepare()
         rows = block.rows(self._episodes.device, lanes)
-        return self._write(_Steps(rows, block.layout), [_Block(1, lanes)], None, then)
+        one = _ONE_STEP if lanes is None else _Block(1, lanes)
+        return self._write(_Steps(rows, block.layout), [one], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
@@ -378,32 +383,40 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         pairs = [(key, default_keys.next_key(key)) for key in self.gaps.compared(stored)]
         return {key: entries[key] for pair in pairs for key in pair}
 
-    def _checked(self, steps: _Steps, block: _Block) -> _Block:
-        """Finds out all about steps that must be known before they are written."""
+    def _checked(self, steps: _Steps, block: _Block, gaps: list[torch.Tensor]) -> _Block:
+        """Finds out all about steps that must be known before they are written.
+
+        Args:
+            steps: that are written.
+            block: some of them.
+            gaps: gets `[L, T]` bool, rows to be warned of.
+        """
         if steps.trajectory is not None:
             block = self._cut_between_trajectories(steps.trajectory, block)
         if self._last_process is not None:
             block = self._cut_between_processes(block)
         if self._on_disk is not None:
-            block = block._replace(cut=self._on_disk.cut_where_reset(steps.rows, *block[:4]))
-        if not self.gaps.is_looking or steps.layout is None:
+            cut = self._on_disk.cut_where_reset(steps.rows, *block[:4])
+            block = block._replace(cut=cut)
+        layout, watch = steps.layout, self.gaps
+        if layout is None or not watch.is_looking:
             return block
-        table, is_ring = self._rows_before(steps.layout, block)
-        gap = self._episodes.find_gaps(
-            steps.rows,
-            block.num_steps,
-            self.gaps.pairs(steps.layout),
-            block.cut,
-            block.lanes,
-            block.order,
-            table,
-            is_ring=is_ring,
+        storage, rows, (num_steps, lanes, order, cut, _) = self._storage, steps.rows, block
+        # Where there is no row yet, no lane goes on.
+        is_ring = self._is_packed or not storage.initialized
+        table = storage.table if self._is_packed else None
+        if not is_ring:
+            table = self._rows_before(layout, block)
+        pairs = watch.pairs(layout)
+        gap = storage.episodes.find_gaps(
+            rows, num_steps, pairs, cut, lanes, order, table, is_ring=is_ring
         )
         if gap is None:
             return block
-        if self.gaps.on_gap == "cut":
-            return block._replace(cut=gap if block.cut is None else block.cut | gap)
-        return block._replace(gap=gap)
+        if watch.on_gap == "cut":
+            return block._replace(cut=gap if cut is None else cut | gap)
+        gaps.append(gap)
+        return block
 
     def _cut_between_trajectories(self, trajectory: torch.Tensor, block: _Block) -> _Block:
         """Cuts where a row has another trajectory than the row before it."""
@@ -422,23 +435,18 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         cut[:, 0] |= is_other.to(cut.device)
         return block._replace(cut=cut)
 
-    def _rows_before(self, layout: Layout, block: _Block) -> tuple[RowTable | None, bool]:
-        """Returns a table of the newest rows of the lanes, and whether it is that of the ring."""
-        storage = self._storage
-        if isinstance(storage, PackedStorage) or not storage.initialized:
-            return getattr(storage, "table", None), True
+    def _rows_before(self, layout: Layout, block: _Block) -> RowTable:
+        """Returns the newest rows of the lanes `[L, W]`, for a storage of TorchRL's."""
         episodes = self._episodes
-        newest = torch.tensor([episodes.newest_slot([lane]) for lane in self._lanes(block)])
+        lanes = range(self.num_envs) if block.lanes is None else block.lanes
+        newest = torch.tensor([episodes.newest_slot([lane]) for lane in lanes])
         newest, before = newest.to(episodes.device), {}
         for key in self.gaps.compared(layout.keys):
             after = default_keys.next_key(key)
-            before[after] = read_fields(storage, newest, [after])[after]
+            before[after] = read_fields(self._storage, newest, [after])[after]
             before[key] = before[after]
         rows = stage(layout, before, newest.shape, episodes.device)
-        return backend(episodes.device).RowTable(rows.words()), False
-
-    def _lanes(self, block: _Block) -> Sequence[int]:
-        return range(self.num_envs) if block.lanes is None else block.lanes
+        return backend(episodes.device).RowTable(rows.words())
 
     def _which(self, block: _Block) -> Any:
         """Returns which entries of tables of lanes are those of a block."""
@@ -459,19 +467,21 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
             shape: in which the slots are wanted; None is `[n]`.
             then: called with the slots, as a part of the write.
         """
-        blocks = [self._checked(steps, block) for block in blocks]
-        has_warned = self.gaps.warn([block.gap for block in blocks if block.gap is not None])
-        episodes = self._episodes
-        counters, count = episodes.counters(), self._write_count + steps.rows.num_rows
+        gaps: list[torch.Tensor] = []
+        blocks = [self._checked(steps, block, gaps) for block in blocks]
+        has_warned = bool(gaps) and self.gaps.warn(gaps)
+        counters = self._storage.episodes.counters()
+        count = self._write_count + steps.rows.num_rows
         try:
             slots = self._append(steps, blocks, shape, count, then)
         except BaseException as error:
             # Files have ways of their own to stay whole.
             if self._on_disk is None:
                 act = partial(self._append, steps, blocks, shape, count, then)
-                complete(error, act, partial(episodes.recount, counters))
+                complete(error, act, partial(self._episodes.recount, counters))
             raise
-        self.gaps.has_warned |= has_warned
+        if has_warned:
+            self.gaps.has_warned = True
         return slots
 
     def _append(
@@ -483,52 +493,54 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         then: Then | None,
     ) -> torch.Tensor:
         """Writes steps that were checked; done once more from the beginning, it leads to the same."""
-        episodes, rows, slots = self._episodes, steps.rows, None
+        rows, storage = steps.rows, self._storage
+        episodes = storage.episodes
+        room, is_over, slots = episodes.steps_per_lane, False, None
+        is_here = self._is_packed and self._on_disk is None
+        if self._is_packed and not storage.initialized:
+            storage.lay_out(steps.layout)
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block in blocks:
-            table = self._put(steps, block)
-            slots = episodes.write(
-                rows, block.num_steps, block.cut, block.lanes, block.order, table, slots
-            )
-            which = self._which(block)
-            if block.last_trajectory is not None:
-                self._last_trajectory[which] = block.last_trajectory  # type: ignore[index]
+            num_steps, lanes, order, cut, last_trajectory = block
+            if not is_here:
+                self._put(steps, block)
+            table = storage.table if is_here else None
+            slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
+            is_over = is_over or num_steps > room
+            if self.num_envs > 1:
+                self._last_written[self._which(block)] = count
+            if last_trajectory is not None:
+                self._last_trajectory[self._which(block)] = last_trajectory  # type: ignore[index]
             if self._last_process is not None:
-                self._last_process[which] = os.getpid()
-            self._last_written[which] = count
+                self._last_process[self._which(block)] = os.getpid()
+        self._write_count = count
         # Known to the host without waiting for the device, as TorchRL would.
-        self._count(count, episodes.newest_slot(blocks[-1].lanes))
-        kept: torch.Tensor = slots  # type: ignore[assignment]
-        if max(block.num_steps for block in blocks) > episodes.steps_per_lane:
-            room = episodes.steps_per_lane
-            kept = torch.cat([_in_lanes(kept, block)[:, -room:].flatten() for block in blocks])
-        self._bump_generation(kept, kept)
-        self._mark_update_entities(kept)
+        self._count(episodes.newest_slot(lanes))
+        marked: torch.Tensor = slots  # type: ignore[assignment]
+        if is_over:
+            marked = torch.cat([_in_lanes(marked, it)[:, -room:].flatten() for it in blocks])
+        self._bump_generation(marked, marked)
+        if then is None or len(storage._attached_entities) > 1:
+            self._mark_update_entities(marked)
         if shape is not None and len(shape) != 1:
             slots = slots.view(shape)  # type: ignore[union-attr]
         if then is not None:
             then(slots)  # type: ignore[arg-type]
         return slots  # type: ignore[return-value]
 
-    def _put(self, steps: _Steps, block: _Block) -> RowTable | None:
-        """Writes rows that are not copied with the index, and returns where those go that are."""
-        storage, room = self._storage, self._episodes.steps_per_lane
-        if isinstance(storage, PackedStorage):
-            storage.lay_out(steps.layout)  # type: ignore[arg-type]
-            if self._on_disk is None:
-                storage._bump_mutation_revision()
-                return storage.table
-        # Rows first: if they do not fit the storage, nothing has changed. Only the newest find room.
+    def _put(self, steps: _Steps, block: _Block) -> None:
+        """Writes rows that are not copied together with the index."""
+        # If they do not fit the storage, nothing has changed. Only the newest find room.
+        room = self._episodes.steps_per_lane
         slots = self._episodes.next_slots(block.num_steps, block.lanes)[:, -room:].reshape(-1)
         places = torch.arange(steps.rows.num_rows) if block.order is None else block.order
         places = places.reshape(-1, block.num_steps)[:, -room:].reshape(-1)
         if self._on_disk is None:
-            storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
-        else:
-            told = self._on_disk.steps(steps.rows, *block[:5])
-            storage.write(steps.layout, slots, steps.rows.some(places), steps=told)
-        return None
+            self._storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
+            return
+        told = self._on_disk.steps(steps.rows, *block)
+        self._storage.write(steps.layout, slots, steps.rows.some(places), steps=told)
 
     def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
         """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
@@ -595,15 +607,17 @@ class EpisodeWriter(SavedPart, RoundRobinWriter):
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
-    def _count(self, write_count: int | None = None, last_slot: int | None = None) -> None:
-        """Tells TorchRL's counters of rows that were written, and of those that are there now."""
+    def _count(self, last_slot: int | None = None) -> None:
+        """Tells TorchRL's counters how many rows there are now, and where the newest lies."""
         storage, episodes = self._storage, self._episodes
-        if write_count is not None:
-            self._write_count = write_count
-        length = num_slots(storage, episodes)
         if last_slot is None:
-            storage._len = length
-        elif isinstance(storage, PackedStorage):
+            storage._len = num_slots(storage, episodes)
+            return
+        # Once it is full, a storage stays so while rows are written.
+        length = len(storage)
+        if length < episodes.capacity:
+            length = num_slots(storage, episodes)
+        if self._is_packed:
             storage.count_write(length, last_slot)
         else:
             storage._len = length

@@ -24,6 +24,9 @@ class RowTable:
         rows: `[N, W]` int64, contiguous.
     """
 
+    #: Rows that it takes.
+    new_rows = NewRows
+
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.
         self.rows = rows

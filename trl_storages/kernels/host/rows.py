@@ -32,6 +32,9 @@ class RowTable:
         rows: `[N, W]` int64, contiguous, on the CPU.
     """
 
+    #: Rows that it takes.
+    new_rows = NewRows
+
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.
         self.array = rows.numpy()

@@ -55,16 +55,17 @@ class NewRows:
     ) -> None:
         self.num_rows, self._num_words = num_rows, num_words
         # Kept for as long as their addresses are used.
-        self._fields, flags = _plain(fields), _plain([] if done is None else [done])
+        self._fields = _plain(fields if done is None else [*fields, done])
+        addresses = [*map(_address, self._fields)]
         #: n bool on the CPU, in any shape; None where no lane is written.
-        self.done: torch.Tensor | None = flags[0] if flags else None
+        self.done: torch.Tensor | None = None if done is None else self._fields[-1]
+        #: The address of the first flag, and how far it is to the next one.
+        self.ends = (0, 0) if done is None else (addresses.pop(), 1)
         #: `[f, 4]` int64, where each field comes from, and where it belongs.
         self.sources = np.empty((len(fields), 4), np.int64)
-        self.sources[:, _ADDRESS] = [*map(_address, self._fields)]
+        self.sources[:, _ADDRESS] = addresses
         self.sources[:, _STRIDE] = places[:, 1]
         self.sources[:, _START:] = places
-        #: The address of the first flag, and how far it is to the next one.
-        self.ends = (flags[0].data_ptr(), 1) if flags else (0, 0)
 
     @classmethod
     def of_block(
