@@ -65,7 +65,7 @@ BAD: dict[str, list[Any]] = {
     "key": [5, math.nan, THING, "", (), ("a", 5), [], True, torch.zeros(2)],
     "keys": [5, math.nan, THING, "word", [5], [""], True],
     "device": [5, math.nan, THING, "nowhere", "", [], True],
-    "path": [5, math.nan, THING, "", "a\0b", [], True, b"rows"],
+    "path": [5, math.nan, THING, "", "a\0b", [], True, b"rows", __file__, f"{__file__}/below"],
     "function": [5, math.nan, THING, "x", [], True],
     "object": [5, math.nan, THING, "x", [], {}, True, torch.zeros(2)],
     "steps": [5, math.nan, THING, "x", [], {}, True, torch.zeros(2), [5]],
@@ -210,6 +210,8 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.sample": {"batch_size": "count from 1?", "return_info": "flag"},
     "ReplayStorage.sample_episodes": {"n": "count from 1"},
     "ReplayStorage.set_sampler": {"sampler": "object"},
+    "ReplayStorage.append_transform": {"transform": "object", "invert": "flag"},
+    "ReplayStorage.insert_transform": {"index": "count", "transform": "object", "invert": "flag"},
     "ReplayStorage.share": {"shared": "flag"},
     "ReplayStorage.update_tensordict_priority": {"data": "steps"},
     "ReplayStorage.validate": {"progress": "flag"},
@@ -252,16 +254,16 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.register_save_hook": {"hook": "any"},
     "ReplayStorage.register_load_hook": {"hook": "any"},
     "ReplayStorage.query": {"predicate": "function?", "trajectory_key": "key?"},
-    "Parameters.n_step": {"value": "count from 1"},
-    "Parameters.discount": {"value": "share"},
-    "Parameters.alpha": {"value": "exponent"},
-    "Parameters.beta": {"value": "share"},
-    "Parameters.normalize": {"value": "choice"},
-    "Parameters.eps": {"value": "share above 0"},
-    "Parameters.eta": {"value": "share above 0"},
-    "Parameters.c_min": {"value": "count from 1"},
-    "Parameters.num_goals": {"value": "count or inf"},
-    "Parameters.strategy": {"value": "choice"},
+    "ReplayStorage.n_step": {"value": "count from 1"},
+    "ReplayStorage.discount": {"value": "share"},
+    "ReplayStorage.alpha": {"value": "exponent"},
+    "ReplayStorage.beta": {"value": "share"},
+    "ReplayStorage.normalize": {"value": "choice"},
+    "ReplayStorage.eps": {"value": "share above 0"},
+    "ReplayStorage.eta": {"value": "share above 0"},
+    "ReplayStorage.c_min": {"value": "count from 1"},
+    "ReplayStorage.num_goals": {"value": "count or inf"},
+    "ReplayStorage.strategy": {"value": "choice"},
     "UniformReplayStorage.open": {"path": "any", "options": "any"},
     "EpisodeReplayStorage.extend": {
         "tensordicts": "steps",
@@ -435,6 +437,7 @@ TABLE: dict[str, dict[str, str]] = {
     # TorchRL's constructor of a base that others build on.
     "ReplayTransform": dict.fromkeys(("in_keys", "out_keys", "in_keys_inv", "out_keys_inv"), "any"),
     "ReplayTransform.forward": {"tensordict": "any"},
+    "ReplayTransform.set_extra_state": {"state": "mapping"},
     "gym_reward": {"env": "object"},
     "returns_to_go": {"reward": "tensor", "mask": "flags", "discount": "share"},
     "from_arrays": {
@@ -466,6 +469,7 @@ OTHER_WORDS = {
     "storage": "episode index",
     "env": "no compute_reward",
     "state_dict": "saved",
+    "state": "saved",
 }
 #: Classes that are one part of another, in a file of their own.
 WRITTEN_IN = {"EpisodeAnswers": "EpisodeIndex"}
@@ -687,6 +691,8 @@ class World:
             common["storage"] = LazyTensorStorage(10)
         if name in ("EpisodeWriter.write_at",):
             common["data"] = rows(2)
+        if method.endswith("_transform"):
+            common |= {"transform": trl_storages.NStep(), "index": 0}
         if method == "audit":
             common["storage"] = self.storage
         target = PUBLIC.get(name) or getattr(self.target(owner), method)

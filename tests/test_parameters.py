@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Compose
 
 import trl_storages
 from trl_storages import EpisodeWriter, ERESampler, HERSampler, NStep, PERSampler, ReplayStorage
-from trl_storages.replay.parameters import Parameter, Parameters
+from trl_storages.replay.parameters import Parameter
 
 ALL = {
     "n_step": 3,
@@ -38,7 +38,7 @@ OTHERS = {
     "strategy": ("random", "last"),
     "num_goals": (math.inf, -1),
 }
-NAMES = [name for name, value in vars(Parameters).items() if isinstance(value, Parameter)]
+NAMES = [name for name, value in vars(ReplayStorage).items() if isinstance(value, Parameter)]
 
 
 def everything() -> ReplayStorage:
@@ -129,6 +129,26 @@ def test_nor_on_a_storage_that_was_opened(tmp_path):
     with pytest.raises(AttributeError, match="do you mean"):
         opened.batchsize = 3
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "slip", "hint"),
+    [
+        (lambda storage: storage.sampler, "num_goal", "do you mean num_goals"),
+        (lambda storage: storage.sampler.base, "etta", "do you mean eta"),
+        (lambda storage: storage.sampler.base.base, "bata", "do you mean beta"),
+        (lambda storage: make("UniformReplayStorage").sampler, "eta", "there are"),
+        (lambda storage: storage.writer, "done_keys", "do you mean done_key"),
+    ],
+)
+@pytest.mark.parametrize("copied", [lambda it: it, copy.deepcopy])
+def test_nor_on_a_sampler_or_a_writer(part, slip, hint, copied):
+    part = part(copied(everything()))
+    with pytest.raises(
+        AttributeError, match=f"{type(part).__name__} has no attribute {slip!r}; {hint}"
+    ):
+        setattr(part, slip, 3)
+    assert slip not in vars(part)
 
 
 def test_what_is_there_can_be_set():

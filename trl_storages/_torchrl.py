@@ -8,7 +8,6 @@ Imported below:
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
-- `ReplayBufferMeta`: the metaclass of replay buffers.
 
 Attributes that subclasses here read or override, with the class that owns them:
 """
@@ -18,11 +17,9 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
-from torchrl._utils import _RayServiceMetaClass as ReplayBufferMeta
 
 __all__ = [
     "PRIVATE_ATTRIBUTES",
-    "ReplayBufferMeta",
     "dispatch_td_nn_modules",
     "new_tensordict",
     "set_entry",

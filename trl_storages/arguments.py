@@ -209,13 +209,21 @@ def directory(name: str, value: Any) -> Path:
     Raises:
         TypeError: it is no path.
         ValueError: no file system has such a path.
+        NotADirectoryError: there is a file of this name, or where a directory above it must be.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be the path of a directory, got {_shown(value)}.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"{name} must be the path of a directory, got {_shown(value)}.")
-    return Path(text)
+    path = Path(text)
+    nearest = next((it for it in (path, *path.parents) if os.path.lexists(it)), path)
+    if os.path.lexists(nearest) and not nearest.is_dir():
+        raise NotADirectoryError(
+            f"{name} must be the path of a directory, got {text!r}, and {str(nearest)!r} is none: choose "
+            "another, or move what is there away."
+        )
+    return path
 
 
 def key(name: str, value: Any) -> NestedKey:

@@ -1,11 +1,18 @@
-"""Constructors as they are, for classes whose bases in TorchRL hide them."""
+"""How classes show themselves where their bases in TorchRL hide it: constructors, and attributes."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["ShownSignature"]
+from torchrl.data import ReplayBuffer, Writer
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages.other_names import METHOD_NAMES, meant
+
+__all__ = ["SettledSampler", "SettledStorage", "SettledWriter", "ShownSignature"]
+
+Made = TypeVar("Made")
 
 
 class ShownSignature:
@@ -25,3 +32,65 @@ class ShownSignature:
         whole = inspect.signature(cls.__init__)
         parameters = [*whole.parameters.values()][1:]
         return whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+
+
+class _Settling(type):
+    """Notes of what it makes that it is made."""
+
+    # Type checkers then ask the constructor.
+    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
+        made = super().__call__(*args, **options)  # type: ignore[misc]
+        # Where a storage is made in another process, this is not one.
+        if issubclass(type(made), cls):
+            made._is_settled = True
+        return made
+
+
+class _Settled(ShownSignature):
+    """Takes no new attributes once it is made: a subclass names its own in its constructor."""
+
+    _is_settled = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(type(self), name)
+        if is_new and self._is_settled:
+            kind = type(self)
+            names = [known for known in dir(kind) if not callable(getattr(kind, known))]
+            names = [known for known in (*names, *self.__dict__) if known[0] != "_"]
+            raise AttributeError(f"{kind.__name__} has no attribute {name!r}; {meant(name, names)}")
+        super().__setattr__(name, value)
+
+
+class _SettlingSampler(_Settling, type(Sampler)):  # type: ignore[misc]
+    pass
+
+
+class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
+    pass
+
+
+class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
+    pass
+
+
+class SettledSampler(_Settled, metaclass=_SettlingSampler):
+    """A sampler whose attributes can't be misspelt when they are set."""
+
+
+class SettledWriter(_Settled, metaclass=_SettlingWriter):
+    """A writer whose attributes can't be misspelt when they are set."""
+
+
+class SettledStorage(_Settled, metaclass=_SettlingStorage):
+    """A replay buffer whose attributes can't be misspelt, nor its methods be called as elsewhere."""
+
+    # Type checkers would take any attribute then.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in METHOD_NAMES and not hasattr(type(self), name):
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}: it is {METHOD_NAMES[name]} here."
+                )
+            # A name that nobody knows; or a property raised this, and does so again.
+            return object.__getattribute__(self, name)

@@ -26,12 +26,13 @@ from trl_storages.gym import GymRecorder
 from trl_storages.gym.recorder import Memory
 from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
+from trl_storages.priorities import Normalization
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
 from trl_storages.replay.on_disk import OnDisk, intact
 from trl_storages.replay.options import ONE_FORM, check_options, check_parts
-from trl_storages.replay.parameters import Parameters
+from trl_storages.replay.parameters import Parameter
 from trl_storages.replay.remote import in_actor
 from trl_storages.replay.saving import (
     Parts,
@@ -42,9 +43,9 @@ from trl_storages.replay.saving import (
 )
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import FollowingStorage, PackedStorage, RowView, stored_fields
-from trl_storages.samplers import PERSampler, UniformSampler, layers_of
+from trl_storages.samplers import GoalStrategy, PERSampler, UniformSampler, layers_of
 from trl_storages.saved import read_state, write_state
-from trl_storages.signatures import ShownSignature
+from trl_storages.signatures import SettledStorage
 from trl_storages.stock_parts import check_sampler, draw, expand
 from trl_storages.transforms import (
     ReplayTransform,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
+class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -85,6 +86,17 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
 
     #: Tells the writer that samplers are shown the live rows only, however the lanes are filled.
     draws_live_rows = True
+
+    n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
+    discount = Parameter[float]("gamma of the n-step returns, of `NStep`.")
+    alpha = Parameter[float]("How strongly priorities count, of `PERSampler`.")
+    beta = Parameter[float]("How far importance weights correct for priorities, of `PERSampler`.")
+    normalize = Parameter[Normalization]("Whose largest weight is 1, of `PERSampler`.")
+    eps = Parameter[float]("What is added to priorities, of `PERSampler`.")
+    eta = Parameter[float]("Recency strength, of `ERESampler`.")
+    c_min = Parameter[int]("The smallest window of recent rows, of `ERESampler`.")
+    num_goals = Parameter[float]("Relabelled transitions for each one as stored, of `HERSampler`.")
+    strategy = Parameter[GoalStrategy]("Where goals come from, of `HERSampler`.")
 
     def __init__(
         self,
@@ -547,6 +559,36 @@ class ReplayStorage(ShownSignature, Parameters, OnDisk, TensorDictReplayBuffer):
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
+
+    def append_transform(self, transform: Transform | Callable, *, invert: bool = False) -> Self:
+        """Shows batches by one more transform, after those that there are.
+
+        Args:
+            transform: a TorchRL transform, or a function of a batch.
+            invert: whether it changes what is written, and its inverse what is sampled.
+
+        Returns:
+            itself.
+        """
+        if not callable(transform):
+            what = "a TorchRL transform, or a function of a batch"
+            arguments.instance("transform", transform, Transform, what=what)
+        return super().append_transform(transform, invert=arguments.flag("invert", invert))
+
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
+        """Shows batches by one more transform, at a place among those that there are.
+
+        Args:
+            index: how many come before it.
+            transform: a TorchRL transform.
+            invert: as in `append_transform`.
+
+        Returns:
+            itself.
+        """
+        index = arguments.integer("index", index, at_most=len(self._transform))
+        arguments.instance("transform", transform, Transform, what="a TorchRL transform")
+        return super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Draws with another sampler from now on, by the generator of this storage.

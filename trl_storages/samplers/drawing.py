@@ -17,7 +17,7 @@ from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart
-from trl_storages.signatures import ShownSignature
+from trl_storages.signatures import SettledSampler
 from trl_storages.stock_parts import draw
 
 __all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
@@ -25,7 +25,7 @@ __all__ = ["DrawingSampler", "check_not_empty", "draw_from", "noise_of"]
 Noise = Sequence[torch.Tensor]
 
 
-class DrawingSampler(SavedPart, ShownSignature, Sampler):
+class DrawingSampler(SavedPart, SettledSampler, Sampler):
     """A sampler that is handed its random numbers, so that those of a batch are made at once."""
 
     #: Which of `sample` and `sample_window` a subclass has overridden without `draw`.

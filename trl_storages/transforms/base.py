@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from trl_storages.rows import RowView
+from trl_storages.saved import SavedState
 
 __all__ = ["ReplayTransform"]
 
@@ -22,6 +25,8 @@ class ReplayTransform(Transform):
     #: Whether this transform makes use of the goal rows that a `HERSampler` draws. Where none does, a
     #: `ReplayStorage` refuses to draw them.
     uses_goals = False
+    #: Name on the storage -> attribute of this transform that may change between samples; it is saved.
+    live_parameters: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def replay(self, rows: RowView) -> None:
@@ -46,3 +51,22 @@ class ReplayTransform(Transform):
             "only a ReplayStorage hands to its transforms; it was called without them. Pass it as "
             "transform= to a ReplayStorage; for several storages, to those of a ReplayStorageEnsemble."
         )
+
+    # What is saved of a module beside its tensors.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Returns the kind of the transform and its parameters."""
+        parameters = {name: getattr(self, name) for name in self.live_parameters.values()}
+        return {"kind": type(self).__name__, **parameters}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restores what `get_extra_state` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is that of another transform, or damaged.
+        """
+        kind = type(self).__name__
+        saved = SavedState(state, f"the saved {kind}", [*self.get_extra_state()])
+        saved.one_of("kind", [kind])
+        for name in self.live_parameters.values():
+            setattr(self, name, saved[name])

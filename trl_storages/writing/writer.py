@@ -37,6 +37,7 @@ from trl_storages.rows import (
     tensors_of,
 )
 from trl_storages.saved import SavedPart, SavedState
+from trl_storages.signatures import SettledWriter
 from trl_storages.stock_parts import check_buffers, check_draws, check_not_joined
 from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
 from trl_storages.writing.gaps import GapWatch, OnGap
@@ -86,7 +87,7 @@ class _Block(NamedTuple):
 _ONE_STEP = _Block(1, None)
 
 
-class EpisodeWriter(SavedPart, RoundRobinWriter):
+class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
