@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, PrioritizedSampler
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose, DTypeCastTransform, ExcludeTransform
 
 from trl_storages import (
@@ -155,6 +155,16 @@ def test_members_draw_what_they_would_draw_alone():
         make(20, seed=1, prefetch=2, batch_size=9), make(30, first=1000), batch_size=4
     )
     assert ahead.sample().batch_size == (4,)
+
+
+def test_rows_and_samplers_of_torchrl():
+    """Samplers that keep a state of their own, and rows in another storage."""
+    theirs = ReplayStorage(storage=LazyTensorStorage(40), sampler=SamplerWithoutReplacement())
+    theirs.extend(rows(20))
+    ensemble = ReplayStorageEnsemble(theirs, make(30, first=1000), batch_size=8)
+    seen = torch.cat([steps_of(batch) for batch in ensemble.batches(5)])
+    assert sorted(seen[seen < 1000].tolist()) == list(range(20))
+    assert len(seen[seen >= 1000]) == 20
 
 
 # Goals, n steps, sequences

@@ -191,15 +191,15 @@ class Ring(RingTables):
         first, last, _ = self.span(slots).unbind(-1)
         step, oldest = self.steps(slots), self.oldest(slots)
         if boundary == "cross":
-            ahead = take(self.cursors, slots % self.num_envs) - 1 - step
-            behind = step - oldest
+            low, high = oldest - step, take(self.cursors, slots % self.num_envs) - 1 - step
         else:
-            behind, ahead = step - torch.maximum(first, oldest), last - step
+            low, high = torch.maximum(first, oldest) - step, last - step
         wanted = torch.arange(-burn_in, num_steps - burn_in, device=self.device)
         if boundary == "fit":
-            moved = torch.minimum((burn_in - behind).clamp(min=0), ahead - wanted[-1])
-            wanted = wanted + torch.maximum(moved, -behind).unsqueeze(1)
-        offset = torch.minimum(torch.maximum(wanted, -behind.unsqueeze(1)), ahead.unsqueeze(1))
+            moved = (low + burn_in).clamp_(min=0)
+            moved = torch.minimum(moved, high - (num_steps - burn_in - 1))
+            wanted = wanted + torch.maximum(moved, low).unsqueeze(1)
+        offset = torch.clamp(wanted, low.unsqueeze(1), high.unsqueeze(1))
         rows, step = self.shift(slots.unsqueeze(1), offset), step.unsqueeze(1) + offset
         first = first.unsqueeze(1)
         if boundary == "cross":
