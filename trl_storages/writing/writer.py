@@ -522,8 +522,8 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         if is_over:
             marked = torch.cat([_in_lanes(marked, it)[:, -room:].flatten() for it in blocks])
         self._bump_generation(marked, marked)
-        if then is None or len(storage._attached_entities) > 1:
-            self._mark_update_entities(marked)
+        # TorchRL's samplers by priority, and ours on a device of their own, hear of rows by this alone.
+        self._mark_update_entities(marked)
         if shape is not None and len(shape) != 1:
             slots = slots.view(shape)  # type: ignore[union-attr]
         if then is not None:
