@@ -395,7 +395,6 @@ TABLE: dict[str, dict[str, str]] = {
         "decay": "share above 0",
     },
     "ReturnImprovementEta.step": {"episode_returns": "returns"},
-    "ReturnImprovementEta.load_state_dict": {"state_dict": "mapping"},
     "NStep": {
         "n_steps": "count from 1",
         "gamma": "share",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from damages import damaged_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -642,6 +643,40 @@ def test_a_saved_rule_goes_on_alike():
     del state["decay"]
     with pytest.raises(KeyError, match="decay"):
         loaded.load_state_dict(state)
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+def test_a_damaged_state_of_a_schedule_is_refused():
+    scheduler = ReturnImprovementEta(ERESampler(eta=0.5), num_returns=3)
+    scheduler.step([1.0, 2.0, 4.0])
+    before, tried = scheduler.state_dict(), 0
+    returns = [1.0, math.nan, 4.0], [1.0] * 4, [1.0, "x"]
+    damaged = [(f"returns {it}", {**before, "returns": it}) for it in returns]
+    for name, state in (*damaged_states(before), *damaged):
+        # What may well be so: fewer returns, and slopes of any size.
+        entry, _, damage = name.partition(": ")
+        if (entry, damage) in {
+            ("returns", "shorter"),
+            ("steepest_rise", "negative"),
+            *((entry, "huge") for entry in ("steepest_rise", "steepest_fall")),
+            ("improvement", "negative"),
+        }:
+            continue
+        tried += 1
+        with pytest.raises((KeyError, TypeError, ValueError), match="the saved"):
+            scheduler.load_state_dict(state)
+        assert scheduler.state_dict() == before, name
+    assert tried > 30
+
+
+def test_a_schedule_in_files(tmp_path):
+    """Also before its first slope, which is none."""
+    first, second = (ReturnImprovementEta(ERESampler(eta=0.5), num_returns=3) for _ in range(2))
+    for returns in ([], [1.0, 2.0, 4.0]):
+        first.step(returns)
+        first.dumps(tmp_path)
+        second.loads(tmp_path)
+        assert second.state_dict() == first.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -344,18 +344,14 @@ class PriorityTable:
     # the rows alone, and choose a backend of their own.
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_rows", "_order", "_tree")
-        return {
-            **{key: value for key, value in vars(self).items() if key not in derived},
-            "rows": (self.priorities, self.generations, self._rows.largest.clone()),
-            "num_lanes": self._order.num_lanes,
+        own = {
+            name: it for name, it in vars(self).items() if name not in ("_rows", "_order", "_tree")
         }
+        return {**own, "state": self.state_dict(), "generations": self.generations}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        priorities, generations, largest = state.pop("rows")
-        num_lanes = state.pop("num_lanes")
+        saved, generations = state.pop("state"), state.pop("generations")
         vars(self).update(state)
         self._rows = backend(self.device).RawPriorities(self.capacity, self.device)
-        self._plant(num_lanes)
-        self._fill(priorities, largest.item())
+        self.load_state_dict(saved)
         self._rows.generations.copy_(generations)

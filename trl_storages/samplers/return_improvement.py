@@ -15,11 +15,12 @@ from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 from trl_storages import arguments
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
 from trl_storages.samplers.base import WrappingSampler
+from trl_storages.saved import SavedPart, SavedState
 
 __all__ = ["ReturnImprovementEta"]
 
 
-class ReturnImprovementEta(ParameterScheduler):
+class ReturnImprovementEta(SavedPart, ParameterScheduler):
     """Schedules `eta` by the slope of the newest episode returns.
 
     While returns rise as steeply as ever, draws are as recent as `eta` asked for at the beginning
@@ -115,21 +116,38 @@ class ReturnImprovementEta(ParameterScheduler):
             "returns": list(self._trend.returns),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; `eta` itself follows with the next step.
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError: an entry is missing; nothing is changed then.
+            KeyError, TypeError, ValueError: it is that of another schedule, or damaged.
         """
-        arguments.mapping("state_dict", state_dict, "what state_dict() returned")
-        missing = [name for name in self.state_dict() if name not in state_dict]
-        if missing:
-            raise KeyError(
-                f"the saved state must hold {list(self.state_dict())}; {missing} is missing."
-            )
-        trend = {name: state_dict[name] for name in ReturnTrend._fields}
+        what = f"the saved {type(self).__name__}"
+        saved = SavedState(state_dict, what, [*self.state_dict()])
+        if not saved.number("initial_val", 0, 1):
+            raise saved.error("initial_val", "above 0", 0)
+        if not saved.number("decay", 0, 1):
+            raise saved.error("decay", "above 0", 0)
+        most = saved.integer("num_returns", 2)
+        saved.integer("step_count")
+        saved.number("steepest_fall", 0)
+        saved.number("improvement", -1, 1)
+        # None has risen before the second return.
+        if saved["steepest_rise"] != -math.inf:
+            saved.number("steepest_rise")
+        returns = saved["returns"]
+        if not isinstance(returns, list) or len(returns) > most:
+            raise saved.error("returns", f"a list of at most {most} numbers", returns)
+        listed = {str(place): value for place, value in enumerate(returns)}
+        values = SavedState(listed, f"'returns' of {what}", listed)
+        for place in listed:
+            values.number(place)
+
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state that was checked; `eta` itself follows with the next step."""
+        trend = {name: state[name] for name in ReturnTrend._fields}
         self._trend = ReturnTrend(**{**trend, "returns": tuple(trend["returns"])})
-        self.initial_val = self._min_val = state_dict["initial_val"]
-        self.num_returns = state_dict["num_returns"]
-        self.decay = state_dict["decay"]
-        self._step_cnt = state_dict["step_count"]
+        self.initial_val = self._min_val = state["initial_val"]
+        self.num_returns = state["num_returns"]
+        self.decay = state["decay"]
+        self._step_cnt = state["step_count"]
