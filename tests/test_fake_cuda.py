@@ -64,7 +64,15 @@ def test_packed_rows(simulated_gpu, num_envs):
 @pytest.mark.requirement("devices")
 @each_storage
 @each_number_of_lanes
-@pytest.mark.parametrize("sampler", [UniformSampler, lambda: PERSampler(24), ERESampler])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        UniformSampler,
+        lambda: PERSampler(24),
+        ERESampler,
+        lambda: HERSampler(num_goals=0, base=ERESampler(base=PERSampler(24))),
+    ],
+)
 def test_writes(simulated_gpu, num_envs, storage_type, sampler):
     """Whatever is written, the host counts on its own."""
     buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=sampler())

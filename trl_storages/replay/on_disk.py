@@ -93,9 +93,11 @@ class OnDisk:
 
     def _initialize_prioritized_sampler(self) -> None:
         # TorchRL would give rows that are there already new priorities, where these have their own.
-        if isinstance(self._sampler, PERSampler):
-            self._sampler.attach(self._storage)
-        elif not take_in_rows(layers_of(self._sampler)[-1], self._storage):
+        # And rows that come are told to the sampler alone, which must be where they are by then.
+        innermost = layers_of(self._sampler)[-1]
+        if isinstance(innermost, PERSampler):
+            innermost.attach(self._storage)
+        elif not take_in_rows(innermost, self._storage):
             super()._initialize_prioritized_sampler()  # type: ignore[misc]
 
     def _check_writable(self) -> None:
