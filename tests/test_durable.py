@@ -154,7 +154,7 @@ class TestTheSeam:
         storage.extend(data)
         storage.close()
         again = make(tmp_path)
-        assert again.writer._last_trajectory.tolist() == [9]
+        assert again.writer._lanes.trajectory.tolist() == [9]
         data = transitions(torch.zeros(2).long(), torch.arange(6, 8))
         again.extend(data.set(("collector", "traj_ids"), torch.tensor([9, 9])))
         assert again.episodes.episodes()["length"].tolist() == [4, 4]

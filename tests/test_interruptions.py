@@ -212,7 +212,7 @@ def picture(storage: ReplayStorage) -> dict:
         "finished": episodes.is_finished(live),
         "open": episodes.is_open.clone(),
         "cursors": episodes.num_steps_written.clone(),
-        "trajectories": storage.writer._last_trajectory.clone(),
+        "trajectories": storage.writer._lanes.trajectory.clone(),
         "size": [len(storage), storage.write_count, storage.writer._cursor],
         "priorities": sampler.priorities,
         "alpha": [sampler.alpha, sampler._table._alpha, sampler.default_priority],

@@ -6,42 +6,69 @@ Letters: L lanes written now, T steps of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data import TensorStorage
 
 from trl_storages.keys import DONE, MASK
 
-__all__ = ["end_flags", "lanes_and_steps", "refuse_padding"]
+__all__ = ["check_storage", "end_flags", "num_steps_of", "refuse_padding"]
 
 
-def lanes_and_steps(
-    data: TensorDictBase, num_lanes: int, *, is_for_all: bool, traj_key: NestedKey
-) -> tuple[int, int]:
-    """Returns `(L, T)` of a batch.
+def check_storage(storage: Any) -> None:
+    """Checks that lanes of steps can be written to a storage.
+
+    Raises:
+        TypeError: it keeps no tensors on a device.
+        ValueError: it has more dimensions than one, or rows without an episode index.
+    """
+    if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
+        raise TypeError(
+            "EpisodeWriter needs a storage of tensors on a device that is known, such as "
+            f"PackedStorage or LazyTensorStorage, got {type(storage).__name__} with device="
+            f"{getattr(storage, 'device', None)!r}."
+        )
+    if storage.ndim != 1:
+        raise ValueError(
+            f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "
+            "interleaved in one dimension; pass num_envs to the writer instead."
+        )
+    if getattr(storage, "episodes", None) is None and len(storage):
+        raise ValueError(
+            f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
+            "without episodes: make an empty storage, and extend the buffer with the rows."
+        )
+
+
+def num_steps_of(
+    data: TensorDictBase, lanes: Sequence[int] | None, num_envs: int, traj_key: NestedKey
+) -> int:
+    """Returns T of a batch.
 
     Args:
         data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
-        num_lanes: L.
-        is_for_all: whether these are all the lanes.
+        lanes: the L lanes; None is all of them.
+        num_envs: how many there are.
         traj_key: by which flat batches find their lanes.
 
     Raises:
         ValueError: the batch has another shape.
     """
-    batch_size = data.batch_size
+    batch_size, num_lanes = data.batch_size, num_envs if lanes is None else len(lanes)
     if 0 in batch_size:
         raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
     if len(batch_size) == 1 and num_lanes == 1:
-        return 1, batch_size[0]
+        return batch_size[0]
     if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
-        return num_lanes, batch_size[1] if len(batch_size) == 2 else 1
+        return batch_size[1] if len(batch_size) == 2 else 1
     if data.get(MASK, None) is not None:
         raise ValueError(_padded(batch_size))
     if len(batch_size) > 2:
         joined = f"data.flatten(0, {len(batch_size) - 2})"
         remedy = f"join its leading dimensions for num_envs={batch_size[:-1].numel()}: {joined}"
-    elif len(batch_size) == 2 and is_for_all:
+    elif len(batch_size) == 2 and lanes is None:
         remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
     else:
         remedy = (

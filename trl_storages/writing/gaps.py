@@ -5,18 +5,24 @@ Letters: L lanes written now, T steps of each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 from tensordict import NestedKey
+from torchrl.data import Storage
 
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
+from trl_storages.kernels import backend
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.late_error import LateError
-from trl_storages.rows import Layout, pairs_of
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import NewRows, RowTable
 
 __all__ = ["GapWatch", "OnGap"]
 
@@ -82,15 +88,70 @@ class GapWatch:
                     )
         return chosen
 
-    def pairs(self, layout: Layout) -> np.ndarray:
-        """Returns which fields of rows are compared, as `EpisodeIndex.find_gaps` takes them.
+    def values(
+        self, entries: Mapping[NestedKey, torch.Tensor], stored: Collection[NestedKey] | None
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Returns those of the entries that are compared.
+
+        Args:
+            entries: of rows that are to be written.
+            stored: which of them are stored; None is all.
 
         Raises:
             KeyError: as `compared`.
         """
+        kept = [key for key in entries if stored is None or key in stored]
+        pairs = [(key, next_key(key)) for key in self.compared(kept)]
+        return {key: entries[key] for pair in pairs for key in pair}
+
+    def find(
+        self,
+        storage: Storage,
+        rows: NewRows,
+        layout: Layout,
+        num_steps: int,
+        lanes: Sequence[int] | None,
+        order: torch.Tensor | None,
+        cut: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Finds the gaps among rows that are to be written; see `EpisodeIndex.find_gaps`.
+
+        Args:
+            storage: where the rows before them are.
+            rows: of which at least those fields are known that are compared.
+            layout: of these rows.
+            num_steps: T.
+            lanes: L of them; None is all.
+            order: `[L, T]`, which of the rows these steps are.
+            cut: `[L, T]` bool, rows that begin an episode anyway.
+
+        Returns:
+            `[L, T]` bool; None may stand for none.
+        """
         if self._pairs is None or self._pairs[0] is not layout:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
-        return self._pairs[1]
+        is_ring, table = True, None
+        if isinstance(storage, PackedStorage):
+            table = storage.table
+        elif storage.initialized:
+            is_ring, table = False, self._rows_before(storage, layout, lanes)
+        return storage.episodes.find_gaps(
+            rows, num_steps, self._pairs[1], cut, lanes, order, table, is_ring=is_ring
+        )
+
+    def _rows_before(
+        self, storage: Storage, layout: Layout, lanes: Sequence[int] | None
+    ) -> RowTable:
+        """Returns the newest rows of the lanes `[L, W]`, for a storage of TorchRL's."""
+        episodes: EpisodeIndex = storage.episodes
+        named = range(episodes.num_envs) if lanes is None else lanes
+        newest = torch.tensor([episodes.newest_slot([lane]) for lane in named])
+        newest, before = newest.to(episodes.device), {}
+        for key in self.compared(layout.keys):
+            after = next_key(key)
+            before[key] = before[after] = read_fields(storage, newest, [after])[after]
+        rows = stage(layout, before, newest.shape, episodes.device)
+        return backend(episodes.device).RowTable(rows.words())
 
     def warn(self, gaps: Sequence[torch.Tensor]) -> bool:
         """Warns of gaps in rows that are about to be written, if there are any.

@@ -5,48 +5,32 @@ Letters: T steps, E lanes (environments), L lanes written now.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import Value
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.data import RoundRobinWriter, Storage, TensorStorage
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import RoundRobinWriter, Storage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.interrupts import complete, finish
-from trl_storages.kernels import backend
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.history import slots_of
 from trl_storages.ring.index import Kept
-from trl_storages.rows import (
-    DurableLanes,
-    Layout,
-    Nested,
-    PackedStorage,
-    StepBlock,
-    nested_sizes,
-    read_fields,
-    rows_of_flags,
-    stage,
-    tensors_of,
-)
+from trl_storages.rows import DurableLanes, Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter
-from trl_storages.stock_parts import check_buffers, check_draws, check_not_joined
-from trl_storages.writing.checks import end_flags, lanes_and_steps, refuse_padding
+from trl_storages.stock_parts import check_buffers, check_not_joined
+from trl_storages.writing.checks import check_storage, end_flags, num_steps_of
+from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
-from trl_storages.writing.routing import route
+from trl_storages.writing.lane_notes import LaneNotes
+from trl_storages.writing.steps import Block, Fields, Steps
 
-if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
-
-__all__ = ["EpisodeWriter", "num_slots"]
+__all__ = ["EpisodeWriter"]
 
 _NO_EPISODES = (
     "the saved state must hold an episode index, and that of other writers than EpisodeWriter has none; "
@@ -57,37 +41,10 @@ _NO_EPISODES = (
 Then = Callable[[torch.Tensor], object]
 
 
-class _Steps(NamedTuple):
-    """n rows that may be written."""
-
-    rows: NewRows
-    """Of a storage of TorchRL's what is compared only."""
-    layout: Layout | None
-    """Of these rows; None where nothing of them is known."""
-    trajectory: torch.Tensor | None = None
-    """`[n]` int64 on the device of the index."""
-    data: TensorDictBase | None = None
-    """`[n]`, for a storage of TorchRL's own."""
+_ONE_STEP = Block(1, None)
 
 
-class _Block(NamedTuple):
-    """`[L, T]` of the rows that are the next steps of L lanes, and what is known of them."""
-
-    num_steps: int
-    lanes: Sequence[int] | None
-    """None for all of them."""
-    order: torch.Tensor | None = None
-    """`[L, T]` which of the rows these are; None for all of them, in order."""
-    cut: torch.Tensor | None = None
-    """`[L, T]` bool, which begin an episode whatever came before; None for none."""
-    last_trajectory: torch.Tensor | None = None
-    """`[L]` int64."""
-
-
-_ONE_STEP = _Block(1, None)
-
-
-class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
+class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
@@ -133,9 +90,6 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
     ) -> None:
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         track_generations = arguments.flag("track_generations", track_generations)
-        # Which process wrote last to each lane, if several do.
-        self._last_process: torch.Tensor | None = None
-        self._write_count_value = Value("q", 0)
         super().__init__(track_generations=track_generations)
         # How many buffers have registered it with its storage.
         self._num_registered = 0
@@ -146,9 +100,7 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         #: Looks for rows that do not continue the row before them.
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
-        self._last_trajectory: torch.Tensor | None = None
-        # When each lane was written last, in rows written.
-        self._last_written = np.zeros(num_envs, np.int64)
+        self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
         self._on_disk: DurableLanes | None = None
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
@@ -173,23 +125,8 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
                 unit of TorchRL's that can't be right over the lanes; or TorchRL's `ReplayBufferEnsemble`
                 joins it with others.
         """
-        if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
-            raise TypeError(
-                "EpisodeWriter needs a storage of tensors on a device that is known, such as "
-                f"PackedStorage or LazyTensorStorage, got {type(storage).__name__} with device="
-                f"{getattr(storage, 'device', None)!r}."
-            )
-        if storage.ndim != 1:
-            raise ValueError(
-                f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "
-                "interleaved in one dimension; pass num_envs to the writer instead."
-            )
+        check_storage(storage)
         index = getattr(storage, "episodes", None)
-        if index is None and len(storage):
-            raise ValueError(
-                f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
-                "without episodes: make an empty storage, and extend the buffer with the rows."
-            )
         check_buffers(storage, self.num_envs)
         if self._storage is not storage:
             self._num_registered = 0
@@ -210,19 +147,12 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
             storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
-        self._last_trajectory = torch.zeros(
-            self.num_envs, dtype=torch.int64, device=storage.episodes.device
-        )
-        self._on_disk = None
+        self._lanes, self._on_disk = LaneNotes(storage.episodes), None
         if isinstance(storage, PackedStorage) and storage.is_durable:
             self._on_disk = DurableLanes(storage)
-            self._last_trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
+            self._lanes.trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
             self._write_count = self._on_disk.write_count
             self._count()
-
-    @property
-    def _episodes(self) -> EpisodeIndex:
-        return self._storage.episodes
 
     def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
@@ -269,11 +199,11 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         arguments.steps("data", data)
         shape, is_routed = data.batch_size, self._is_routed(data, lanes)
         if is_routed and len(data):
-            steps = self._stage(data)
-            return self._write(steps, self._routes(steps), shape, then)
-        num_steps = self._num_steps(data, lanes)
+            steps = self._steps(data)
+            return self._write(steps, self._lanes.routes(steps), shape, then)
         named = None if lanes is None else self._episodes.named_lanes(lanes)
-        return self._write(self._stage(data), [_Block(num_steps, named)], shape, then)
+        num_steps = num_steps_of(data, named, self.num_envs, self.traj_key)
+        return self._write(self._steps(data), [Block(num_steps, named)], shape, then)
 
     def takes(self, layout: Layout) -> bool:
         """Whether `append` takes rows of just this layout."""
@@ -299,8 +229,8 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         """
         self._prepare()
         rows = block.rows(self._episodes.device, lanes)
-        one = _ONE_STEP if lanes is None else _Block(1, lanes)
-        return self._write(_Steps(rows, block.layout), [one], None, then)
+        one = _ONE_STEP if lanes is None else Block(1, lanes)
+        return self._write(Steps(rows, block.layout), [one], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
@@ -311,80 +241,21 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
             and data.get(self.traj_key, None) is not None
         )
 
-    def _routes(self, steps: _Steps) -> list[_Block]:
-        """Gives rows of several lanes each to one."""
-        blocks = route(
-            _on_host(steps.trajectory),  # type: ignore[arg-type]
-            _on_host(steps.rows.done).reshape(-1),  # type: ignore[arg-type]
-            held=_on_host(self._last_trajectory),  # type: ignore[arg-type]
-            is_open=_on_host(self._episodes.is_open),
-            last_written=self._last_written,
-        )
-        device = self._episodes.device
-        return [
-            _Block(rows.shape[1], lanes.tolist(), torch.from_numpy(rows).to(device))
-            for lanes, rows in blocks
-        ]
-
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
         self.gaps.warn_late()
         if self._on_disk is not None:
             self._catch_up()
 
-    def _stage(self, data: TensorDictBase) -> _Steps:
-        """Finds out how `data` of any batch size becomes rows, and changes nothing."""
+    @property
+    def _fields(self) -> Fields:
+        return Fields(self.keys, self.done_key, self.traj_key)
+
+    def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
-        entries = self._entries(data)
-        refuse_padding(entries)
-        done = end_flags(entries, self.done_key, data.numel())
-        trajectory = entries.get(self.traj_key)
-        if trajectory is not None:
-            trajectory = trajectory.to(self._episodes.device).reshape(-1).long()
-        if isinstance(self._storage, PackedStorage):
-            layout, rows = self._stage_rows(data, entries, done)
-            return _Steps(rows, layout, trajectory)
-        compared: Mapping[NestedKey, torch.Tensor] = {}
-        if self.gaps.is_looking:
-            compared = self._compared(entries)
-        device, stored = self._episodes.device, self._stored(data).reshape(-1)
-        if not compared:
-            return _Steps(rows_of_flags(done, data.numel(), device), None, trajectory, stored)
-        layout = Layout.of(compared, data.ndim)
-        rows = stage(layout, compared, data.batch_size, device, done=done)
-        return _Steps(rows, layout, trajectory, stored)
+        return self._fields.steps(data, self._storage, self.gaps)
 
-    def _stored(self, data: TensorDictBase) -> TensorDictBase:
-        """Returns what of `data` a storage of TorchRL's stores."""
-        if self.keys is not None:
-            return data.select(*self.keys)
-        # Replay buffers set it on the data that they have written.
-        return data.exclude(default_keys.INDEX) if default_keys.INDEX in data.keys() else data  # noqa: SIM118
-
-    def _stage_rows(
-        self,
-        data: TensorDictBase,
-        entries: Mapping[NestedKey, torch.Tensor],
-        done: torch.Tensor | None = None,
-    ) -> tuple[Layout, NewRows]:
-        """Finds out how what is stored of `data` becomes rows of a `PackedStorage`."""
-        nested: Nested = ()
-        storage = self._storage
-        if storage.layout is None:
-            if self.keys is not None:
-                data = data.select(*self.keys)
-                entries = tensors_of(data)
-            nested = nested_sizes(data, data.ndim)
-        strict = self.keys is None
-        return storage.stage(entries, data.batch_size, strict=strict, nested=nested, done=done)
-
-    def _compared(self, entries: Mapping[NestedKey, torch.Tensor]) -> dict[NestedKey, torch.Tensor]:
-        """Returns what tells where a lane goes on."""
-        stored = [key for key in entries if self.keys is None or key in self.keys]
-        pairs = [(key, default_keys.next_key(key)) for key in self.gaps.compared(stored)]
-        return {key: entries[key] for pair in pairs for key in pair}
-
-    def _checked(self, steps: _Steps, block: _Block, gaps: list[torch.Tensor]) -> _Block:
+    def _checked(self, steps: Steps, block: Block, gaps: list[torch.Tensor]) -> Block:
         """Finds out all about steps that must be known before they are written.
 
         Args:
@@ -392,71 +263,24 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
             block: some of them.
             gaps: gets `[L, T]` bool, rows to be warned of.
         """
-        if steps.trajectory is not None:
-            block = self._cut_between_trajectories(steps.trajectory, block)
-        if self._last_process is not None:
-            block = self._cut_between_processes(block)
+        block = self._lanes.cut(steps, block)
         if self._on_disk is not None:
             cut = self._on_disk.cut_where_reset(steps.rows, *block[:4])
             block = block._replace(cut=cut)
-        layout, watch = steps.layout, self.gaps
-        if layout is None or not watch.is_looking:
+        if steps.layout is None or not self.gaps.is_looking:
             return block
-        storage, rows, (num_steps, lanes, order, cut, _) = self._storage, steps.rows, block
-        # Where there is no row yet, no lane goes on.
-        is_ring = self._is_packed or not storage.initialized
-        table = storage.table if self._is_packed else None
-        if not is_ring:
-            table = self._rows_before(layout, block)
-        pairs = watch.pairs(layout)
-        gap = storage.episodes.find_gaps(
-            rows, num_steps, pairs, cut, lanes, order, table, is_ring=is_ring
-        )
+        gap = self.gaps.find(self._storage, steps.rows, steps.layout, *block[:4])
         if gap is None:
             return block
-        if watch.on_gap == "cut":
-            return block._replace(cut=gap if cut is None else cut | gap)
+        if self.gaps.on_gap == "cut":
+            return block._replace(cut=gap if block.cut is None else block.cut | gap)
         gaps.append(gap)
         return block
 
-    def _cut_between_trajectories(self, trajectory: torch.Tensor, block: _Block) -> _Block:
-        """Cuts where a row has another trajectory than the row before it."""
-        now, which = _in_lanes(trajectory, block), self._which(block)
-        before = self._last_trajectory[which].unsqueeze(1)  # type: ignore[index]
-        cut = now != torch.cat([before, now[:, :-1]], 1)
-        return block._replace(cut=cut, last_trajectory=now[:, -1])
-
-    def _cut_between_processes(self, block: _Block) -> _Block:
-        """Cuts the lanes that another process wrote last: it has environments of its own."""
-        is_other = self._last_process[self._which(block)] != os.getpid()  # type: ignore[index]
-        cut = block.cut
-        if cut is None:
-            cut = torch.zeros(len(is_other), block.num_steps, dtype=torch.bool)
-        cut = cut.clone()
-        cut[:, 0] |= is_other.to(cut.device)
-        return block._replace(cut=cut)
-
-    def _rows_before(self, layout: Layout, block: _Block) -> RowTable:
-        """Returns the newest rows of the lanes `[L, W]`, for a storage of TorchRL's."""
-        episodes = self._episodes
-        lanes = range(self.num_envs) if block.lanes is None else block.lanes
-        newest = torch.tensor([episodes.newest_slot([lane]) for lane in lanes])
-        newest, before = newest.to(episodes.device), {}
-        for key in self.gaps.compared(layout.keys):
-            after = default_keys.next_key(key)
-            before[after] = read_fields(self._storage, newest, [after])[after]
-            before[key] = before[after]
-        rows = stage(layout, before, newest.shape, episodes.device)
-        return backend(episodes.device).RowTable(rows.words())
-
-    def _which(self, block: _Block) -> Any:
-        """Returns which entries of tables of lanes are those of a block."""
-        return slice(None) if block.lanes is None else [*block.lanes]
-
     def _write(
         self,
-        steps: _Steps,
-        blocks: Sequence[_Block],
+        steps: Steps,
+        blocks: Sequence[Block],
         shape: torch.Size | None,
         then: Then | None,
     ) -> torch.Tensor:
@@ -487,8 +311,8 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
 
     def _append(
         self,
-        steps: _Steps,
-        blocks: Sequence[_Block],
+        steps: Steps,
+        blocks: Sequence[Block],
         shape: torch.Size | None,
         count: int,
         then: Then | None,
@@ -503,24 +327,19 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block in blocks:
-            num_steps, lanes, order, cut, last_trajectory = block
+            num_steps, lanes, order, cut, _ = block
             if not is_here:
                 self._put(steps, block)
             table = storage.table if is_here else None
             slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
             is_over = is_over or num_steps > room
-            if self.num_envs > 1:
-                self._last_written[self._which(block)] = count
-            if last_trajectory is not None:
-                self._last_trajectory[self._which(block)] = last_trajectory  # type: ignore[index]
-            if self._last_process is not None:
-                self._last_process[self._which(block)] = os.getpid()
+            self._lanes.note(block, count)
         self._write_count = count
         # Known to the host without waiting for the device, as TorchRL would.
         self._count(episodes.newest_slot(lanes))
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
-            marked = torch.cat([_in_lanes(marked, it)[:, -room:].flatten() for it in blocks])
+            marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
         self._bump_generation(marked, marked)
         # TorchRL's samplers by priority, and ours on a device of their own, hear of rows by this alone.
         self._mark_update_entities(marked)
@@ -530,7 +349,7 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
             then(slots)  # type: ignore[arg-type]
         return slots  # type: ignore[return-value]
 
-    def _put(self, steps: _Steps, block: _Block) -> None:
+    def _put(self, steps: Steps, block: Block) -> None:
         """Writes rows that are not copied together with the index."""
         # If they do not fit the storage, nothing has changed. Only the newest find room.
         room = self._episodes.steps_per_lane
@@ -543,20 +362,6 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         told = self._on_disk.steps(steps.rows, *block)
         self._storage.write(steps.layout, slots, steps.rows.some(places), steps=told)
 
-    def _entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
-        if self.keys is None:
-            # TorchRL's own storages take other things than tensors too.
-            entries = tensors_of(data, strict=isinstance(self._storage, PackedStorage))
-            # Replay buffers set it on the data that they have written.
-            entries.pop(default_keys.INDEX, None)
-            return entries
-        if not isinstance(data, TensorDict):
-            # To stack what is not wanted takes time, or cannot be done.
-            wanted = [*self.keys, self.done_key, self.traj_key, default_keys.MASK]
-            data = data.select(*wanted, strict=False)
-        return tensors_of(data, strict=False)
-
     def _catch_up(self) -> None:
         """Takes in a write to disk that an interrupt kept from everything else."""
         missed = self._on_disk.catch_up()  # type: ignore[union-attr]
@@ -564,12 +369,6 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
             self._write_count = self._on_disk.write_count  # type: ignore[union-attr]
             self._count()
             self._mark_update_entities(missed)
-
-    def _num_steps(self, data: TensorDictBase, lanes: Lanes) -> int:
-        """Returns T, or says what to pass."""
-        num_lanes = len(self._episodes.named_lanes(lanes))
-        is_for_all = lanes is None
-        return lanes_and_steps(data, num_lanes, is_for_all=is_for_all, traj_key=self.traj_key)[1]
 
     def share_memory_(self) -> EpisodeWriter:
         """Moves what is known of the episodes to memory that other processes see.
@@ -582,80 +381,14 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         if isinstance(self._storage, PackedStorage):
             self._storage.share_memory_()
         self._episodes.share_memory_()
-        self._last_trajectory.share_memory_()  # type: ignore[union-attr]
-        if self._last_process is None:
-            self._last_process = torch.full((self.num_envs,), os.getpid()).share_memory_()
+        self._lanes.share_memory_()
+        self._is_shared = True
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             self.share_memory_()
         return super().__getstate__()
-
-    @property
-    def tracks_generations(self) -> bool:
-        """Whether the rows that a slot ever held are counted.
-
-        TorchRL's buffers ask for it between a draw and the gather. They have handed their sampler the
-        storage as it is, so this is where a sampler is refused that was wrong about its lanes.
-        """
-        if self._storage is not None:
-            check_draws(self._storage, self)
-        return self._track_generations
-
-    def _mark_update_entities(self, index: torch.Tensor) -> None:
-        # As TorchRL does, without what it adds for compiled writers.
-        for entity in self._storage._attached_entities:
-            entity.mark_update(index)
-
-    def _count(self, last_slot: int | None = None) -> None:
-        """Tells TorchRL's counters how many rows there are now, and where the newest lies."""
-        storage, episodes = self._storage, self._episodes
-        if last_slot is None:
-            storage._len = num_slots(storage, episodes)
-            return
-        # Once it is full, a storage stays so while rows are written.
-        length = len(storage)
-        if length < episodes.capacity:
-            length = num_slots(storage, episodes)
-        if self._is_packed:
-            storage.count_write(length, last_slot)
-        else:
-            storage._len = length
-            storage._set_last_cursor(last_slot)
-
-    # TorchRL's own count is one of 32 bits, which a month of training may exceed.
-
-    @property
-    def _write_count(self) -> int:
-        return self._write_count_value.get_obj().value
-
-    @_write_count.setter
-    def _write_count(self, value: int) -> None:
-        if self._last_process is None:
-            self._write_count_value.get_obj().value = value
-        else:
-            self._write_count_value.value = value
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        count = state.get("write_count__context")
-        super().__setstate__(state)
-        if count is not None:
-            self._write_count_value = Value("q", count)
-
-    @property
-    def _cursor(self) -> int:
-        """Where the next row of the first lane goes, for TorchRL."""
-        storage = self._storage
-        if storage is None:
-            return 0
-        episodes = storage.episodes
-        return episodes.host_steps.item(0) % episodes.ring_steps * self.num_envs
-
-    @_cursor.setter
-    def _cursor(self, value: int) -> None:
-        # The episode index says where it is; TorchRL keeps a number besides.
-        RoundRobinWriter._cursor.fset(self, value)
 
     def write_at(self, index: int | torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Overwrites rows in place: they stay where they are in their episodes.
@@ -680,7 +413,8 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
                 f"{list(data.batch_size)}."
             )
         slots, data = index.reshape(-1), data.reshape(-1)
-        entries = self._entries(data)
+        fields, storage = self._fields, self._storage
+        entries = fields.entries(data, storage)
         if self.done_key in entries:
             done = end_flags(entries, self.done_key, len(slots)).to(slots.device)
             if not torch.equal(done.reshape(-1), self._episodes.is_end(slots)):
@@ -688,13 +422,11 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
                     f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
                     "would change: write another history with empty() and extend()."
                 )
-
-        storage = self._storage
         if isinstance(storage, PackedStorage):
-            layout, rows = self._stage_rows(data, entries)
+            layout, rows = fields.rows(data, entries, storage)
             put = partial(storage.write, layout, slots, rows)
         else:
-            put = partial(storage.set, slots, self._stored(data), set_cursor=False)
+            put = partial(storage.set, slots, fields.stored(data), set_cursor=False)
 
         def write() -> None:
             put()
@@ -781,7 +513,7 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
         """Returns the writer's counters and the episode index."""
         state = RoundRobinWriter.state_dict(self)
         state["episodes"] = self._episodes.state_dict()
-        state["last_trajectory"] = self._last_trajectory.clone()  # type: ignore[union-attr]
+        state["last_trajectory"] = self._lanes.trajectory.clone()
         return state
 
     def check_state_dict(self, state_dict: Any) -> None:
@@ -824,7 +556,7 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked."""
         self._episodes.take_state(state["episodes"])
-        self._last_trajectory.copy_(state["last_trajectory"])  # type: ignore[union-attr]
+        self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
         if len(self._episodes):
             # TorchRL's storages forget it when rows are loaded, and ask for it when they are saved.
@@ -834,21 +566,3 @@ class EpisodeWriter(SavedPart, SettledWriter, RoundRobinWriter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
-
-
-def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
-    """Returns what a storage counts as its length, with the rows of an episode index."""
-    if isinstance(storage, PackedStorage):
-        return len(episodes)
-    # TorchRL's storages read the slots below their length only; lanes of unequal fill reach beyond the
-    # number of rows.
-    return int(episodes.host_fill.max()) * episodes.num_envs
-
-
-def _in_lanes(flat: torch.Tensor, block: _Block) -> torch.Tensor:
-    """Returns those of n numbers that belong to the steps of a block, `[L, T]`."""
-    return flat.view(-1, block.num_steps) if block.order is None else flat[block.order]
-
-
-def _on_host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()

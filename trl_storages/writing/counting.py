@@ -1,0 +1,105 @@
+"""A writer whose counters are those that TorchRL asks for, for a storage with an episode index."""
+
+from __future__ import annotations
+
+from multiprocessing import Value
+from typing import Any
+
+import torch
+from torchrl.data import RoundRobinWriter, Storage
+
+from trl_storages.ring import EpisodeIndex
+from trl_storages.rows import PackedStorage
+from trl_storages.stock_parts import check_draws
+
+__all__ = ["CountingWriter", "num_slots"]
+
+
+class CountingWriter(RoundRobinWriter):
+    """Counts rows in 64 bits, as a month of training may write more than 32 can say.
+
+    Args:
+        track_generations: as in TorchRL's `RoundRobinWriter`.
+    """
+
+    # Whether other processes count too.
+    _is_shared = False
+
+    def __init__(self, *, track_generations: bool = False) -> None:
+        self._write_count_value = Value("q", 0)
+        super().__init__(track_generations=track_generations)
+
+    @property
+    def _episodes(self) -> EpisodeIndex:
+        return self._storage.episodes
+
+    @property
+    def _write_count(self) -> int:
+        return self._write_count_value.get_obj().value
+
+    @_write_count.setter
+    def _write_count(self, value: int) -> None:
+        # A lock takes longer than to write a row.
+        counter = self._write_count_value
+        (counter if self._is_shared else counter.get_obj()).value = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        count = state.get("write_count__context")
+        super().__setstate__(state)
+        if count is not None:
+            self._write_count_value = Value("q", count)
+
+    @property
+    def _cursor(self) -> int:
+        """Where the next row of the first lane goes, for TorchRL."""
+        storage = self._storage
+        if storage is None:
+            return 0
+        episodes = storage.episodes
+        return episodes.host_steps.item(0) % episodes.ring_steps * episodes.num_envs
+
+    @_cursor.setter
+    def _cursor(self, value: int) -> None:
+        # The episode index says where it is; TorchRL keeps a number besides.
+        RoundRobinWriter._cursor.fset(self, value)
+
+    @property
+    def tracks_generations(self) -> bool:
+        """Whether the rows that a slot ever held are counted.
+
+        TorchRL's buffers ask for it between a draw and the gather. They have handed their sampler the
+        storage as it is, so this is where a sampler is refused that was wrong about its lanes.
+        """
+        if self._storage is not None:
+            check_draws(self._storage, self)
+        return self._track_generations
+
+    def _mark_update_entities(self, index: torch.Tensor) -> None:
+        # As TorchRL does, without what it adds for compiled writers.
+        for entity in self._storage._attached_entities:
+            entity.mark_update(index)
+
+    def _count(self, last_slot: int | None = None) -> None:
+        """Tells the storage how many rows there are now, and, after a write, where the newest lies."""
+        storage, episodes = self._storage, self._storage.episodes
+        if last_slot is None:
+            storage._len = num_slots(storage, episodes)
+            return
+        # Once it is full, a storage stays so while rows are written.
+        length = len(storage)
+        if length < episodes.capacity:
+            length = num_slots(storage, episodes)
+        if isinstance(storage, PackedStorage):
+            storage.count_write(length, last_slot)
+        else:
+            storage._len = length
+            storage._set_last_cursor(last_slot)
+
+
+def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
+    """Returns what a storage counts as its length, with the rows of an episode index."""
+    if isinstance(storage, PackedStorage):
+        return len(episodes)
+    # TorchRL's storages read the slots below their length only; lanes of unequal fill reach beyond the
+    # number of rows.
+    return int(episodes.host_fill.max()) * episodes.num_envs

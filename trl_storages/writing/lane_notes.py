@@ -1,0 +1,92 @@
+"""What a writer remembers of each lane, and where that cuts an episode.
+
+Letters: E lanes (environments).
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from trl_storages.ring import EpisodeIndex
+from trl_storages.writing.routing import route
+from trl_storages.writing.steps import Block, Steps
+
+__all__ = ["LaneNotes"]
+
+
+class LaneNotes:
+    """Remembers which trajectory each lane holds, when it was written last, and by which process.
+
+    Args:
+        episodes: the index of the lanes.
+    """
+
+    def __init__(self, episodes: EpisodeIndex) -> None:
+        self._episodes = episodes
+        #: `[E]` int64, the number of the last trajectory of each lane.
+        self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
+        # When each lane was written last, in rows written.
+        self._written_at = np.zeros(episodes.num_envs, np.int64)
+        # Which process wrote last to each lane, if several do.
+        self._process: torch.Tensor | None = None
+
+    def share_memory_(self) -> None:
+        """Moves to memory that other processes see what they must know."""
+        self.trajectory.share_memory_()
+        if self._process is None:
+            size = (self._episodes.num_envs,)
+            self._process = torch.full(size, os.getpid()).share_memory_()
+
+    def routes(self, steps: Steps) -> list[Block]:
+        """Gives rows of several lanes each to one, by their trajectories.
+
+        Raises:
+            ValueError: more trajectories run side by side than there are lanes.
+        """
+        trajectory, done = steps.trajectory, steps.rows.done
+        blocks = route(
+            _on_host(trajectory),  # type: ignore[arg-type]
+            _on_host(done).reshape(-1),  # type: ignore[arg-type]
+            held=_on_host(self.trajectory),
+            is_open=_on_host(self._episodes.is_open),
+            last_written=self._written_at,
+        )
+        device = self._episodes.device
+        return [
+            Block(rows.shape[1], lanes.tolist(), torch.from_numpy(rows).to(device))
+            for lanes, rows in blocks
+        ]
+
+    def cut(self, steps: Steps, block: Block) -> Block:
+        """Cuts where a row can't continue the row before it in its lane.
+
+        That is one of another trajectory, or of another process, which has environments of its own.
+        """
+        if steps.trajectory is not None:
+            now = block.arranged(steps.trajectory)
+            before = self.trajectory[block.which].unsqueeze(1)
+            cut = now != torch.cat([before, now[:, :-1]], 1)
+            block = block._replace(cut=cut, last_trajectory=now[:, -1])
+        if self._process is not None:
+            is_other = self._process[block.which] != os.getpid()
+            cut = torch.zeros(len(is_other), block.num_steps, dtype=torch.bool)
+            cut[:, 0] = is_other
+            cut = cut.to(self._episodes.device)
+            block = block._replace(cut=cut if block.cut is None else cut | block.cut)
+        return block
+
+    def note(self, block: Block, write_count: int) -> None:
+        """Remembers that steps were written, as the last ones of so many rows."""
+        if len(self._written_at) > 1:
+            self._written_at[block.which] = write_count
+        if block.last_trajectory is not None:
+            self.trajectory[block.which] = block.last_trajectory
+        if self._process is not None:
+            self._process[block.which] = os.getpid()
+
+
+def _on_host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
