@@ -1,0 +1,101 @@
+"""What a clone, a wheel and a source distribution consist of, and what stands in more than one place."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trl_storages
+
+ROOT = Path(__file__).parents[1]
+#: A small part of the tests, of each kind: numbers, the container, files, documents.
+PART = [
+    "tests/test_functional_returns.py",
+    "tests/test_uniform.py",
+    "tests/test_step_order.py",
+    "tests/test_project.py",
+]
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == trl_storages.__version__
+    assert {"message", "title", "authors", "license"} <= {*citation}
+    assert f"## {trl_storages.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_workflows_run_what_a_clone_is_checked_by():
+    checks = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())
+    linux, macos = checks["jobs"]["linux"], checks["jobs"]["macos"]
+    assert [step["run"] for step in linux["steps"] if "run" in step][-1] == ".ci/run"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    project = (ROOT / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=(3\.\d+)"', project)[1]
+    assert oldest == linux["strategy"]["matrix"]["python"][0]
+    assert macos["steps"][-1]["run"] == 'python -m pytest -m "not slow"'
+
+
+def test_commits_are_checked_by_the_tools_of_the_environment():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    tools = {hook["entry"].split()[0] for hook in hooks}
+    test = re.search(r"^test = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    assert tools == {"ruff", "mypy"} == {tool for tool in tools if f'"{tool}==' in test}
+    assert {hook["language"] for hook in hooks} == {"system"}
+
+
+def test_the_guide_for_contributors_names_files_that_are_there():
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`(?:pytest )?((?:tests|tutorials)/[\w/]+\.\w+|\.ci/run)`", guide)
+    named += re.findall(r"\]\(([\w/.]+)\)", guide)
+    assert len(named) > 3
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_wheel_and_source_distribution_work_outside_of_the_checkout(tmp_path):
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-d"]
+    run(*build, str(tmp_path / "dist"), cwd=ROOT)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    (source,) = (tmp_path / "dist").glob("*.tar.gz")
+
+    # What is built from the source distribution is the same.
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    run(*build, str(tmp_path / "again"), "-t", "wheel", cwd=unpacked)
+    (again,) = (tmp_path / "again").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert names == zipfile.ZipFile(again).namelist()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_storages").rglob("*.py")}
+    assert modules | {"trl_storages/py.typed"} <= {*names}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"trl_storages"}
+
+    # The installed package passes the tests that came with the sources, which are without a package.
+    (unpacked / "trl_storages").rename(tmp_path / "not_this_one")
+    installed = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(installed), str(wheel), cwd=tmp_path)
+    show = "import trl_storages; print(trl_storages.__file__)"
+    environment = {"PYTHONPATH": str(installed)}
+    place = run(sys.executable, "-c", show, cwd=unpacked, **environment).strip()
+    assert place == str(installed / "trl_storages/__init__.py")
+    pytest_run = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", *PART]
+    told = run(*pytest_run, cwd=unpacked, **environment)
+    assert "100%" in told
