@@ -79,7 +79,7 @@ class EpisodeSequence(Sequence):
             bootstrap=arguments.integer("bootstrap", bootstrap),
         )
         # What is said of the rows of every batch of a size, as that of the last one.
-        self._made_for: tuple | None = None
+        self._made_for: tuple[Any, ...] | None = None
 
     @property
     def num_steps(self) -> int:

@@ -68,7 +68,7 @@ class _Wraps(Protocol):
     base: Sampler
 
 
-def _is_stock(method: Callable) -> bool:
+def _is_stock(method: Callable[..., Any]) -> bool:
     """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
     return method.__module__.startswith("torchrl.")
 

@@ -111,13 +111,13 @@ class GymRecorder(SavedPart):
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Where the next step is gathered, and what for.
         self._block: StepBlock | None = None
-        self._block_is_for: tuple = ()
+        self._block_is_for: tuple[Any, ...] = ()
         # The block as a step of all environments.
         self._whole: RecordedStep | None = None
         # Where its flags go: the end, and what it is made of.
         self._flags: list[Any] = []
         # Where each value of a step goes, without and with the leading dimension.
-        self._targets: list[list[tuple]] = []
+        self._targets: list[list[tuple[Any, ...]]] = []
 
     def rows(
         self,
@@ -413,7 +413,9 @@ def _put_last_observations(
             column[lane] = as_array(value) if isinstance(column, np.ndarray) else value
 
 
-def _target(block: StepBlock, is_vector: bool, place: tuple[NestedKey, Column, str, str]) -> tuple:
+def _target(
+    block: StepBlock, is_vector: bool, place: tuple[NestedKey, Column, str, str]
+) -> tuple[Any, ...]:
     """Returns where a value goes, the dtype and shape of one that is copied as it is, and more."""
     key, column, *_ = place
     target = block.columns[key]

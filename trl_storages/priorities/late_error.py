@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["LateError"]
@@ -42,6 +44,6 @@ class LateError:
         self._heard.zero_()
         return True
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles would lose the pinned memory; and the error is not theirs.
         return type(self), (self._flag.device,)

@@ -104,7 +104,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         storage: Storage | Callable[[], Storage],
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
-        transform: Transform | Callable | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
         recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
@@ -155,7 +155,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         *,
         mode: Literal["r+", "r"] = "r+",
         sampler: Sampler | None = None,
-        transform: Transform | Callable | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
         device: torch.device | str | None = None,
         fetch_every: int = 1,
         check: bool = False,
@@ -560,7 +560,9 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
 
     # Sampling
 
-    def append_transform(self, transform: Transform | Callable, *, invert: bool = False) -> Self:
+    def append_transform(
+        self, transform: Transform | Callable[..., Any], *, invert: bool = False
+    ) -> Self:
         """Shows batches by one more transform, after those that there are.
 
         Args:

@@ -21,7 +21,7 @@ __all__ = ["ReplayBatches", "make_loader"]
 _PATIENCE = 60.0  # seconds
 
 
-class ReplayBatches(IterableDataset):
+class ReplayBatches(IterableDataset[TensorDictBase]):
     """Endless batches of a storage that another process writes.
 
     Args:
@@ -65,7 +65,7 @@ def make_loader(
     pin_memory: bool,
     seed: int | None,
     **options: Any,
-) -> DataLoader:
+) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches.
 
     Args:

@@ -12,6 +12,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torch.utils.data import DataLoader
 
 from trl_storages import arguments
@@ -24,7 +25,7 @@ from trl_storages.stock_parts import take_in_rows
 
 __all__ = ["OnDisk", "intact"]
 
-Method = TypeVar("Method", bound=Callable)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def intact(method: Method) -> Method:
@@ -175,7 +176,7 @@ class OnDisk:
         pin_memory: bool = False,
         seed: int | None = None,
         **options: Any,
-    ) -> DataLoader:
+    ) -> DataLoader[TensorDictBase]:
         """Returns a `DataLoader` whose workers draw batches from the directory while this writes.
 
         Each worker has a seed of its own and reads what is committed; sampler and transforms are copies

@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     """`[n]` int64 slots where they lie."""
     new: torch.Tensor
     """`[n]` int64 slots where they are to lie."""
-    lanes: list[tuple]
+    lanes: list[tuple[Any, ...]]
     """What is known of each lane's: slots, done, where episodes begin, which have lost their beginning,
     and whether the last one goes on."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -54,7 +55,7 @@ def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
 
 
 def _walk(
-    data: Mapping | TensorDictBase,
+    data: Mapping[Any, Any] | TensorDictBase,
     path: tuple[str, ...],
     found: dict[NestedKey, torch.Tensor],
     strict: bool,

@@ -116,7 +116,7 @@ class Layout:
             (place, field.shape) for place, field in enumerate(self.fields) if len(field.shape) != 1
         ]
         # The fields of a batch like the last one that was written.
-        self._wanted: tuple[torch.Size | None, list] = (None, [])
+        self._wanted: tuple[torch.Size | None, list[Any]] = (None, [])
 
     @classmethod
     def of(

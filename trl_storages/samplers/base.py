@@ -82,7 +82,7 @@ class WrappingSampler(DrawingSampler):
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, **options: Any
-    ) -> dict | None:
+    ) -> dict[str, Any] | None:
         """Passes priorities on to the base."""
         return self.base.update_priority(index, priority, storage=storage, **options)
 

@@ -81,7 +81,7 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         # How goals of the last batch were drawn, as those of the next one are as a rule.
-        self._made_for: tuple | None = None
+        self._made_for: tuple[Any, ...] | None = None
 
     @property
     def strategy(self) -> GoalStrategy:

@@ -178,7 +178,7 @@ class _Directory:
             for number, entry in enumerate(entries):
                 self._check(entry, number)
 
-    def _check(self, entry: os.DirEntry, number: int) -> None:
+    def _check(self, entry: os.DirEntry[str], number: int) -> None:
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
             kind = "a link" if entry.is_symlink() else "a pipe, a socket or a device"
             self._refuse(f"{entry.path} must be a file or a directory, got {kind}")

@@ -6,7 +6,7 @@ Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey
@@ -86,7 +86,7 @@ class NStep(ReplayTransform):
         self.agent_done_key = agent_done_key
         if agent_done_key is not None:
             self.agent_done_key = arguments.key("agent_done_key", agent_done_key)
-        self._made_for: tuple | None = None
+        self._made_for: tuple[Any, ...] | None = None
         for name in ("reward_key", "terminated_key", "agent_done_key"):
             if (key := getattr(self, name)) is not None and key[0] != "next":
                 raise ValueError(f"{name} must lie under 'next', got {key!r}.")
