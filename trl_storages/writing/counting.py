@@ -39,7 +39,10 @@ class CountingWriter(RoundRobinWriter):
 
     @_write_count.setter
     def _write_count(self, value: int) -> None:
-        # A lock takes longer than to write a row.
+        self._set_write_count(value)
+
+    def _set_write_count(self, value: int) -> None:
+        # Writes call this: names of attributes are checked when they are set, and locks take longer.
         counter = self._write_count_value
         (counter if self._is_shared else counter.get_obj()).value = value
 

@@ -334,7 +334,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
             is_over = is_over or num_steps > room
             self._lanes.note(block, count)
-        self._write_count = count
+        self._set_write_count(count)
         # Known to the host without waiting for the device, as TorchRL would.
         self._count(episodes.newest_slot(lanes))
         marked: torch.Tensor = slots  # type: ignore[assignment]
