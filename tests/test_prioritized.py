@@ -206,8 +206,8 @@ def test_a_row_without_error_is_still_drawn():
 @pytest.mark.parametrize("num_envs", [0, 1, 3])
 def test_both_backends_draw_the_same_batches_bit_for_bit(monkeypatch, normalize, num_envs):
     """Without a window, or (with lanes) within one; each is loaded from a dump of the other halfway."""
-    buffers = []
-    for choice in ("numba", "torch"):
+    choices, buffers = ("numba", "torch"), []
+    for choice in choices:
         monkeypatch.setenv("TRL_STORAGES_BACKEND", choice)
         sampler = PERSampler(999, beta=0.7, normalize=normalize)
         buffers.append(
@@ -221,7 +221,8 @@ def test_both_backends_draw_the_same_batches_bit_for_bit(monkeypatch, normalize,
         )
     for step in range(24):
         batches = []
-        for buffer in buffers:
+        for choice, buffer in zip(choices, buffers, strict=True):
+            monkeypatch.setenv("TRL_STORAGES_BACKEND", choice)
             data = rows(90, 90 * step)
             buffer.extend(data.reshape(num_envs, -1) if num_envs > 1 else data)
             batch = buffer.sample()
