@@ -32,33 +32,36 @@ def rows(tmp_path):
     return tmp_path / "rows"
 
 
-@pytest.mark.parametrize("mode", ["r", "r+"])
-@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
-@pytest.mark.parametrize("which", ["of a row", "the largest"])
-def test_priorities(rows, mode, bad, which):
-    words = np.fromfile(rows / "priorities.bin", np.int64)
-    if which == "of a row":
-        words.view(np.float32).reshape(-1, 2)[2, 0] = bad
-    else:
-        words[-1:].view(np.float64)[0] = bad
-    words.tofile(rows / "priorities.bin")
-    before = files_of(rows)
-    with pytest.raises(ValueError, match=r"priorities\.bin is damaged: .* finite and at least 0"):
-        ReplayStorage.open(rows, mode=mode, sampler=PERSampler(SIZE))
-    assert files_of(rows) == before
-    # Nothing was kept open.
-    (rows / "priorities.bin").unlink()
-    ReplayStorage.open(rows, sampler=PERSampler(SIZE)).validate()
+@pytest.mark.parametrize("which", [2, -1])
+def test_priorities(rows, which):
+    """Each has a check: what is damaged gets the largest priority."""
+    words = np.fromfile(rows / "priorities.1.bin", np.int64)
+    words[which] ^= 1 << 20
+    words.tofile(rows / "priorities.1.bin")
+    reader = ReplayStorage.open(rows, mode="r", sampler=PERSampler(SIZE))
+    with pytest.warns(RuntimeWarning, match="priorities of .* are damaged"):
+        storage = ReplayStorage.open(rows, sampler=PERSampler(SIZE))
+    expected = torch.arange(6) + 1.0
+    expected[2] = 6 if which == 2 else 3
+    for opened in (storage, reader):
+        assert torch.equal(opened.sampler.priorities[:6], expected)
+        opened.validate()
+    assert storage.sampler.default_priority == 6
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
 def test_rows_by_their_checksums(rows, mode):
     ReplayStorage.open(rows, mode=mode, sampler=UniformSampler(), check=True).close()
-    words = np.fromfile(rows / "rows.bin", np.int64)
+    words = np.fromfile(rows / "rows.1.bin", np.int64)
     words[1] ^= 1 << 20
-    words.tofile(rows / "rows.bin")
-    with pytest.raises(RuntimeError, match="do not match their checksums, those in the slots"):
+    words.tofile(rows / "rows.1.bin")
+    before = files_of(rows)
+    with pytest.raises(ValueError, match="damaged"):
         ReplayStorage.open(rows, mode=mode, sampler=UniformSampler(), check=True)
+    assert files_of(rows) == before
+    storage = ReplayStorage.open(rows, mode=mode, sampler=UniformSampler())
+    with pytest.raises(RuntimeError, match="do not match their checksums, those in the slots"):
+        storage.validate()
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan])

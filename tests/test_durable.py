@@ -1,5 +1,6 @@
 """Storages in a directory, taken up again where they were left."""
 
+import copy
 import pickle
 import time
 
@@ -10,7 +11,7 @@ from durable.rows import check, is_torn, make, priority_of, transitions, write
 from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
-from torchrl.data import RandomSampler, RoundRobinWriter, TensorDictReplayBuffer
+from torchrl.data import RoundRobinWriter, TensorDictReplayBuffer
 
 from trl_storages import (
     EpisodeWriter,
@@ -103,7 +104,7 @@ def test_priorities(tmp_path):
     batch["td_error"] = priority_of(batch["index"], storage)
     storage.update_tensordict_priority(batch)
     expected = storage.sampler.priorities
-    storage.storage.journal.close()
+    storage.storage.directory.abandon()
     again = make(tmp_path)
     assert torch.equal(again.sampler.priorities, expected)
     assert again.sampler.default_priority == batch["td_error"].max()
@@ -175,18 +176,24 @@ def test_clearing(tmp_path):
     once_more = make(tmp_path, 4)
     assert len(once_more) == 0
     write(once_more, 3)
-    check(once_more)
+    once_more.validate()
+    # Steps never start again.
+    assert once_more[:]["observation"][:, 0].tolist() == [9] * 4 + [10] * 4 + [11] * 4
 
 
-def test_rows_changed_in_place(tmp_path):
+def test_rows_are_never_changed_in_place(tmp_path):
     storage = make(tmp_path)
     write(storage, 30)
-    storage["observation"] = storage["observation"] + 100
     expected = storage[:]
-    storage.close()
-    again = make(tmp_path)
-    again.validate()
-    assert_same(again[:], expected)
+    slots = storage.episodes.slots_by_age(torch.arange(3))
+    for change in (
+        lambda: storage.__setitem__("observation", expected["observation"] + 100),
+        lambda: storage.writer.write_at(slots, storage[slots]),
+        lambda: storage.storage.set(slots, storage[slots], set_cursor=False),
+    ):
+        with pytest.raises(RuntimeError, match="written once"):
+            change()
+    assert_same(storage[:], expected)
 
 
 def test_states_loaded_into_a_directory(tmp_path):
@@ -207,34 +214,35 @@ def test_states_loaded_into_a_directory(tmp_path):
         assert_same(again[:], source[:])
 
 
-def test_a_copy_lives_in_memory(tmp_path):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_reads_what_is_written(tmp_path, copied):
     storage = make(tmp_path)
     write(storage, 30)
-    copy = pickle.loads(pickle.dumps(storage.storage))
-    assert copy.journal is None
-    assert torch.equal(copy.rows, storage.storage.rows)
-    write(storage, 1)
-    assert not torch.equal(copy.rows, storage.storage.rows)
+    rows, whole = copied(storage.storage), copied(storage)
+    assert_same(whole[:], storage[:])
+    write(storage, 5)
+    assert_same(whole[:], storage[:])
+    rows.refresh()
+    assert torch.equal(rows.episodes.num_steps_written, storage.episodes.num_steps_written)
+    assert not is_torn(whole.sample()).any()
+    for act in (
+        lambda: write(whole, 1),
+        whole.empty,
+        whole.end_episodes,
+        lambda: whole.load_state_dict(storage.state_dict()),
+        lambda: rows.set([0], storage[:1]),
+    ):
+        with pytest.raises(RuntimeError, match="reading"):
+            act()
 
 
-def test_stock_buffers_find_their_rows(tmp_path):
-    def build():
-        return TensorDictReplayBuffer(
-            storage=PackedStorage(24, scratch_dir=tmp_path),
-            writer=RoundRobinWriter(),
-            sampler=RandomSampler(),
-            batch_size=4,
-        )
-
-    buffer = build()
-    buffer.extend(transitions(torch.zeros(10).long(), torch.arange(10)))
-    rows = buffer[:].exclude("index")
-    buffer.storage.close()
-    again = build()
-    assert_same(again[:].exclude("index"), rows)
-    again.storage.close()
-    with pytest.raises(ValueError, match="without episodes"):
-        make(tmp_path)
+def test_stock_writers_may_not_make_a_directory(tmp_path):
+    buffer = TensorDictReplayBuffer(
+        storage=PackedStorage(24, scratch_dir=tmp_path / "rows"), writer=RoundRobinWriter()
+    )
+    with pytest.raises(RuntimeError, match="EpisodeWriter"):
+        buffer.extend(transitions(torch.zeros(10).long(), torch.arange(10)))
+    assert not (tmp_path / "rows").exists()
 
 
 def test_stock_writers_may_not_spoil_episodes(tmp_path):
@@ -284,7 +292,7 @@ def test_an_index_of_many_rows_is_rebuilt_at_once(tmp_path):
     storage.extend(
         TensorDict({"step": steps, "next": {"done": (steps % 50 == 49)[:, None]}}, [size + 5])
     )
-    storage.storage.journal.close()
+    storage.storage.directory.abandon()
     begin = time.process_time()
     again = PackedStorage(size, scratch_dir=tmp_path)
     # Far below what a loop over rows would take; the benchmark has the figure.

@@ -1,5 +1,6 @@
-"""Ready-made storages on disk, against twins in memory that were never closed."""
+"""Ready-made storages on disk, against twins that were never closed."""
 
+import json
 import os
 import shutil
 import signal
@@ -47,7 +48,7 @@ def samplers_of(storage):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("num_steps", [11, 47])
 def test_taken_up_again_in_the_middle_of_episodes(recipe, num_steps, tmp_path):
-    twin, storage = make(recipe, seed=1), make(recipe, seed=1, path=tmp_path / "rows")
+    twin, storage = (make(recipe, seed=1, path=tmp_path / name) for name in ("twin", "rows"))
     loop = Loop()
     loop.write(4, twin, storage)
     loop.run(num_steps - 4, twin, storage)
@@ -71,7 +72,7 @@ def test_whole_episodes(tmp_path):
             OBSERVATIONS, spaces.Discrete(9), storage_size=SIZE, num_envs=LANES, seed=3, **options
         )
 
-    twin, storage = build(), build(path=tmp_path / "rows")
+    twin, storage = build(path=tmp_path / "twin"), build(path=tmp_path / "rows")
     loop = Loop()
     for _ in range(2):
         loop.write(20, twin, storage)
@@ -86,7 +87,7 @@ def test_whole_episodes(tmp_path):
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
 @pytest.mark.parametrize("num_steps", [11, 47])
 def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
-    twin, saved = (make("all of them", seed=1, **at) for at in ({}, {"path": tmp_path / "saved"}))
+    twin, saved = (make("all of them", seed=1, path=tmp_path / name) for name in ("twin", "saved"))
     loop = Loop()
     loop.write(4, twin, saved)
     loop.run(num_steps - 4, twin, saved)
@@ -98,18 +99,17 @@ def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
     saved.validate()
 
 
-@pytest.mark.parametrize("kind", [ReplayStorage, TensorDictReplayBuffer])
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
 @pytest.mark.parametrize(
     "wrap", [lambda per: per, lambda per: HERSampler(base=ERESampler(base=per))]
 )
-def test_saved_into_a_directory_that_was_never_written(kind, reload, wrap, tmp_path):
+def test_saved_into_a_directory_that_was_never_written(reload, wrap, tmp_path):
     """Its files are made by the load, after the priorities came."""
 
-    def build(name, kind=kind):
+    def build(name):
         rows, per = PackedStorage(8, scratch_dir=tmp_path / name), PERSampler(8)
         parts = {"storage": rows, "sampler": wrap(per), "writer": EpisodeWriter()}
-        return kind(**parts, batch_size=4), per
+        return ReplayStorage(**parts, batch_size=4), per
 
     def drawn(storage):
         return storage.sampler.sample(storage.storage, 4)[1]["priority_weight"]
@@ -122,27 +122,39 @@ def test_saved_into_a_directory_that_was_never_written(kind, reload, wrap, tmp_p
     drawn(fresh)
     assert torch.equal(loaded.priorities, priorities.priorities)
     fresh.storage.close()
-    again, reopened = build("fresh", ReplayStorage)
+    again, reopened = build("fresh")
     drawn(again)
     assert torch.equal(reopened.priorities, priorities.priorities)
     assert reopened.default_priority == 4
 
 
-def test_a_copy_of_a_reader_is_refused(tmp_path):
-    import copy
+def test_rows_are_loaded_together_with_their_episodes(tmp_path):
+    """TorchRL's buffers load one part after another, and a directory changes at once."""
 
-    storage = make("uniform", seed=1, path=tmp_path)
-    Loop().write(4, storage)
-    reader = ReplayStorage.open(tmp_path, mode="r", batch_size=4)
-    with pytest.raises(RuntimeError, match="can't be copied"):
-        copy.deepcopy(reader)
-    assert len(reader.sample()) == 4
+    def build(name):
+        rows = PackedStorage(8, scratch_dir=tmp_path / name)
+        return TensorDictReplayBuffer(storage=rows, writer=EpisodeWriter(), batch_size=4)
+
+    saved, other = build("saved"), build("other")
+    for buffer in (saved, other):
+        steps = torch.arange(5)
+        buffer.extend(goal_transitions(torch.zeros(5).long(), steps, steps < 0))
+    state, rows = saved.state_dict(), other.storage.rows.clone()
+    for load in (other, other.storage, other.writer):
+        part = {other.storage: "_storage", other.writer: "_writer"}.get(load)
+        if load is other.writer:
+            saved.extend(goal_transitions(torch.zeros(1).long(), torch.arange(5, 6), steps[:1] < 0))
+            state = saved.state_dict()
+        with pytest.raises(RuntimeError, match="together with"):
+            load.load_state_dict(state if part is None else state[part])
+    assert torch.equal(other.storage.rows, rows)
+    other.storage.episodes.validate()
 
 
 @pytest.mark.parametrize("way", ["move", "rename", "copy"])
 def test_a_directory_that_was_moved_while_it_was_closed(way, tmp_path):
     storage = make("all of them", seed=1, path=tmp_path / "rows")
-    twin, loop = make("all of them", seed=1), Loop()
+    twin, loop = make("all of them", seed=1, path=tmp_path / "twin"), Loop()
     loop.write(4, twin, storage)
     loop.run(43, twin, storage)
     storage.close()
@@ -230,17 +242,16 @@ def test_environments_of_a_killed_writer_are_gone(tmp_path):
     assert len(loop.record(0, [False, False])) == 2
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '{"generator": "AAAA"}', '{"generator": 3}', '{"sampler": 3}', "{"]
-)
-def test_damaged_progress(text, tmp_path):
+@pytest.mark.parametrize("bad", [[], {"generator": "AAAA"}, {"generator": 3}, {"sampler": 3}])
+def test_damaged_progress(bad, tmp_path):
     storage = make("recency", seed=1, path=tmp_path)
     Loop().write(9, storage)
     storage.close()
-    (tmp_path / "progress.json").write_text(text)
-    with pytest.raises(ValueError, match=r"progress\.json.*damaged.*delete it"):
+    whole = (tmp_path / "storage.json").read_text()
+    (tmp_path / "storage.json").write_text(json.dumps({**json.loads(whole), "progress": bad}))
+    with pytest.raises(ValueError, match="damaged"):
         make("recency", seed=1, path=tmp_path)
-    (tmp_path / "progress.json").unlink()
+    (tmp_path / "storage.json").write_text(whole)
     again = make("recency", seed=1, path=tmp_path)
     again.validate()
     assert len(again) == 18

@@ -18,6 +18,7 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.samplers import prioritized
 
 from trl_storages.rows import PackedStorage, read_fields
+from trl_storages.writing import EpisodeWriter
 
 FIELDS = {
     ("pixels", "front"): (torch.uint8, (3, 5, 7)),
@@ -76,18 +77,17 @@ def transitions(num_rows, seed=0, fields=FIELDS):
     )
 
 
-@pytest.fixture(params=["memory", "memory-mapped"])
-def make_storage(request, tmp_path):
-    """A factory of empty storages, each in memory or in a directory of its own."""
-    made = []
+@pytest.fixture
+def make_storage():
+    """A factory of empty storages that anybody may write."""
+    return PackedStorage
 
-    def make(max_size):
-        made.append(max_size)
-        if request.param == "memory":
-            return PackedStorage(max_size)
-        return PackedStorage(max_size, scratch_dir=tmp_path / f"rows{len(made)}")
 
-    return make
+def in_directory(path, max_size=20):
+    """A buffer of rows in a directory."""
+    return TensorDictReplayBuffer(
+        storage=PackedStorage(max_size, scratch_dir=path), writer=EpisodeWriter(), batch_size=4
+    )
 
 
 @pytest.mark.requirement("nested-dtypes")
@@ -195,10 +195,17 @@ class TestRead:
 
     def test_memory_and_disk_give_equal_batches(self, tmp_path):
         data, index = transitions(9), torch.tensor([8, 0, 3, 3])
-        memory, disk = PackedStorage(9), PackedStorage(9, scratch_dir=tmp_path / "rows")
-        for storage in (memory, disk):
-            storage.set(range(9), data)
-        assert_same_data(memory.get(index), disk.get(index))
+        memory, disk = PackedStorage(9), in_directory(tmp_path / "rows", 9)
+        memory.set(range(9), data)
+        disk.extend(data)
+        assert_same_data(memory.get(index), disk.storage.get(index))
+        assert_same_data(memory.get(2).unsqueeze(0), disk.storage.get(2).unsqueeze(0))
+        for some in (slice(2, 5), index.tolist()):
+            assert_same_data(memory.get(some), disk.storage.get(some))
+        keys = ["glyph", ("next", "done")] if "glyph" in FIELDS else [("next", "done")]
+        read = memory.read(index.view(2, 2), keys), disk.storage.read(index.view(2, 2), keys)
+        for key in keys:
+            assert_same_bits(read[0][key], read[1][key])
 
     @pytest.mark.gpu
     def test_cuda_gives_equal_batches(self):
@@ -424,6 +431,13 @@ class TestBadWrites:
         self.check(buffer.storage, lambda: buffer.extend(bad.clone()), named)
         self.check(buffer.storage, lambda: buffer.add(bad[0].clone()), named)
 
+    def test_through_a_writer_of_a_directory(self, tmp_path, spoil, named):
+        buffer = in_directory(tmp_path)
+        buffer.extend(transitions(5))
+        bad = spoil(transitions(3, seed=1))
+        self.check(buffer.storage, lambda: buffer.extend(bad.clone()), named)
+        self.check(buffer.storage, lambda: buffer.add(bad[0].clone()), named)
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -466,9 +480,9 @@ class TestErrors:
                 PackedStorage(size)
 
     def test_an_existing_directory_is_not_overwritten(self, tmp_path):
-        first = PackedStorage(4, scratch_dir=tmp_path / "rows")
-        first.set(range(4), transitions(4))
-        before = first.rows.clone()
+        first = in_directory(tmp_path, 4)
+        first.extend(transitions(4))
+        before = first.storage.rows.clone()
         with pytest.raises((RuntimeError, ValueError, FileExistsError), match="rows"):
-            PackedStorage(4, scratch_dir=tmp_path / "rows")
-        assert torch.equal(first.rows, before)
+            PackedStorage(4, scratch_dir=tmp_path)
+        assert torch.equal(first.storage.rows, before)

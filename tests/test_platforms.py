@@ -136,10 +136,8 @@ def answers_on(platform: str, path: Path) -> list[str]:
 
 
 def test_windows_has_storages_in_memory(tmp_path):
-    storage = trl_storages.PackedStorage(
-        4, scratch_dir=tmp_path, fields={"a": (torch.float32, (1,))}
-    )
-    storage.close()
+    rows = trl_storages.PackedStorage(4, scratch_dir=tmp_path, fields={"a": (torch.float32, (1,))})
+    trl_storages.ReplayStorage(storage=rows).close()
 
     answers = answers_on("win32", tmp_path)
 

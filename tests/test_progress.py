@@ -7,15 +7,16 @@ import torch
 from durable.rows import check, make, write
 
 from trl_storages import ReplayStorage, UniformSampler
-from trl_storages.disk import durable, journal
+from trl_storages.disk import words
+from trl_storages.replay import on_disk
 from trl_storages.saved import files
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """As if there were many gigabytes."""
-    monkeypatch.setattr(durable, "_STRETCH", 6)
-    monkeypatch.setattr(journal, "_CHUNK", 500)
+    monkeypatch.setattr(words, "_PIECE", 500)
+    monkeypatch.setattr(on_disk, "_PIECE", 6)
     monkeypatch.setattr(files, "_PIECE", 500)
 
 
@@ -34,9 +35,10 @@ def test_opening_and_checking(storage, capsys):
     again = ReplayStorage.open(path, check=True, progress=True)
     said = capsys.readouterr().err
     assert "opening rows:   0%" in said
-    assert "| 0/4 " in said
-    assert "checking rows:   0%" in said
+    assert "| 0/10 " in said
     check(again)
+    again.validate(progress=True)
+    assert "checking rows:   0%" in capsys.readouterr().err
     assert again.episodes.episodes()["length"].tolist() == (
         storage.episodes.episodes()["length"].tolist()
     )

@@ -1,190 +1,390 @@
-"""The files of a storage on disk: their names, how they are made, told apart and removed.
+"""A directory of rows, as its one writer sees it.
 
-Letters: N rows, W words a row, E lanes (environments).
+Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, L lanes
+written now.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trl_storages.disk.files import MappedWords, WriterLock, create_file, write_text
-from trl_storages.disk.header import VERSION, Header, Identity
-from trl_storages.disk.undo import Undo
+import numpy as np
+import torch
+
+from trl_storages.disk.commits import State
+from trl_storages.disk.description import (
+    Description,
+    History,
+    check_is_free,
+    holds_storage,
+    own_files,
+    remove_files,
+)
+from trl_storages.disk.files import WriterLock, check_platform, sync_directory
+from trl_storages.disk.recovery import recover
+from trl_storages.disk.words import Track, Words, remove
+from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 
-__all__ = [
-    "HEADER",
-    "MARKS",
-    "PRIORITIES",
-    "PROGRESS",
-    "ROWS",
-    "UNDO",
-    "check_is_storage",
-    "create_files",
-    "holds_storage",
-    "read_layout",
-    "remove_files",
-    "size_of",
-    "write_header",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-HEADER, ROWS, MARKS, UNDO = "header.bin", "rows.bin", "marks.bin", "undo.bin"
-PRIORITIES, PROGRESS = "priorities.bin", "progress.json"
-_DESCRIPTION, _LOCK = "storage.json", "lock"
-_CREATING = _DESCRIPTION + ".new"
-_OWN_FILES = {_DESCRIPTION, HEADER, ROWS, MARKS, UNDO, _LOCK, PRIORITIES, PROGRESS}
-_OWN_FILES |= {name + ".new" for name in _OWN_FILES}
+__all__ = ["Directory"]
 
 
-def holds_storage(directory: Path) -> bool:
-    """Returns whether there is a storage in a directory."""
-    return (directory / _DESCRIPTION).exists()
+class Directory:
+    """The files of a storage, held by the one process that writes them. Made by `create` and `open`.
 
-
-def check_is_storage(directory: Path) -> None:
-    """Raises a FileNotFoundError if there is no storage in a directory."""
-    if holds_storage(directory):
-        return
-    there = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else None
-    found = "there is none" if there is None else f"got one with {there[:5]}"
-    raise FileNotFoundError(
-        f"{directory} must be a directory that holds a storage (with {_DESCRIPTION}), {found}; make "
-        "one with path= or scratch_dir=."
-    )
-
-
-def create_files(
-    directory: Path, layout: Layout, num_rows: int, num_lanes: int, *, has_episodes: bool
-) -> WriterLock:
-    """Makes the files of an empty storage, with all the space that they will need.
-
-    Returns:
-        the lock of the directory, held.
-
-    Raises:
-        FileExistsError: the directory holds anything but what is left of an interrupted making.
-        OSError: the disk is full or may not be written. Nothing is left then.
-        RuntimeError: another process is making or writing it.
+    Attributes:
+        path: the directory.
+        description: what it says of itself.
+        words: the files.
+        state: what was committed last.
     """
-    is_new = not directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
-    _check_is_free(directory)
-    lock = WriterLock(directory)
-    try:
-        _check_is_free(directory)  # of what another process made until it let the lock go
-    except FileExistsError:
-        lock.release()
-        raise
-    text = json.dumps(
-        {
-            "format": "trl_storages",
-            "version": VERSION,
-            "num_rows": num_rows,
-            "layout": layout.to_json(),
-        },
-        indent=1,
+
+    def __init__(
+        self, path: Path, lock: WriterLock, description: Description, words: Words, state: State
+    ) -> None:
+        self.path, self._lock = path, lock
+        self.description, self.words, self.state = description, words, state
+        # Whether this writer has begun a history of its own.
+        self._has_begun = False
+        self._number = words.commits.number
+
+    # Making and opening
+
+    @classmethod
+    def create(cls, path: Path, layout: Layout, num_rows: int, num_lanes: int) -> Self:
+        """Makes the files of an empty storage, with all the space that they will need.
+
+        Raises:
+            FileExistsError: there is anything but what is left of an interrupted making.
+            OSError: the disk is full or may not be written. Nothing is left then.
+            RuntimeError: another process is making or writing it, or the platform has no file locks.
+        """
+        check_platform(path)
+        is_new = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        check_is_free(path)
+        lock = WriterLock(path)
+        try:
+            check_is_free(path)  # of what another process made until it let the lock go
+        except FileExistsError:
+            lock.release()
+            raise
+        description = Description.of_new(layout, num_rows, num_lanes)
+        try:
+            description.announce(path)
+            words = Words.create(path, description)
+            description.write(path)
+        except BaseException:
+            remove_files(path, and_directory=is_new)
+            lock.release()
+            raise
+        return cls(path, lock, description, words, words.commits.read())  # type: ignore[arg-type]
+
+    @classmethod
+    def open(cls, path: Path, *, check: bool | None = None, track: Track = iter) -> Self:
+        """Takes up a directory where it was left, by whatever end of its last writer.
+
+        Args:
+            path: the directory.
+            check: as in `recover`.
+            track: shows how far it is.
+
+        Raises:
+            FileNotFoundError: it holds no storage, or lacks a file.
+            ValueError: it is damaged or of another format. Nothing was changed.
+            RuntimeError: there is a writer already, or the platform has no file locks.
+            OSError: it may not be written.
+        """
+        check_platform(path)
+        Description.read(path)  # before a lock is left where there is no storage
+        lock = WriterLock(path)
+        try:
+            description = Description.read(path)
+            words = Words(path, description, writable=True)
+            state, num_lost = recover(path, words, description, check, track)
+            directory = cls(path, lock, description, words, state)
+            directory._remove_others()
+            if num_lost is not None:
+                directory._go_on_after_loss(num_lost)
+        except BaseException:
+            lock.release()
+            raise
+        return directory
+
+    def _remove_others(self) -> None:
+        """Removes the files of generations that a load has left, or never finished."""
+        mine = f".{self.description.generation}.bin"
+        for name in own_files(self.path):
+            if not name.endswith(mine):
+                (self.path / name).unlink(missing_ok=True)
+
+    def _go_on_after_loss(self, num_lost: int) -> None:
+        self._begin_history(self.state.cursors, self.state.tails)
+        self._publish(self.state)
+        warnings.warn(
+            f"{self.path} was not closed, and what was written last is not whole, as after a loss of "
+            f"power: {num_lost} rows or more that were not flushed were lost, "
+            f"{int((self.state.cursors - self.state.tails).sum())} are there.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def episodes(self, track: Track = iter) -> EpisodeIndex:
+        """Returns an index of the rows that are there.
+
+        Raises:
+            ValueError: they are not what they must be.
+        """
+        description = self.description
+        index = EpisodeIndex(
+            description.num_rows, description.num_lanes, spare_steps=description.spare_steps
+        )
+        if not self.words.feed(index, self.state, description, track):
+            raise ValueError(
+                f"{self.path} is damaged: its marks are not those of its steps. Bring it back from a "
+                "copy; nothing was changed."
+            )
+        return index
+
+    # Writing
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process may write."""
+        return self._lock.is_held
+
+    def check_writable(self) -> None:
+        """Raises a RuntimeError if this process may not write."""
+        if not self._lock.is_held:
+            raise RuntimeError(
+                f"the rows in {self.path} were closed, or belong to the process that this one was forked "
+                "from, and can be read only: open them anew to write."
+            )
+
+    def begin(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
+        """Makes ready to write further steps: their slots hold no row until `seal`.
+
+        Args:
+            index: the episodes, before the write.
+            num_steps: of each lane.
+            lanes: which are written; None is all of them.
+
+        Raises:
+            RuntimeError: this process may not write.
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.begin_history()
+        if self._is_committed(index):
+            return
+        if num_steps > self.description.spare_steps:
+            self._make_room(slice(None) if lanes is None else [*lanes], num_steps)
+        self.words.marked.clear(index.ring, num_steps, lanes)
+
+    def _is_committed(self, index: EpisodeIndex) -> bool:
+        """Whether steps were committed that an index does not know of, as an interrupt came then.
+
+        They are written once more, and must stay where they are meanwhile.
+        """
+        state: State | None = self.state
+        if self.words.commits.number != self._number:
+            state = self.words.commits.read()
+        return state is not None and bool((state.cursors > index.host_steps).any())
+
+    def _make_room(self, written: Any, num_steps: int) -> None:
+        """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
+        lanes = self.state.lanes.copy()
+        cursors, tails = lanes[:2, written]
+        lanes[1, written] = np.clip(
+            cursors + num_steps - self.description.ring_steps, tails, cursors
+        )
+        if (lanes != self.state.lanes).any():
+            self._publish(self.state._replace(lanes=lanes))
+
+    def seal(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
+        """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
+        self.words.marked.seal(index.ring, self.description.history, num_steps, lanes)
+
+    def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
+        """Makes what an index says count.
+
+        Args:
+            index: the episodes.
+            write_count: rows written, as TorchRL's writers count them.
+            trajectories: `[E]` the collector's number of each lane's last trajectory.
+
+        Raises:
+            RuntimeError: this process may not write.
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.begin_history()
+        lanes = _columns(index, trajectories)
+        self._publish(State(self.description.history, write_count, lanes))
+
+    def _publish(self, state: State) -> None:
+        state = state._replace(history=self.description.history)
+        self.words.commits.publish(state)
+        # Last: what is done once more after an interrupt goes on from here.
+        self.state, self._number = state, self.words.commits.number
+
+    def begin_history(self) -> None:
+        """Says for good, before the first change, that what comes is this writer's.
+
+        Raises:
+            RuntimeError: this process may not write.
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.check_writable()
+        if not self._has_begun:
+            self._begin_history(self.state.cursors, self.state.tails)
+
+    def _begin_history(self, cursors: np.ndarray, tails: np.ndarray) -> None:
+        """Says for good that steps from now on are this writer's."""
+        description = self.description.begun(cursors.tolist(), tails.tolist())
+        description.write(self.path)
+        self.description, self._has_begun = description, True
+
+    def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
+        """Forgets all rows, for good.
+
+        Args:
+            index: the episodes; it forgets them too.
+            write_count: as in `commit`.
+            trajectories: likewise.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.check_writable()
+        cursors = index.host_steps
+        if not self._has_begun:
+            self._begin_history(cursors, cursors)
+        else:
+            description = replace(self.description, tails=tuple(cursors.tolist()))
+            description.write(self.path)
+            self.description = description
+        index.evict(cursors)
+        self.commit(index, write_count, trajectories)
+
+    def replace(
+        self,
+        index: EpisodeIndex,
+        write_count: int,
+        trajectories: np.ndarray,
+        fill: Callable[[Words], object],
+    ) -> None:
+        """Replaces all rows by others, at once and for good.
+
+        Args:
+            index: the episodes of the others.
+            write_count: as in `commit`.
+            trajectories: likewise.
+            fill: writes the others to the slots that the index has them in.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.check_writable()
+        old, lanes = self.description, _columns(index, trajectories)
+        cursors, tails = tuple(lanes[0].tolist()), tuple(lanes[1].tolist())
+        new = replace(
+            old,
+            generation=old.generation + 1,
+            histories=(History(old.history + 1, tails),),
+            tails=tails,
+            flushed=cursors,
+            is_clean=False,
+        )
+        words, state = Words.create(self.path, new), State(new.history, write_count, lanes)
+        try:
+            fill(words)
+            for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
+                words.marked.seal(index.ring, new.history, cursor - tail, [lane])
+            words.commits.publish(state)
+            words.flush()
+            sync_directory(self.path)
+            new.write(self.path)
+        finally:
+            # An interrupt may have come when the directory had changed already.
+            if Description.read(self.path).generation == new.generation:
+                self.description, self.words, self.state = new, words, state
+                self._number, self._has_begun = words.commits.number, True
+                remove(self.path, old)
+            else:
+                remove(self.path, new)
+
+    # Keeping
+
+    def flush(
+        self,
+        index: EpisodeIndex,
+        progress: dict[str, Any] | None = None,
+        *,
+        is_clean: bool = False,
+    ) -> None:
+        """Waits until everything is on disk.
+
+        Args:
+            index: the episodes, some of which may have been ended without a row.
+            progress: what else is to go on where it is; None keeps what there is.
+            is_clean: whether nothing more is written.
+
+        Raises:
+            OSError: the disk is full. What was written is there all the same.
+        """
+        self.check_writable()
+        if not np.array_equal(self.state.open, index.is_open.numpy()):
+            self.commit(index, self.state.write_count, self.state.trajectories)
+        self.words.flush()
+        sync_directory(self.path)
+        if progress is not None:
+            progress = {**progress, "number": self._number}
+        live = index.slots_by_age(torch.arange(len(index)))
+        description = replace(
+            self.description,
+            flushed=tuple(self.state.cursors.tolist()),
+            tails=tuple(self.state.tails.tolist()),
+            is_clean=is_clean or self.description.is_clean,
+            has_priorities=is_clean and self.words.has_priorities(live),
+            progress=self.description.progress if progress is None else progress,
+        )
+        description.write(self.path)
+        self.description = description
+
+    def abandon(self) -> None:
+        """Lets another writer in, and leaves everything as a killed process would."""
+        self._lock.release()
+
+    def delete(self) -> None:
+        """Removes the files, and the directory if nothing else is in it."""
+        self.check_writable()
+        remove_files(self.path, and_directory=True)
+        self._lock.release()
+
+    @staticmethod
+    def delete_at(path: Path) -> None:
+        """Removes the storage in a directory, of whatever format, if there is one and nobody writes it.
+
+        Raises:
+            RuntimeError: it has a writer.
+        """
+        check_platform(path)
+        if holds_storage(path):
+            lock = WriterLock(path)
+            try:
+                remove_files(path, and_directory=False)
+            finally:
+                lock.release()
+
+
+def _columns(index: EpisodeIndex, trajectories: np.ndarray) -> np.ndarray:
+    """Returns the lanes as a commit has them, `[4, E]`."""
+    return np.stack(
+        [index.host_steps, index.host_tails, index.is_open.long().numpy(), trajectories]
     )
-    check = zlib.crc32(text.encode())
-    try:
-        # It says that the files beside it are ours, until it takes its name.
-        (directory / _CREATING).write_text(text)
-        create_file(directory / ROWS, num_rows * layout.num_words)
-        create_file(directory / MARKS, 2 * num_rows)
-        Undo.create(directory / UNDO, layout.num_words)
-        write_header(
-            directory, Identity(num_rows, layout.num_words, num_lanes, has_episodes, check)
-        )
-        write_text(directory / _DESCRIPTION, text)
-    except OSError:
-        remove_files(directory, and_directory=is_new)
-        lock.release()
-        raise
-    return lock
-
-
-def _check_is_free(directory: Path) -> None:
-    there = {path.name for path in directory.iterdir()}
-    if there - {_LOCK} and not (_CREATING in there and there <= _OWN_FILES - {_DESCRIPTION}):
-        raise FileExistsError(
-            f"{directory} must be empty, or hold the rows of a storage, got {sorted(there)[:5]}; "
-            "choose another directory."
-        )
-
-
-def read_layout(directory: Path) -> tuple[Layout, Identity]:
-    """Reads what the rows are.
-
-    Returns:
-        the layout of a row, and what the header says of the whole.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is truncated, damaged or of another version.
-    """
-    description, check = _read_description(directory)
-    layout = Layout.from_json(description["layout"])
-    smallest = MappedWords(directory / HEADER, Header.num_words(1), writable=False)
-    identity = Identity.from_words(smallest.array)
-    found = identity.num_rows, identity.num_words, identity.description
-    if found != (description["num_rows"], layout.num_words, check):
-        raise ValueError(
-            f"{HEADER} and {_DESCRIPTION} are not of one storage, or one is damaged. Bring both back "
-            "from a copy; nothing was changed."
-        )
-    return layout, identity
-
-
-def size_of(directory: Path) -> int:
-    """Returns N, how many rows the storage in a directory has room for."""
-    return _read_description(directory)[0]["num_rows"]
-
-
-def _read_description(directory: Path) -> tuple[dict[str, Any], int]:
-    path = directory / _DESCRIPTION
-    data = path.read_bytes()
-    try:
-        description = json.loads(data)
-        kind, version = description["format"], description["version"]
-        _ = description["layout"], description["num_rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not describe a storage, or is damaged: {error!r}. Bring it back from a "
-            "copy; nothing was changed."
-        ) from error
-    if kind != "trl_storages":
-        raise ValueError(
-            f"{path} describes another kind of storage, {kind!r}; choose another directory."
-        )
-    if version != VERSION:
-        raise ValueError(
-            f"the storage must be of version {VERSION} of the format, got version {version}: open it "
-            "with the release that wrote it; nothing was changed."
-        )
-    return description, zlib.crc32(data)
-
-
-def write_header(directory: Path, identity: Identity) -> None:
-    """Makes the header of an empty storage, or replaces it at once."""
-    new = directory / (HEADER + ".new")
-    words = Header.create(identity)
-    create_file(new, len(words))
-    mapped = MappedWords(new, len(words), writable=True)
-    mapped.array[:] = words
-    mapped.flush()
-    new.replace(directory / HEADER)
-
-
-def remove_files(directory: Path, *, and_directory: bool) -> None:
-    """Removes our own files. A process that is killed halfway leaves what `create_files` takes over."""
-    if holds_storage(directory):
-        (directory / _DESCRIPTION).replace(directory / _CREATING)
-    last = [_CREATING, _LOCK]
-    for name in [*sorted(_OWN_FILES - {*last}), *last]:
-        (directory / name).unlink(missing_ok=True)
-    if and_directory:
-        with suppress(OSError):  # something else is in it
-            directory.rmdir()

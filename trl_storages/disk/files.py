@@ -5,11 +5,15 @@ A word is an int64.
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
+import stat
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +30,8 @@ __all__ = [
     "WriterLock",
     "check_platform",
     "create_file",
+    "has_writer",
+    "opened",
     "sync_directory",
     "write_text",
 ]
@@ -34,6 +40,12 @@ WORD = 8  # bytes
 # Readers map files privately, so that nothing they do reaches the disk; without this flag the kernel
 # would set memory aside for a copy of the whole file.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# Nothing is followed, and nothing waited for, that is no file.
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_FILE = (
+    "{} must be a file, and neither lead elsewhere nor wait for anybody: {}. Bring it back from a copy; "
+    "nothing was changed."
+)
 
 
 def check_platform(directory: Path) -> None:
@@ -57,7 +69,7 @@ def create_file(path: Path, num_words: int) -> None:
     """
     nbytes = num_words * WORD
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o644)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -86,7 +98,9 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a text file at once: it holds the old text or the new one, also after a crash."""
     new = path.with_name(path.name + ".new")
     data = text.encode()
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with suppress(FileNotFoundError):
+        new.unlink()  # whatever it is, it is not followed
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -111,7 +125,7 @@ class MappedWords:
 
     Args:
         path: the file.
-        num_words: how many words it must hold at least; None maps all that it holds.
+        num_words: how many words it must hold.
         writable: whether what is written into the array goes to the file; if not it goes nowhere.
 
     Attributes:
@@ -119,25 +133,15 @@ class MappedWords:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is shorter.
+        ValueError: the file is shorter or longer, or it is a link, a pipe or a device.
     """
 
-    def __init__(self, path: Path, num_words: int | None, *, writable: bool) -> None:
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path} is missing: the storage in {path.parent} is damaged. Bring the file back "
-                "from a copy, or make a new storage in another directory."
-            ) from None
-        try:
-            size = os.fstat(descriptor).st_size
-            num_words = max(size // WORD, 1) if num_words is None else num_words
-            if size < num_words * WORD:
+    def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
+        with opened(path, writable=writable) as (descriptor, size):
+            if size != num_words * WORD:
                 raise ValueError(
-                    f"{path} must hold {num_words * WORD} bytes, got {size}: it was truncated. Bring it "
-                    "back from a copy; nothing was changed."
+                    f"{path} must hold {num_words * WORD} bytes, got {size}: it was truncated, or is of "
+                    "another storage. Bring it back from a copy; nothing was changed."
                 )
             self._map = mmap.mmap(
                 descriptor,
@@ -145,13 +149,39 @@ class MappedWords:
                 flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
-        finally:
-            os.close(descriptor)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
     def flush(self) -> None:
         """Waits until what was written is on disk."""
         self._map.flush()
+
+
+@contextmanager
+def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
+    """Opens a file: yields its descriptor and its size in bytes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is a link, a pipe or a device.
+    """
+    try:
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} is missing: the storage in {path.parent} is damaged. Bring the file back "
+            "from a copy, or make a new storage in another directory."
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise ValueError(_NO_FILE.format(path, error.strerror)) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(_NO_FILE.format(path, "a directory, a pipe or a device"))
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
 
 
 class WriterLock:
@@ -169,7 +199,7 @@ class WriterLock:
         self._descriptor: int | None = None
         path = directory / "lock"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -213,6 +243,22 @@ class WriterLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def has_writer(directory: Path) -> bool:
+    """Returns whether a process holds a directory to write it."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY | _FLAGS)
+    except OSError:
+        return False
+    try:
+        # Held for no time at all, so that nobody who comes to write finds it taken.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _lock(descriptor: int) -> bool:

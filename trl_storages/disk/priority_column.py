@@ -1,69 +1,61 @@
 """Raw priorities on disk, a word a row.
 
-Letters: N rows, n of them.
+Letters: M slots, n rows.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from trl_storages.disk.directory import PRIORITIES
-from trl_storages.disk.files import MappedWords, create_file
-from trl_storages.disk.journal import Journal
-from trl_storages.disk.marks import steps
+from trl_storages.kernels import backend
+from trl_storages.kernels.marks import unpack_marks
 
-__all__ = ["PriorityColumn"]
+__all__ = ["PriorityColumn", "has_all"]
 
-_HALF = 32  # bits
-# Steps are counted anew when rows were forgotten; a large odd number keeps the generations apart.
-_EPOCH = 0x9E3779B1
-_LARGEST_GENERATION = 2**31 - 1
+# What is told apart by a generation: the step, and the history where one took the place of another.
+_HISTORY_FACTOR, _LARGEST_GENERATION = 0x9E3779B1, 2**31 - 1
+_NO_MARK = torch.zeros(1, dtype=torch.int64)
 
 
 class PriorityColumn:
-    """Keeps the priority of each row together with the generation of the row, in one word.
+    """Keeps the priority of each row together with a check over it and the mark of the row, in one word.
 
     A word is written at once, so a killed process leaves the old priority or the new one; and a row
     that was committed without a priority is told apart from the row that lay there before.
 
     Args:
-        journal: the files of the storage. A writer makes the column if it is missing.
+        storage: whose rows are in a directory. Its writer makes the column if it is missing.
 
     Raises:
         OSError: the disk is full.
         FileNotFoundError: there is no column, and this process only reads.
-        ValueError: the column is truncated.
+        ValueError: the column is truncated, or no file.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        size = len(journal.rows) + 1
-        path = journal.directory / PRIORITIES
-        if not path.exists():
-            if not journal.is_writer:
-                raise FileNotFoundError(
-                    f"{journal.directory} holds no priorities: its writer does not draw by priority. "
-                    "Read it with another sampler."
-                )
-            new = path.with_name(path.name + ".new")
-            create_file(new, size)
-            new.replace(path)
-        if journal.column is None:
-            journal.column = MappedWords(path, size, writable=journal.is_writer)
-        words = journal.column.array
-        self._column, self._largest = words[:-1], words[-1:].view(np.float64)
+    def __init__(self, storage: Any) -> None:
+        self._storage, self._words = storage, storage.words
+        words = torch.from_numpy(self._words.column(make=self.is_writable))
+        self._column, self._largest = words[:-1], words[-1:]
+        self._marks = torch.from_numpy(self._words.marks)[:, 0]
 
     @property
     def is_writable(self) -> bool:
         """Whether this process may write priorities."""
-        return self._journal.is_writer
+        directory = self._storage.directory
+        return directory is not None and directory.is_writer
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if this process may not write priorities."""
-        self._journal.check_writable()
+        self._storage.check_writable()
+
+    @property
+    def must_be_whole(self) -> bool:
+        """Whether each row had a priority when the directory was closed, and nothing came since."""
+        description = self._words.description
+        return self.is_writable and description.is_clean and description.has_priorities
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns a number for the row in each slot, int32 `[n]`: another row has another one.
@@ -71,13 +63,9 @@ class PriorityColumn:
         Args:
             slots: `[n]` int64.
         """
-        return torch.from_numpy(self._generations(slots.numpy()).astype(np.int32))
-
-    def _generations(self, slots: np.ndarray) -> np.ndarray:
-        step = steps(self._journal.marks[:, 0].take(slots))
-        offset = self._journal.state.epoch * _EPOCH % _LARGEST_GENERATION
-        # From 1, so that a word of zeros belongs to no row.
-        return (step + offset) % _LARGEST_GENERATION + 1
+        history, step, *_ = unpack_marks(self._marks[slots])
+        # From 1, so that none is that of a slot that never held a row.
+        return ((step + history * _HISTORY_FACTOR) % _LARGEST_GENERATION + 1).int()
 
     def put(self, slots: torch.Tensor, priority: torch.Tensor) -> None:
         """Keeps the priorities of rows that are committed.
@@ -86,8 +74,8 @@ class PriorityColumn:
             slots: `[n]` int64.
             priority: `[n]` float32, or `[]` for all.
         """
-        at, bits = slots.numpy(), priority.numpy().view(np.uint32).astype(np.int64)
-        self._column[at] = self._generations(at) << _HALF | bits
+        seal = backend("cpu").seal_priorities
+        self._column[slots] = seal(priority.expand(slots.shape).contiguous(), self._marks[slots])
 
     def get(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the priorities of rows.
@@ -96,43 +84,36 @@ class PriorityColumn:
             slots: `[n]` int64.
 
         Returns:
-            `[n]` float32; NaN where the row has none yet.
-
-        Raises:
-            ValueError: the file is damaged: a priority is negative or not finite.
+            `[n]` float32; NaN where the row has none yet, or it is damaged.
         """
-        at = slots.numpy()
-        words = self._column.take(at)
-        priority = words.astype(np.uint32).view(np.float32)
-        known = words >> _HALF == self._generations(at)
-        wrong = known & ~((priority >= 0) & (priority < np.inf))
-        if wrong.any():
-            self._refuse(f"that of the row in slot {at[wrong][0]} is {priority[wrong][0]}")
-        return torch.from_numpy(np.where(known, priority, np.float32(np.nan)))
+        return _unsealed(self._column[slots], self._marks[slots])
 
     def clear(self) -> None:
         """Forgets all priorities."""
-        self._column[:] = 0
-        self._largest[:] = 0
+        self._column.zero_()
+        self.largest = 0.0
+
+    @property
+    def knows_largest(self) -> bool:
+        """Whether the largest priority is there, and not damaged."""
+        return not bool(_unsealed(self._largest, _NO_MARK).isnan())
 
     @property
     def largest(self) -> float:
-        """The largest priority reported so far; 0 if there was none.
-
-        Raises:
-            ValueError: the file is damaged: it is negative or not finite.
-        """
-        largest = float(self._largest[0])
-        if not 0 <= largest < np.inf:
-            self._refuse(f"the largest is {largest}")
-        return largest
+        """The largest priority reported so far; 0 if there was none."""
+        return _unsealed(self._largest, _NO_MARK).nan_to_num(nan=0.0).item()
 
     @largest.setter
     def largest(self, value: float) -> None:
-        self._largest[0] = value
+        self._largest.copy_(backend("cpu").seal_priorities(torch.tensor([value]), _NO_MARK))
 
-    def _refuse(self, found: str) -> NoReturn:
-        raise ValueError(
-            f"{self._journal.directory / PRIORITIES} is damaged: priorities must be finite and at least "
-            f"0, {found}. Bring it back from a copy, or delete it: all rows then get the same priority."
-        )
+
+def has_all(words: np.ndarray, marks: np.ndarray, slots: torch.Tensor) -> bool:
+    """Returns whether each of some rows has a priority in a column."""
+    column, there = torch.from_numpy(words)[slots], torch.from_numpy(marks)[slots, 0]
+    return not bool(_unsealed(column, there).isnan().any())
+
+
+def _unsealed(words: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    priority, is_right = backend("cpu").unseal_priorities(words, marks)
+    return torch.where(is_right & (priority >= 0) & priority.isfinite(), priority, torch.nan)

@@ -203,6 +203,18 @@ class PriorityTable:
         self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
         return False
 
+    def drop(self, slots: torch.Tensor) -> None:
+        """Forgets rows that were evicted, and whose slots nothing was written to.
+
+        Args:
+            slots: `[B]` int64.
+        """
+        finish(partial(self._drop, slots))
+
+    def _drop(self, slots: torch.Tensor) -> None:
+        self._rows.priorities[slots] = ABSENT
+        self._tree.set(self._order.leaves(slots), torch.zeros(len(slots), device=self.device))
+
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
         """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
         if not self._on_host:

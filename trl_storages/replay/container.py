@@ -42,7 +42,7 @@ from trl_storages.replay.saving import (
     saved_generator,
 )
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
-from trl_storages.rows import FollowingStorage, PackedStorage, RowView, stored_fields
+from trl_storages.rows import PackedStorage, RowView, stored_fields
 from trl_storages.samplers import GoalStrategy, PERSampler, UniformSampler, layers_of
 from trl_storages.saved import read_state, write_state
 from trl_storages.signatures import SettledStorage
@@ -158,7 +158,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         transform: Transform | Callable[..., Any] | None = None,
         device: torch.device | str | None = None,
         fetch_every: int = 1,
-        check: bool = False,
+        check: bool | None = None,
         progress: bool = False,
         **options: Any,
     ) -> Self:
@@ -175,30 +175,29 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             transform: as in the constructor.
             device: where batches arrive; the rows stay in their files.
             fetch_every: with mode "r", batches that are drawn before new rows are looked at.
-            check: whether to check every row against its checksum.
+            check: whether to check every row against its checksum. None does after anything but a clean
+                close: a kill, or a loss of power, after which the rows that are whole are kept, and a
+                warning says what was lost.
             progress: whether to show how far the opening and the checking is.
             **options: as in the constructor: batch_size, generator, recorder, ...
 
         Raises:
             FileNotFoundError: the directory holds no storage.
-            ValueError: it is damaged or of another version.
-            RuntimeError: it has another writer, or a row does not match its checksum.
+            ValueError: it is damaged or of another format, or a row does not match its checksum.
+            RuntimeError: it has another writer.
             OSError: it may not be written.
         """
-        check = arguments.flag("check", check)
-        storage = cls._open(
+        return cls._open(
             path,
             mode=mode,
             sampler=sampler,
             transform=transform,
             device=device,
             fetch_every=fetch_every,
+            check=check,
             progress=progress,
             **options,
         )
-        if check:
-            storage.validate(progress=progress)
-        return storage
 
     @classmethod
     def _open(
@@ -208,21 +207,25 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         mode: str,
         device: torch.device | str | None = None,
         fetch_every: int = 1,
+        check: bool | None = None,
         progress: bool = False,
         **options: Any,
     ) -> Self:
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        if check is not None:
+            check = arguments.flag("check", check)
         if device is not None:
             device = arguments.device("device", device)
-        rows: PackedStorage
-        if mode == "r":
-            rows = FollowingStorage(
-                path, fetch_every=fetch_every, out_device=device, progress=progress
-            )
-        else:
-            rows = PackedStorage.open(path, out_device=device, progress=progress)
+        rows = PackedStorage.open(
+            path,
+            mode=mode,
+            out_device=device,
+            check=check,
+            fetch_every=fetch_every,
+            progress=progress,
+        )
         storage = cls.__new__(cls)
         with rows.released_on_error():
             num_envs, fields = episodes_of(rows).num_envs, rows.layout.keys  # type: ignore[union-attr]
@@ -763,7 +766,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
                     return
-                self._at_once(partial(self._forget, empty_write_count))
+                finish(partial(self._forget, empty_write_count))
 
     def _hear_of_kept(self, slots: torch.Tensor) -> None:
         """Tells the sampler of the only rows that are left."""
@@ -827,7 +830,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         with self._futures_lock:
             with self._replay_lock:
                 self.check_state_dict(state)
-            self._at_once(partial(self._take, state, progress))
+            finish(partial(self._take, state, progress))
 
     def _take(self, state: dict[str, Any], progress: bool) -> None:
         # Draws that are under way take the other lock.
@@ -838,7 +841,6 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             if (generator := read_generator(state["_rng"])) is not None:
                 self.set_rng(generator)
             self._restore_prefetch_queue_locked(state["_prefetch_state"])
-            self._keep_priorities()
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves all that the next samples and writes depend on. Loading it runs no code.
@@ -942,7 +944,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             return
         if self.shared:
             self._hear_of_writes()
-        if self._is_reader:
+        if self._reads:
             sampler.attach(self._storage)  # it hears of what was read last
         sampler.validate()
         episodes = self.episodes

@@ -16,10 +16,10 @@ from tensordict import TensorDictBase
 from torch.utils.data import DataLoader
 
 from trl_storages import arguments
-from trl_storages.interrupts import finish
+from trl_storages.disk import Directory
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
-from trl_storages.rows import PROGRESS, FollowingStorage, Journal, PackedStorage
+from trl_storages.rows import PackedStorage
 from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
 from trl_storages.stock_parts import take_in_rows
 
@@ -27,13 +27,15 @@ __all__ = ["OnDisk", "intact"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+_PIECE = 1 << 16  # rows that are checked at a time
+
 
 def intact(method: Method) -> Method:
     """Makes a method that reads rows read them anew if another process overwrote some meanwhile."""
 
     @wraps(method)
     def read(self: OnDisk, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_reader:
+        if not self._reads:
             return method(self, *args, **kwargs)
         with self._replay_lock, self._write_lock:
             return self._storage.read_intact(partial(method, self, *args, **kwargs))
@@ -54,42 +56,45 @@ class OnDisk:
     _write_lock: Any
     _batch_size: int | None
 
-    _is_reader = False
+    @property
+    def _directory(self) -> Directory | None:
+        """The files of the rows; None in memory, and where they are only read."""
+        return getattr(self._storage, "directory", None)
 
     @property
-    def _journal(self) -> Journal | None:
-        return getattr(self._storage, "journal", None)
+    def _reads(self) -> bool:
+        """Whether another process may write the rows."""
+        return getattr(self._storage, "reader", None) is not None
 
     def _resume(self) -> None:
         """Goes on where the directory was left."""
-        journal = self._journal
-        self._is_reader = isinstance(self._storage, FollowingStorage)
-        if journal is None:
+        directory = self._directory
+        if directory is None and not self._reads:
             return
         sampler = layers_of(self._sampler)[-1]
         if isinstance(sampler, PERSampler):
             sampler.attach(self._storage)
-        if self._is_reader:
-            if isinstance(self._sampler, WrappingSampler):
-                self._storage.on_new_rows = self._sampler.hear_of_rows
+        if isinstance(self._sampler, WrappingSampler):
+            self._storage.on_new_rows = self._sampler.hear_of_rows
+        if directory is None:
             return
-        progress = journal.load_progress()
         try:
-            self._resume_from(progress, journal.state.sequence)
+            self._resume_from(directory.description.progress)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{journal.directory / PROGRESS} is damaged: {error!r}; delete it to go on without."
+                f"{directory.path} is damaged: its description says of generator, sampler or recorder "
+                f"{error!r}. Bring it back from a copy; nothing was changed."
             ) from error
 
-    def _resume_from(self, progress: dict[str, Any], sequence: int) -> None:
+    def _resume_from(self, progress: dict[str, Any]) -> None:
         if self._rng is not None and "generator" in progress:
             state = bytearray(base64.b64decode(progress["generator"]))
             self._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
         if isinstance(self._sampler, WrappingSampler):
             self._sampler.resume(progress.get("sampler", {}))
         # The environments of a writer that was killed later are gone, and those without rows unknown.
-        is_last = progress.get("sequence") == sequence and len(self._storage)
-        if is_last and "ended" in progress:
+        is_last = progress.get("number") == self._directory.words.commits.number  # type: ignore
+        if is_last and len(self._storage) and "ended" in progress:
             self._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
 
     def _initialize_prioritized_sampler(self) -> None:
@@ -103,44 +108,34 @@ class OnDisk:
 
     def _check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
-        if (journal := self._journal) is not None:
-            journal.check_writable()
-
-    def _at_once(self, act: Callable[[], object]) -> None:
-        """Does what must be done as a whole. Files have ways of their own to stay so."""
-        if self._journal is None:
-            finish(act)
-        else:
-            act()
-
-    def _keep_priorities(self) -> None:
-        sampler = layers_of(self._sampler)[-1]
-        if self._journal is not None and isinstance(sampler, PERSampler):
-            # They came before it was known which rows they belong to, or that there are files.
-            state = sampler.state_dict()
-            sampler.attach(self._storage)
-            sampler.load_state_dict(state)
+        if isinstance(self._storage, PackedStorage):
+            self._storage.check_writable()
 
     def flush(self) -> None:
         """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
 
-        A killed process loses nothing that was written. A machine that loses its power loses nothing
-        that was flushed, unless rows were written since: the directory may then open with wrong rows,
-        so keep a `dumps` where that matters. Rows in memory are left alone.
+        A killed process loses nothing that was written. A machine that loses its power, at whatever
+        time later, loses nothing that was flushed and is not evicted since. Rows in memory are left
+        alone.
+
+        Raises:
+            OSError: the disk is full. What was written is there all the same.
         """
+        self._flush(is_clean=False)
+
+    def _flush(self, *, is_clean: bool) -> None:
         with self._replay_lock, self._write_lock:
-            journal = self._journal
-            if journal is None or not journal.is_writer:
+            directory = self._directory
+            if directory is None or not directory.is_writer:
                 return
-            self._storage.flush()
-            progress: dict[str, Any] = {"sequence": journal.state.sequence}
+            progress: dict[str, Any] = {}
             if self._rng is not None:
                 state = self._rng.get_state().numpy().tobytes()
                 progress["generator"] = base64.b64encode(state).decode()
             if isinstance(self._sampler, WrappingSampler):
                 progress["sampler"] = self._sampler.progress()
             progress["ended"] = self._recorder.state_dict()["ended"].tolist()
-            journal.save_progress(progress)
+            directory.flush(self._storage.episodes, progress, is_clean=is_clean)
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
@@ -156,16 +151,16 @@ class OnDisk:
         with self._replay_lock, self._write_lock:
             if not keep:
                 self._check_writable()
-            journal = self._journal
-            if journal is None or not journal.is_writer:
+            directory = self._directory
+            if directory is None or not directory.is_writer:
                 return
             if not keep:
-                journal.delete()
+                directory.delete()
                 return
             try:
-                self.flush()
+                self._flush(is_clean=True)
             finally:
-                journal.close()
+                directory.abandon()
 
     def loader(
         self,
@@ -206,8 +201,7 @@ class OnDisk:
         pin_memory = arguments.flag("pin_memory", pin_memory)
         if seed is not None:
             seed = arguments.integer("seed", seed)
-        journal = self._journal
-        if journal is None:
+        if self._directory is None and not self._reads:
             raise RuntimeError(
                 "workers read rows from a directory, and these are in memory (or none was written yet): "
                 "make the storage with path=, or scratch_dir= and fields=."
@@ -219,7 +213,7 @@ class OnDisk:
         open_reader = partial(
             _open_reader,
             type(self),
-            journal.directory,
+            self._storage.scratch_dir,
             sampler=self._sampler_without_rows(),
             transform=self._transform if len(self._transform) else None,
             batch_size=batch_size or self._batch_size,
@@ -241,21 +235,23 @@ class OnDisk:
 
     def _check_rows(self, progress: bool) -> None:
         """Raises a RuntimeError if a row on disk does not match its checksum."""
-        journal, storage = self._journal, self._storage
-        if journal is None or not isinstance(storage, PackedStorage):
+        storage = self._storage
+        if self._directory is None and not self._reads:
             return
-        episodes = storage.episodes
-        rows = torch.arange(len(storage))
-        slots = rows if episodes is None else episodes.slots_by_age(rows)
-        bad = journal.damaged_slots(slots.numpy(), tracker("checking rows", progress))
-        if isinstance(storage, FollowingStorage):
-            # A row that the writer has begun to overwrite meanwhile is none.
-            bad = bad[storage.is_there(torch.from_numpy(bad)).numpy()]
-        if len(bad):
+        episodes, words = storage.episodes, storage.words
+        slots = episodes.slots_by_age(torch.arange(len(episodes)))
+        pieces = slots.split(_PIECE)
+        bad = [
+            piece[~words.marked.check(piece)]
+            for piece in tracker("checking rows", progress)(pieces)
+        ]
+        storage.note(slots)
+        found = torch.cat([slots[:0], *bad])
+        if len(found):
             raise RuntimeError(
-                f"{len(bad)} rows in {journal.directory} do not match their checksums, those in the "
-                f"slots {bad[:5].tolist()} among them: they were changed from outside, or lost with the "
-                "power. Bring the directory back from a copy."
+                f"{len(found)} rows in {storage.scratch_dir} do not match their checksums, those in "
+                f"the slots {found[:5].tolist()} among them: they were changed from outside, or lost "
+                "with the power. Bring the directory back from a copy."
             )
 
 

@@ -12,8 +12,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from trl_storages.gym import GymRecorder
-from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import PackedStorage, StockRows, rows_part
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.rows import Moved, PackedStorage, StockRows, rows_part
 from trl_storages.samplers import PERSampler, layers_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.writing import EpisodeWriter, num_slots
@@ -64,13 +64,16 @@ class Parts(NamedTuple):
         saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
         parts.pop("_writer").check_state_dict(saved["_writer"])
         saved = SavedState(state, _WHAT, sorted(names | {"_recorder"}))
+        fitted = self._fitted(state)
         for name, part in parts.items():
-            part.check_state_dict(saved[name])
+            part.check_state_dict(fitted[name] if name == "_storage" else saved[name])
         if isinstance(self.writer, EpisodeWriter):
-            self._check_together(self.writer, saved)
+            self._check_together(self.writer, saved, fitted["_storage"])
         return saved
 
-    def _check_together(self, writer: EpisodeWriter, saved: SavedState) -> None:
+    def _check_together(
+        self, writer: EpisodeWriter, saved: SavedState, saved_rows: dict[str, Any]
+    ) -> None:
         """Checks that rows and priorities are those of the episode index."""
         index = writer.read_state(saved["_writer"])
         rows, live = rows_part(self.storage), index.slots_by_age(torch.arange(len(index)))
@@ -79,7 +82,7 @@ class Parts(NamedTuple):
             if saved["_storage"]["_len"] != num_rows:
                 must = f"of {num_rows} rows, as the index says"
                 raise saved.error("_storage", must, saved["_storage"]["_len"])
-            done = rows.read_state(saved["_storage"]).get(writer.done_key)
+            done = rows.read_state(saved_rows).get(writer.done_key)
             if done is not None and len(live):
                 _check_ends(done, index, live, writer, saved)
         state, (*wrapping, innermost) = saved["_sampler"], layers_of(self.sampler)
@@ -96,8 +99,62 @@ class Parts(NamedTuple):
 
     def take(self, state: dict[str, Any], *, progress: bool) -> None:
         """Takes over a state that was checked; `progress` shows how far the copying of rows is."""
+        state, innermost = self._fitted(state), layers_of(self.sampler)[-1]
         for name, part in self._saved().items():
             part.take_state(state[name], progress=progress)
+            if name == "_storage" and isinstance(innermost, PERSampler):
+                innermost.attach(self.storage)  # to the files that there are now
+
+    def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state whose writer was checked, with its rows where this storage has room for them.
+
+        A directory has spare slots, so that rows lie elsewhere in it than in memory.
+        """
+        storage, writer = self.storage, self.writer
+        if not (isinstance(storage, PackedStorage) and isinstance(writer, EpisodeWriter)):
+            return state
+        saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
+        rows, sampler = state["_storage"], state["_sampler"]
+        if saved.spare_steps == own and not storage.is_durable:
+            return state
+        index, ranks = saved.moved(own), torch.arange(len(saved))
+        moved = Moved(
+            index,
+            saved.num_slots if saved.spare_steps else storage.max_size,
+            saved.slots_by_age(ranks),
+            index.slots_by_age(ranks),
+            state["_writer"]["_write_count"],
+            state["_writer"]["last_trajectory"].cpu().numpy(),
+        )
+        cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
+        size = index.num_slots if storage.is_durable else None
+        return {
+            **state,
+            "_storage": {**rows, "moved": moved} if isinstance(rows, dict) else rows,
+            "_writer": {**state["_writer"], "episodes": index.state_dict(), "_cursor": cursor},
+            "_sampler": _moved_priorities(sampler, moved, size),
+        }
+
+
+def _moved_priorities(state: Any, moved: Moved, num_slots: int | None) -> Any:
+    """Returns the state of a sampler, of rows that lie elsewhere.
+
+    Args:
+        state: what was saved.
+        moved: where rows lay and are to lie.
+        num_slots: how many there are; None is what the sampler was made for.
+    """
+    if not isinstance(state, dict):
+        return state
+    if "base" in state:
+        return {**state, "base": _moved_priorities(state["base"], moved, num_slots)}
+    old = state.get("priorities")
+    if not isinstance(old, torch.Tensor) or old.dtype is not torch.float32:
+        return state
+    priorities = torch.full((num_slots or state["max_capacity"],), torch.inf)
+    if len(moved.old) and bool(old.isfinite().any()):
+        priorities[moved.new] = old.cpu()[moved.old]
+    return {**state, "priorities": priorities}
 
 
 def _check_ends(

@@ -118,6 +118,11 @@ class EpisodeAnswers:
         """`[E]` bool, whether the next row of the lane continues its last episode. A copy."""
         return self._ring.is_open.bool()
 
+    @property
+    def ring(self) -> Any:
+        """The tables, for kernels that look at them."""
+        return self._ring
+
     @cached_property
     def host_steps(self) -> np.ndarray:
         """`[E]` int64, the cursors as the host knows them without asking the device."""

@@ -10,7 +10,7 @@ lane are those from its tail up to its cursor; the tail is at most T steps behin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -339,6 +339,26 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
                 self._ring.tear(moved[:1][is_torn[:1]])
                 self._ring.is_open[lane] = is_open
 
+    def moved(self, spare_steps: int) -> EpisodeIndex:
+        """Returns an index on the CPU of the same rows, in a ring of so many spare steps.
+
+        It is this one where these are as many already.
+        """
+        if spare_steps == self.spare_steps and self._on_host:
+            return self
+        other = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare_steps)
+        bounds = zip(self.host_tails.tolist(), self.host_steps.tolist(), strict=True)
+        is_open = self.is_open.tolist()
+        for lane, (tail, cursor) in enumerate(bounds):
+            step = torch.arange(tail, cursor, device=self.device)
+            slots = step % self.ring_steps * self.num_envs + lane
+            begins = (self.behind(slots) == 0) & self.is_whole(slots)
+            done = self.is_end(slots)
+            other.rejoin(done.unsqueeze(0).cpu(), begins.unsqueeze(0).cpu(), cursor, [lane])
+            if not is_open[lane]:
+                other.end_episodes([lane])
+        return other
+
     # The whole of it
 
     def validate(self) -> None:
@@ -365,14 +385,22 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def read_state(self, state_dict: Any) -> EpisodeIndex:
         """Returns an index on the CPU that a saved state describes. Walks all rows of it.
 
+        It has as many spare steps as the one that was saved.
+
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
-        read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=self.spare_steps)
+        spare = self.spare_steps
+        if isinstance(state_dict, Mapping) and isinstance(
+            episode := state_dict.get("episode"), torch.Tensor
+        ):
+            found = episode.numel() // self.num_envs - self.steps_per_lane
+            spare = found if 0 <= found <= self.steps_per_lane else spare
+        read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare)
         tables = read._ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])
         for name, table in tables.items():
-            hint = "capacity, num_envs and spare_steps must be those it was saved with"
+            hint = "capacity and num_envs must be those it was saved with"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
             saved.within(name, -1, self.capacity - 1 if name == "episode" else _MOST_STEPS)
             table.copy_(tensor)
@@ -386,8 +414,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked."""
+        read = self.read_state(state).moved(self.spare_steps)
         for name, tensor in self._ring.tensors.items():
-            tensor.copy_(state[name])
+            tensor.copy_(read._ring.tensors[name])
         self.host_steps[:] = self.cursors.cpu().numpy()
         self.host_tails[:] = self.tails.cpu().numpy()
 

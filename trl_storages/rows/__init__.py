@@ -1,31 +1,21 @@
 """Where the rows live."""
 
-from trl_storages.disk.directory import PROGRESS
-from trl_storages.disk.durable_lanes import DurableLanes
-from trl_storages.disk.following import FollowingStorage
-from trl_storages.disk.journal import Journal, Steps
-from trl_storages.disk.priority_column import PriorityColumn
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
 from trl_storages.rows.layout import Field, Layout, nest
-from trl_storages.rows.packed import PackedStorage
+from trl_storages.rows.packed import Moved, PackedStorage
 from trl_storages.rows.row_view import RowView
 from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
 from trl_storages.rows.stock_rows import StockRows, rows_part
 
 __all__ = [
-    "PROGRESS",
-    "DurableLanes",
     "Field",
-    "FollowingStorage",
-    "Journal",
     "Layout",
+    "Moved",
     "Nested",
     "PackedStorage",
-    "PriorityColumn",
     "RowView",
     "StepBlock",
-    "Steps",
     "StockRows",
     "StoredFields",
     "as_array",

@@ -6,12 +6,12 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,11 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
-from trl_storages.disk.directory import check_is_storage, holds_storage, size_of
-from trl_storages.disk.durable import Durable, Track, check_same
+from trl_storages.disk.description import Description, holds_storage
+from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform
-from trl_storages.disk.journal import Journal, Steps
+from trl_storages.disk.reader import Reader
+from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.progress_bar import tracker
@@ -34,12 +35,35 @@ from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
 
-__all__ = ["PackedStorage"]
+__all__ = ["Moved", "PackedStorage"]
 
+Batch = TypeVar("Batch")
+
+_NO_EPISODES = (
+    "the rows of a directory are written by an EpisodeWriter, which keeps their episodes: pass "
+    "writer=EpisodeWriter(num_envs) to the replay buffer, and write through it."
+)
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
     "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
 )
+
+
+class Moved(NamedTuple):
+    """Rows that are loaded to other slots than those that they were saved from."""
+
+    episodes: EpisodeIndex
+    """Of the rows, where they are to lie."""
+    num_slots_saved: int
+    """As many as were saved."""
+    old: torch.Tensor
+    """`[n]` int64, the slots of the live rows as they were saved."""
+    new: torch.Tensor
+    """`[n]` int64, where they are to lie."""
+    write_count: int
+    """Rows written, as TorchRL's writers count them."""
+    trajectories: np.ndarray
+    """`[E]` the collector's number of each lane's last trajectory."""
 
 
 class PackedStorage(SavedPart, LazyTensorStorage):
@@ -59,7 +83,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             the first write fixes it, and the layout with it.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
             one pinned block that crosses in one copy.
-        progress: whether to show how far the episodes of rows that are there already are known.
+        check: whether to look at the checksum of every row that is there already; None does after
+            anything but a clean close.
+        progress: whether to show how far the rows that are there already are known.
         ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
 
     Raises:
@@ -79,6 +105,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     episodes: EpisodeIndex | None = None
     #: Counts how often what others write to the files was looked at; above 0 once there are files.
     refreshes = 0
+    #: Called after new rows of another process were found, so that samplers hear of them.
+    on_new_rows: Callable[[], object] | None = None
+    # Batches that are read before the writer's new rows are looked at, and those that were read.
+    _fetch_every, _reads = 1, 0
 
     def __init__(
         self,
@@ -89,6 +119,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         existsok: bool = False,
         fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]] | None] | None = None,
         out_device: torch.device | str | None = None,
+        check: bool | None = None,
         progress: bool = False,
         ndim: int = 1,
     ) -> None:
@@ -115,6 +146,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if scratch_dir is not None:
             self.scratch_dir = arguments.directory("scratch_dir", scratch_dir)
         self.existsok = arguments.flag("existsok", existsok)
+        if check is not None:
+            check = arguments.flag("check", check)
         #: `[N, W]` int64, every transition; None until the layout is fixed.
         self.rows: torch.Tensor | None = None
         #: Where each field lies in a row; None until it is fixed.
@@ -123,16 +156,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         self._sharing_process: int | None = None
         #: Copies rows out of that memory and into it.
         self.table: RowTable | None = None
-        #: The files of the rows; None while they are in memory.
-        self.journal: Journal | None = None
-        self._durable: Durable | None = None
+        #: The files of the rows, as this process writes them; None while they are in memory.
+        self.directory: Directory | None = None
+        # The files as they are read where another process may write them.
+        self._reader: Reader | None = None
         self.out_device = None
         if out_device is not None:
             self.out_device = arguments.device("out_device", out_device)
         self._declared = dict(fields or {})
         if self.scratch_dir is not None:
-            self._reopen(self.scratch_dir, tracker("opening rows", progress))
-        if self.rows is None and fields is not None and None not in fields.values():
+            self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
+        if self.scratch_dir is None and fields is not None and None not in fields.values():
             self._allocate(Layout(fields))  # type: ignore[arg-type]
 
     @classmethod
@@ -140,45 +174,144 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         cls,
         directory: str | Path,
         *,
+        mode: str = "r+",
         out_device: torch.device | str | None = None,
+        check: bool | None = None,
+        fetch_every: int = 1,
         progress: bool = False,
     ) -> PackedStorage:
-        """Takes up the rows of a directory, to go on writing them.
+        """Takes up the rows of a directory.
 
         Args:
             directory: as `scratch_dir`.
+            mode: "r+" goes on writing, "r" reads what another process may be writing.
             out_device: where `get` puts batches.
+            check: as in the constructor.
+            fetch_every: with mode "r", batches that are read before new rows are looked at.
             progress: whether to show how far that is.
 
         Raises:
             FileNotFoundError: it holds no storage. Otherwise as the constructor.
         """
         directory = arguments.directory("directory", directory)
-        check_is_storage(directory)
-        size = size_of(directory)
-        return cls(size, scratch_dir=directory, out_device=out_device, progress=progress)
+        mode = arguments.choice("mode", mode, ("r+", "r"))
+        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        size = Description.read(directory).num_rows
+        if mode == "r+":
+            options: Any = {"scratch_dir": directory, "check": check, "progress": progress}
+            return cls(size, out_device=out_device, **options)
+        if check is not None:
+            check = arguments.flag("check", check)
+        storage = cls(size, out_device=out_device)
+        reader = Reader(directory, check=check)
+        storage._follow(reader, fetch_every, tracker("opening rows", progress))
+        return storage
 
-    def _reopen(self, directory: Path, track: Track) -> None:
+    def _reopen(self, directory: Path, check: bool | None, track: Track) -> None:
         """Takes up the rows that the directory holds, if it holds any."""
         check_platform(directory)
+        if self.existsok:
+            Directory.delete_at(directory)
         if not holds_storage(directory):
             return
-        journal = Journal.open(directory)
-        if self.existsok:
-            journal.delete()
-            return
+        _check_same(Description.read(directory), directory, self.max_size, self._declared)
+        opened = Directory.open(directory, check=check, track=track)
         try:
-            check_same(journal, self.max_size, self._declared)
-            self._take_up(journal, track)
+            self.episodes = opened.episodes(track)
         except BaseException:
-            journal.close()
+            opened.abandon()
             raise
+        self._write_to(opened)
+        self._len = len(self.episodes)
 
-    def _take_up(self, journal: Journal, track: Track) -> None:
-        self.journal, self._durable, self.refreshes = journal, Durable(journal), 1
-        self._adopt(journal.layout, journal.tensor())
-        self.episodes = self._durable.episodes(track)
-        self._len = journal.state.num_rows
+    def _write_to(self, directory: Directory) -> None:
+        self.directory, self.refreshes = directory, 1
+        self._adopt(directory.description.layout, directory.words.tensor())
+
+    # Reading what another process may write
+
+    @property
+    def reader(self) -> Reader | None:
+        """What follows the writer of a directory; None in the process that writes it, and in memory.
+
+        A process that forked from the writer reads, and so does one that has closed the directory.
+        """
+        directory = self.directory
+        if self._reader is None and directory is not None and not directory.is_writer:
+            self._reader = Reader(
+                directory.path, words=directory.words, description=directory.description
+            )
+        return self._reader
+
+    def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
+        """Reads what another process may be writing, from now on."""
+        description = reader.description
+        self._reader, self.directory, self.scratch_dir = reader, None, reader.path
+        self._fetch_every, self.refreshes = fetch_every, 1
+        self._adopt(description.layout, reader.words.tensor())
+        self.episodes = EpisodeIndex(
+            description.num_rows, description.num_lanes, spare_steps=description.spare_steps
+        )
+        self.refresh(track)
+
+    def refresh(self, track: Track = iter) -> None:
+        """Takes in what the writer has committed since the last time.
+
+        Args:
+            track: shows how far it is.
+
+        Raises:
+            RuntimeError: the directory was deleted or made anew, or rows are overwritten faster than they
+                are looked at.
+        """
+        reader: Reader = self.reader  # type: ignore[assignment]
+        words, index = reader.words, self.episodes
+        has_news = reader.refresh(index, track)  # type: ignore[arg-type]
+        # Of priorities nobody tells.
+        self.refreshes += 1
+        if not has_news:
+            return
+        if reader.words is not words:
+            self._adopt(reader.description.layout, reader.words.tensor())
+        self._len = len(index)  # type: ignore[arg-type]
+        if self.on_new_rows is not None:
+            self.on_new_rows()
+
+    def read_intact(self, read: Callable[[], Batch]) -> Batch:
+        """Returns what `read` reads, all of it from rows that were there while it did.
+
+        Args:
+            read: reads from this storage; where another process may write it, it is called again if
+                rows were overwritten meanwhile.
+
+        Raises:
+            RuntimeError: rows are overwritten faster than a batch is read.
+            Exception: what `read` raises of rows that were there.
+        """
+        reader = self.reader
+        if reader is None or reader.seen is not None:
+            return read()
+        if self._reads % self._fetch_every == 0:
+            self.refresh()
+        self._reads += 1
+        return reader.read_intact(self.episodes, self.refresh, read)  # type: ignore[arg-type]
+
+    def note(self, slots: torch.Tensor) -> None:
+        """Notes which rows are read, where another process may overwrite them meanwhile."""
+        if self._reader is not None and self._reader.seen is not None:
+            self._reader.seen.append(slots)
+
+    def check_writable(self) -> None:
+        """Raises a RuntimeError if the rows are in a directory that this process may not write."""
+        if self.directory is not None:
+            self.directory.check_writable()
+        elif self._reader is not None:
+            self._reader.check_writable()
+
+    @property
+    def words(self) -> Words:
+        """The files, of a directory."""
+        return (self.reader or self.directory).words  # type: ignore[union-attr]
 
     @property
     def row_nbytes(self) -> int:
@@ -221,12 +354,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if self.scratch_dir is None:
             self._adopt(layout, _zero_rows(self.max_size, layout.num_words, self.device))
             return
-        lanes = None if self.episodes is None else self.episodes.num_envs
-        self.journal = Journal.create(
-            self.scratch_dir, layout, self.max_size, lanes or 1, has_episodes=lanes is not None
-        )
-        self._durable, self.refreshes = Durable(self.journal), 1
-        self._adopt(layout, self.journal.tensor())
+        if self.episodes is None:
+            raise RuntimeError(_NO_EPISODES)
+        num_lanes = self.episodes.num_envs
+        self._write_to(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
     def share_memory_(self) -> PackedStorage:
         """Moves the rows to memory that other processes see, when they get this storage.
@@ -269,6 +400,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             ValueError: there are more or fewer rows than slots. Nothing is written then.
             IndexError: a slot lies beyond the last row. Nothing is written then.
         """
+        self.check_in_memory()
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -283,12 +415,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             )
         nested = nested_sizes(data, len(batch_size)) if self.layout is None else ()
         layout, rows = self.stage(tensors_of(data), batch_size, nested=nested)
-        write = partial(self.write, layout, slots, rows, set_cursor=set_cursor)
-        if self.scratch_dir is None:
-            finish(write)
-        else:
-            # Files have ways of their own to stay whole.
-            write()
+        finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
+
+    def check_in_memory(self) -> None:
+        """Raises a RuntimeError if the rows are in a directory, where each is written once."""
+        self.check_writable()
+        if self.is_durable:
+            raise RuntimeError(
+                f"the rows in {self.scratch_dir} are written once, by an EpisodeWriter, and never "
+                "changed in place: extend the replay buffer with new ones, whose writer must be "
+                "EpisodeWriter(num_envs)."
+            )
 
     def stage(
         self,
@@ -331,7 +468,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         slots: torch.Tensor,
         rows: NewRows,
         *,
-        steps: Steps | None = None,
         set_cursor: bool = False,
     ) -> None:
         """Writes what `stage` returned.
@@ -340,16 +476,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             layout: of the rows.
             slots: `[n]` int64 on the device of the rows, all of them there.
             rows: n of them.
-            steps: which steps of which lanes they are, for the files of a directory.
             set_cursor: as in `set`.
         """
         self.lay_out(layout)
         length = min(len(self) + len(slots), self.max_size) if set_cursor else 0
-        if self._durable is None:
-            self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
-        else:
-            with self._durable.writing(slots, steps, length, is_new=set_cursor):
-                self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
+        self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
         if set_cursor:
             self._set_last_cursor(slots)
             self._len = length
@@ -407,7 +538,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         """
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
-        if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
+        is_plain = isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim
+        if self.is_durable and not is_plain:
+            # TorchRL would look below the length, and a directory has more slots than rows.
+            index = torch.arange(len(self.rows))[index]
+            return self.layout.tensordict(self.gather(index.reshape(-1))).reshape(index.shape)  # type: ignore
+        if is_plain:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
         return super().get(index)
 
@@ -427,6 +563,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         Returns:
             `[*B, W]` int64 in new memory.
         """
+        self.note(slots)
+        if following is not None:
+            self.note(following)
         spans = self.layout.following  # type: ignore[union-attr]
         if not self.is_sent_away:
             return self.table.pick(slots, following, spans)  # type: ignore[union-attr]
@@ -452,6 +591,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
         """Gathers a field, see `read`."""
+        self.note(slots)
         field = self.layout.field(key)  # type: ignore[union-attr]
         return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
 
@@ -463,53 +603,42 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     # State
 
-    def _empty(self) -> None:
-        if self._durable is not None:
-            self._durable.clear()
-        super()._empty()
-
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
         """Lets another writer into the directory if what is built on this storage fails."""
         try:
             yield
         except BaseException:
-            if self.journal is not None:
-                self.journal.close()
+            if self.directory is not None:
+                self.directory.abandon()
             raise
+
+    def lay_out_early(self) -> None:
+        """Makes room for the fields that were named, if all of them were, once it is known who writes."""
+        if not self.initialized and self._declared and None not in self._declared.values():
+            self._allocate(Layout(self._declared))
+
+    def lay_out_anew(self, num_lanes: int) -> None:
+        """Makes a directory for another number of lanes, if nothing was ever written to it."""
+        directory, layout = self.directory, self.layout
+        if directory is None or directory.description.histories:
+            return
+        directory.delete()
+        self._write_to(Directory.create(directory.path, layout, self.max_size, num_lanes))  # type: ignore
+        self.episodes = self.directory.episodes()  # type: ignore[union-attr]
 
     def flush(self) -> None:
         """Waits until the rows of a directory are on disk; see `ReplayStorage.flush`."""
-        if self._durable is not None:
-            self._durable.flush(self.episodes)
+        if self.directory is not None and self.directory.is_writer:
+            self.directory.flush(self.episodes)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Flushes the rows of a directory, and lets another writer in."""
-        if self.journal is not None and self.journal.is_writer:
+        if self.directory is not None and self.directory.is_writer:
             try:
-                self.flush()
+                self.directory.flush(self.episodes, is_clean=True)  # type: ignore[arg-type]
             finally:
-                self.journal.close()
-
-    def restart(
-        self, slots: torch.Tensor | None, rows: TensorDictBase | None, write_count: int
-    ) -> None:
-        """Brings the files of a directory in line with the episode index, after rows were forgotten.
-
-        Args:
-            slots: `[n]` int64 where kept rows are to lie now; None if none is moved.
-            rows: TensorDict `[n]` of them.
-            write_count: rows written, as the writer counts them.
-        """
-        if self._durable is None:
-            return
-
-        def move() -> None:
-            if slots is not None and len(slots):
-                _, staged = self.stage(tensors_of(rows), slots.shape)
-                self.table.put(slots, staged)  # type: ignore[union-attr, arg-type]
-
-        self._durable.restart(self.episodes, write_count, move)  # type: ignore[arg-type]
+                self.directory.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
@@ -535,7 +664,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
         keys = ("layout", "_storage", "initialized", "_len")
-        saved = SavedState(state_dict, "the saved PackedStorage", keys)
+        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved",))
         if saved["layout"] is None:
             if saved.flag("initialized") or saved["_storage"] is not None:
                 raise saved.error("layout", "that of the rows, as there are some", None)
@@ -546,7 +675,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         saved.integer("_len", 0, self.max_size)
         layout = Layout.from_json(saved["layout"])
         self._check_layout(layout)
-        shape = (self.max_size, layout.num_words)
+        num_rows = self.max_size if self.directory is None else len(self.directory.words.rows)
+        if "moved" in saved:
+            num_rows = saved["moved"].num_slots_saved
+        shape = num_rows, layout.num_words
         hint = "the size of the storage must be that of the saved one"
         return tensors_of(layout.tensordict(saved.tensor("_storage", torch.int64, shape, hint)))
 
@@ -569,16 +701,50 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             )
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked, into rows of the same layout and number."""
-        fields = self.read_state(state)
+        """Takes over a state that was checked, into rows of the same layout and number.
+
+        Raises:
+            RuntimeError: it is not told where in a directory the rows are to lie.
+            OSError: the disk is full. Nothing has changed then.
+        """
+        fields, moved = self.read_state(state), state.get("moved")
+        self.check_writable()
+        if self.is_durable and moved is None:
+            raise RuntimeError(
+                f"the rows in {self.scratch_dir} are loaded together with their episodes: load what a "
+                "ReplayStorage saved into a ReplayStorage, by its loads() or load_state_dict()."
+            )
         if fields and self.rows is None:
             self._allocate(Layout.from_json(state["layout"]))
-        if self._durable is not None:
-            self._durable.clear()
-        if fields:
-            copy_in_pieces(fields, tensors_of(self._storage), progress=progress)
+        slots = None if moved is None else (moved.old, moved.new)
+
+        def fill(rows: torch.Tensor) -> None:
+            if fields:
+                target = tensors_of(self.layout.tensordict(rows))  # type: ignore[union-attr]
+                copy_in_pieces(fields, target, progress=progress, slots=slots)
+
+        if self.directory is not None:
+            self._replace(moved, fill)  # type: ignore[arg-type]
+        elif self.rows is not None:
+            fill(self.rows)
         self._len = state["_len"]
         self._bump_mutation_revision()
+
+    def _replace(self, moved: Moved, fill: Callable[[torch.Tensor], None]) -> None:
+        """Puts other rows in the place of those of a directory, at once."""
+        directory: Directory = self.directory  # type: ignore[assignment]
+        words = directory.words
+        try:
+            directory.replace(
+                moved.episodes,
+                moved.write_count,
+                moved.trajectories,
+                lambda new: fill(new.tensor()),
+            )
+        finally:
+            if directory.words is not words:
+                self._adopt(directory.description.layout, directory.words.tensor())
+                self.refreshes += 1
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
@@ -588,15 +754,20 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         # Views are made again from the rows, or they would be sent one by one.
         state = super().__getstate__()
         state["_storage"] = state["table"] = None
-        if self.journal is not None:
-            # A directory has one writer, so a copy lives in memory.
-            state["journal"] = state["_durable"] = state["scratch_dir"] = None
-            state["refreshes"] = 0
+        if self.directory is not None or self._reader is not None:
+            # A directory has one writer, so a copy reads what it writes.
+            identity = (self.directory or self._reader).description.identity  # type: ignore[union-attr]
+            state |= {"directory": None, "_reader": identity, "rows": None, "on_new_rows": None}
+            state["episodes"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        identity, state["_reader"] = state["_reader"], None
         super().__setstate__(state)
-        if self.rows is not None:
+        if identity is not None:
+            reader = Reader(self.scratch_dir, identity=identity)  # type: ignore[arg-type]
+            self._follow(reader, self._fetch_every)
+        elif self.rows is not None:
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
@@ -615,3 +786,28 @@ def _zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Ten
     # NumPy asks the kernel for huge pages, torch does not: a seventh of a gather's time is the
     # look-up of small ones.
     return torch.from_numpy(np.zeros((num_rows, num_words), np.int64))
+
+
+def _check_same(
+    found: Description, directory: Path, max_size: int, fields: Mapping[NestedKey, Any]
+) -> None:
+    """Checks that a directory fits the storage that is to take it up.
+
+    Raises:
+        ValueError: it does not. The message says in what.
+    """
+    if found.num_rows != max_size:
+        raise ValueError(
+            f"the storage in {directory} has {found.num_rows} rows, got {max_size}: pass its size, or "
+            "another directory."
+        )
+    if not fields:
+        return
+    known = {field.key: (field.dtype, field.shape) for field in found.layout.fields}
+    wanted = {unravel_key(key): field or known.get(key) for key, field in fields.items()}
+    if None in wanted.values() or Layout(wanted) != found.layout:  # type: ignore[arg-type]
+        raise ValueError(
+            f"the rows in {directory} are {found.layout}, got fields "
+            f"{ {key: field and (field[0], tuple(field[1])) for key, field in wanted.items()} }: "
+            "pass the spaces and keys they were made with, or another directory."
+        )

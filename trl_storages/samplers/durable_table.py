@@ -5,15 +5,16 @@ Letters: B batch, N slots.
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torchrl.data import Storage
 
+from trl_storages.disk import PriorityColumn
 from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
-from trl_storages.rows import PriorityColumn
 
 __all__ = ["DurableTable"]
 
@@ -26,23 +27,36 @@ class DurableTable(PriorityTable):
 
     Args:
         storage: whose rows are on disk.
-        capacity: as in `PriorityTable`.
         **options: as in `PriorityTable`, which is on the CPU.
 
     Raises:
         OSError, ValueError: as in `PriorityColumn`.
     """
 
-    def __init__(self, storage: Any, capacity: int, **options: Any) -> None:
+    def __init__(self, storage: Any, **options: Any) -> None:
+        capacity = storage.words.description.num_slots
         super().__init__(capacity, **options, device=torch.device("cpu"))
-        self._column = column = PriorityColumn(storage.journal)
-        slots = _live_slots(storage)
-        largest = column.largest
+        self._column = column = PriorityColumn(storage)
+        self._episodes = episodes = storage.episodes
+        # Up to which steps rows are known to be evicted.
+        self._tails = episodes.host_tails.copy()
+        slots = episodes.slots_by_age(torch.arange(len(episodes)))
+        known, largest = column.get(slots), column.largest
+        num_missing = int(known.isnan().sum()) + (not column.knows_largest)
+        if num_missing and column.must_be_whole:
+            warnings.warn(
+                f"the priorities of {num_missing} rows in {storage.scratch_dir} are damaged: they get "
+                "the largest one, as if they were written now.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         # Rows that were committed by a writer which was killed then have no priority yet.
-        known = column.get(slots).nan_to_num(nan=largest or 1.0)
+        known = known.nan_to_num(nan=largest or 1.0)
+        largest = max(largest, known.max().item() if column.must_be_whole and num_missing else 0.0)
         self._take_in(slots, known, largest, num_lanes=1)
         if column.is_writable:
             column.put(slots, known)
+            column.largest = largest
 
     def _take_in(
         self, slots: torch.Tensor, priority: torch.Tensor, largest: float, num_lanes: int
@@ -53,13 +67,29 @@ class DurableTable(PriorityTable):
             {"priorities": priorities, "largest": largest, "num_lanes": num_lanes}
         )
         self._rows.generations[slots] = self._column.generations(slots)
+        self._tails = self._episodes.host_tails.copy()
 
     def write(self, slots: torch.Tensor) -> None:
         """Gives rows that were written the largest priority; see `PriorityTable.write`."""
         super().write(slots)
+        self._drop_evicted()
         slots = slots[slots >= 0]
         self._rows.generations[slots] = self._column.generations(slots)
         self._column.put(slots, torch.tensor(self.new_priority))
+
+    def _drop_evicted(self) -> None:
+        """Forgets the rows that writes have evicted: there are more slots than live rows."""
+        episodes = self._episodes
+        tails, known = episodes.host_tails, self._tails
+        # Where the writer has come around meanwhile, other rows lie.
+        first = np.maximum(known, episodes.host_steps - episodes.ring_steps)
+        evicted = [
+            np.arange(first[lane], tails[lane]) % episodes.ring_steps * len(tails) + lane
+            for lane in np.flatnonzero(tails > first)
+        ]
+        if evicted:
+            self.drop(torch.from_numpy(np.concatenate(evicted)))
+        self._tails = tails.copy()
 
     def update(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
@@ -115,9 +145,3 @@ class DurableTable(PriorityTable):
         table = PriorityTable(self.capacity, **options, device=self.device)
         table.load_state_dict(self.state_dict())
         return table
-
-
-def _live_slots(storage: Storage) -> torch.Tensor:
-    rows = torch.arange(len(storage))
-    episodes = getattr(storage, "episodes", None)
-    return rows if episodes is None else episodes.slots_by_age(rows)

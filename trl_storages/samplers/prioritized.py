@@ -350,7 +350,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
             self._refreshes = refreshes
             state = self._table.state_dict() if self._is_loaded else None
             self._is_loaded = False
-            self._table = table = DurableTable(storage, self._max_capacity, **self._exponents())
+            self._table = table = DurableTable(storage, **self._exponents())
             if state is not None and table.takes(state):
                 # They were loaded with the rows, when it was not known yet that there are files.
                 table.load_state_dict(state)
@@ -426,7 +426,11 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         saved.number("largest", 0.0, torch.finfo(torch.float32).max)
         saved.integer("num_lanes", 1, size)
         # Where there is no row it is infinite.
-        priorities = saved.tensor("priorities", torch.float32, (size,))
+        priorities = saved.tensor("priorities", torch.float32)
+        # Of a directory there are some for its spare slots too.
+        if priorities.ndim != 1 or len(priorities) > 2 * size:
+            must = f"one for each of {size} slots"
+            raise saved.error("priorities", must, list(priorities.shape))
         if bad := int((~(priorities >= 0)).sum()):
             raise saved.error("priorities", "finite and at least 0", f"{bad} others")
 
@@ -440,15 +444,23 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         Returns:
             none either if there is no priority at all: rows are taken in with the next draw then.
         """
-        has_row = torch.zeros(self._max_capacity, dtype=torch.bool)
+        size = max(len(priorities), int(live.max()) + 1 if len(live) else 0)
+        has_row = torch.zeros(size, dtype=torch.bool)
         has_row[live] = True
-        has_priority = priorities.cpu() != ABSENT
+        has_priority = torch.zeros(size, dtype=torch.bool)
+        has_priority[: len(priorities)] = priorities.cpu() != ABSENT
         if not has_priority.any():
             return []
         return (has_priority != has_row).nonzero().squeeze(1).tolist()
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked. Batches drawn before are gone."""
+        if len(state["priorities"]) != self._table.capacity:
+            raise ValueError(
+                f"the saved priorities must be of {self._table.capacity} slots, as here, got "
+                f"{len(state['priorities'])}: load them together with their rows, by "
+                "ReplayStorage.loads() or load_state_dict(). Nothing was changed."
+            )
         self._alpha, self._beta = state["alpha"], state["beta"]
         self._eps, self._normalize = state["eps"], state["normalize"]
         self._marked = None

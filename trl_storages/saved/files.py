@@ -22,14 +22,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.progress_bar import tracker
+from trl_storages.saved.bounded_json import MOST_BYTES, parse_json
 
 __all__ = ["copy_in_pieces", "read_state", "write_state"]
 
 _PIECE = 1 << 26  # bytes that are copied at once
 _STATE = "state.json"
-_MOST_BYTES = 1 << 24  # of a JSON file
-_MOST_VALUES = 1 << 20  # in it
-_MOST_DEPTH = 32
 _MOST_FILES = 100_000
 _LARGEST = 2**63 - 1
 #: What a value that JSON does not know is described by: the key of its kind.
@@ -103,6 +101,7 @@ def copy_in_pieces(
     target: Mapping[Any, torch.Tensor],
     *,
     progress: bool = False,
+    slots: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Copies fields `[N, ...]` piece by piece, as they may come from files.
 
@@ -110,9 +109,19 @@ def copy_in_pieces(
         source: key -> where they are.
         target: the same keys -> where they go.
         progress: whether to show how far it is.
+        slots: `[n]` int64 which rows are copied, and `[n]` where to; None copies all.
     """
+    if not target:
+        return
     num_rows = len(next(iter(target.values())))
     piece = max(_PIECE * num_rows // max(sum(field.nbytes for field in target.values()), 1), 1)
+    if slots is not None:
+        pairs = list(zip(*(some.split(piece) for some in slots), strict=True))
+        for old, new in tracker("loading rows", progress)(pairs):
+            for key, place in target.items():
+                rows = source[key]
+                place[new.to(place.device)] = rows[old.to(rows.device)].to(place.device)
+        return
     for start in tracker("loading rows", progress)(range(0, num_rows, piece)):
         size = min(piece, num_rows - start)
         for key, place in target.items():
@@ -223,19 +232,12 @@ class _Directory:
             self._open(name) as (descriptor, size),
             os.fdopen(descriptor, "rb", closefd=False) as file,
         ):
-            if size > _MOST_BYTES:
-                self._refuse(f"{name!r} must have at most {_MOST_BYTES} bytes, got {size}")
-            text = file.read(_MOST_BYTES)
+            if size > MOST_BYTES:
+                self._refuse(f"{name!r} must have at most {MOST_BYTES} bytes, got {size}")
+            text = file.read(MOST_BYTES)
         try:
-            value = json.loads(
-                text,
-                parse_constant=_no_number,
-                parse_float=_finite,
-                parse_int=_bounded,
-                object_pairs_hook=_without_twins,
-            )
-            _check_size(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(text)
+        except ValueError as error:
             self._refuse(f"{name!r} is cut or damaged ({error})", error)
         if not isinstance(value, dict):
             self._refuse(f"{name!r} must hold a dict, got {type(value).__name__}")
@@ -314,40 +316,3 @@ _KINDS: dict[str, tuple[set[str], Callable[..., Any]]] = {
     "tuple": ({"value"}, lambda directory, value: tuple(directory._items(value))),
     "dict": ({"value"}, _Directory._dict),
 }
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"numbers must be finite, got {text}")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
-
-
-def _bounded(text: str) -> int:
-    # Of very many digits Python makes no number, or takes very long.
-    if len(text) > 20 or not -_LARGEST <= int(text) <= _LARGEST:
-        raise ValueError(f"whole numbers must be below 2^63, got {text[:25]}")
-    return int(text)
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("an entry occurs twice")
-    return value
-
-
-def _check_size(value: Any) -> None:
-    level, depth, count = [value], 0, 1
-    while level:
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        depth, count = depth + 1, count + len(level)
-        if depth > _MOST_DEPTH or count > _MOST_VALUES:
-            raise ValueError(f"at most {_MOST_VALUES} values, {_MOST_DEPTH} deep, are read")

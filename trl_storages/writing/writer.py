@@ -10,17 +10,19 @@ from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data import RoundRobinWriter, Storage
+from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
+from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.history import slots_of
 from trl_storages.ring.index import Kept
-from trl_storages.rows import DurableLanes, Layout, PackedStorage, StepBlock, read_fields
+from trl_storages.rows import Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter
 from trl_storages.stock_parts import check_buffers, check_not_joined
@@ -28,6 +30,7 @@ from trl_storages.writing.checks import check_storage, end_flags, num_steps_of
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.lane_notes import LaneNotes
+from trl_storages.writing.reopened import Reopened
 from trl_storages.writing.steps import Block, Fields, Steps
 
 __all__ = ["EpisodeWriter"]
@@ -101,7 +104,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
-        self._on_disk: DurableLanes | None = None
+        # Of a directory that was opened again.
+        self._reopened: Reopened | None = None
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
 
@@ -131,12 +135,10 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if self._storage is not storage:
             self._num_registered = 0
         check_not_joined(storage, self, self._num_registered)
-        journal = getattr(storage, "journal", None)
-        if journal is not None:
-            journal.set_lanes(self.num_envs)
-            # Where nothing was ever written, the number of lanes is still open.
-            if index is not None and index.num_envs != self.num_envs:
-                index = None
+        if index is not None and index.num_envs != self.num_envs:
+            if isinstance(storage, PackedStorage):
+                storage.lay_out_anew(self.num_envs)
+            index = storage.episodes
         if index is not None and index.num_envs != self.num_envs:
             raise ValueError(
                 f"the storage is written in {index.num_envs} lanes already, got num_envs="
@@ -146,13 +148,27 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._num_registered += 1
         self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
-            storage.episodes = EpisodeIndex(storage.max_size, self.num_envs, storage.device)
-        self._lanes, self._on_disk = LaneNotes(storage.episodes), None
+            storage.episodes = _new_index(storage, self.num_envs)
+        self._lanes, self._reopened = LaneNotes(storage.episodes), None
         if isinstance(storage, PackedStorage) and storage.is_durable:
-            self._on_disk = DurableLanes(storage)
-            self._lanes.trajectory.copy_(torch.from_numpy(self._on_disk.trajectories))
-            self._write_count = self._on_disk.write_count
-            self._count()
+            storage.lay_out_early()
+            if (directory := storage.directory) is not None:
+                self._reopened = Reopened(storage)
+                self._lanes.trajectory.copy_(torch.from_numpy(directory.state.trajectories))
+                self._write_count = directory.state.write_count
+                self._count()
+
+    @property
+    def _directory(self) -> Directory | None:
+        """The files of the rows, None in memory."""
+        storage = self._storage
+        return storage.directory if isinstance(storage, PackedStorage) else None
+
+    def _commit(self) -> None:
+        """Makes what was written to a directory count."""
+        if (directory := self._directory) is not None:
+            numbers = self._lanes.trajectory.numpy()
+            directory.commit(self._episodes, self._write_count, numbers)
 
     def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
@@ -244,8 +260,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
         self.gaps.warn_late()
-        if self._on_disk is not None:
-            self._catch_up()
+        if isinstance(self._storage, PackedStorage):
+            self._storage.check_writable()
 
     @property
     def _fields(self) -> Fields:
@@ -264,9 +280,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             gaps: gets `[L, T]` bool, rows to be warned of.
         """
         block = self._lanes.cut(steps, block)
-        if self._on_disk is not None:
-            cut = self._on_disk.cut_where_reset(steps.rows, *block[:4])
-            block = block._replace(cut=cut)
+        if self._reopened is not None and self._reopened.is_unsure:
+            block = block._replace(cut=self._reopened.cut_where_reset(steps.rows, *block[:4]))
         if steps.layout is None or not self.gaps.is_looking:
             return block
         gap = self.gaps.find(self._storage, steps.rows, steps.layout, *block[:4])
@@ -294,16 +309,17 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         """
         gaps: list[torch.Tensor] = []
         blocks = [self._checked(steps, block, gaps) for block in blocks]
+        if self._is_packed and not self._storage.initialized:
+            # There may be no space for them.
+            self._storage.lay_out(steps.layout)
         has_warned = bool(gaps) and self.gaps.warn(gaps)
         counters = self._storage.episodes.counters()
         count = self._write_count + steps.rows.num_rows
         try:
             slots = self._append(steps, blocks, shape, count, then)
         except BaseException as error:
-            # Files have ways of their own to stay whole.
-            if self._on_disk is None:
-                act = partial(self._append, steps, blocks, shape, count, then)
-                complete(error, act, partial(self._episodes.recount, counters))
+            act = partial(self._append, steps, blocks, shape, count, then)
+            complete(error, act, partial(self._episodes.recount, counters))
             raise
         if has_warned:
             self.gaps.has_warned = True
@@ -319,24 +335,30 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     ) -> torch.Tensor:
         """Writes steps that were checked; done once more from the beginning, it leads to the same."""
         rows, storage = steps.rows, self._storage
-        episodes = storage.episodes
+        episodes, directory = storage.episodes, self._directory
         room, is_over, slots = episodes.steps_per_lane, False, None
-        is_here = self._is_packed and self._on_disk is None
-        if self._is_packed and not storage.initialized:
-            storage.lay_out(steps.layout)
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block in blocks:
             num_steps, lanes, order, cut, _ = block
-            if not is_here:
+            if directory is not None:
+                directory.begin(episodes, num_steps, lanes)
+            if not self._is_packed:
                 self._put(steps, block)
-            table = storage.table if is_here else None
+            table = storage.table if self._is_packed else None
             slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
+            if directory is not None:
+                directory.seal(episodes, num_steps, lanes)
             is_over = is_over or num_steps > room
             self._lanes.note(block, count)
         self._set_write_count(count)
         # Known to the host without waiting for the device, as TorchRL would.
         self._count(episodes.newest_slot(lanes))
+        if directory is not None:
+            self._commit()
+            if self._reopened is not None and self._reopened.is_unsure:
+                for block in blocks:
+                    self._reopened.settle(block.lanes)
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
             marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
@@ -356,19 +378,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         slots = self._episodes.next_slots(block.num_steps, block.lanes)[:, -room:].reshape(-1)
         places = torch.arange(steps.rows.num_rows) if block.order is None else block.order
         places = places.reshape(-1, block.num_steps)[:, -room:].reshape(-1)
-        if self._on_disk is None:
-            self._storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
-            return
-        told = self._on_disk.steps(steps.rows, *block)
-        self._storage.write(steps.layout, slots, steps.rows.some(places), steps=told)
-
-    def _catch_up(self) -> None:
-        """Takes in a write to disk that an interrupt kept from everything else."""
-        missed = self._on_disk.catch_up()  # type: ignore[union-attr]
-        if missed is not None:
-            self._write_count = self._on_disk.write_count  # type: ignore[union-attr]
-            self._count()
-            self._mark_update_entities(missed)
+        self._storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
 
     def share_memory_(self) -> EpisodeWriter:
         """Moves what is known of the episodes to memory that other processes see.
@@ -403,9 +413,12 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         Raises:
             TypeError: `data` is no TensorDict.
             IndexError: a slot holds no row. Nothing is written then.
+            RuntimeError: the rows are in a directory, where none is ever changed.
             ValueError: there are more or fewer rows than slots, or an episode would end elsewhere
                 than it does. Nothing is written then.
         """
+        if isinstance(self._storage, PackedStorage):
+            self._storage.check_in_memory()
         index = slots_of(self._episodes, index)
         if arguments.steps("data", data).batch_size != index.shape:
             raise ValueError(
@@ -432,10 +445,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             put()
             self._bump_generation(slots, data)
 
-        if self._on_disk is None:
-            finish(write)
-        else:
-            write()
+        finish(write)
         return index
 
     def validate(self) -> None:
@@ -475,10 +485,24 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         Returns:
             int64 slots where the kept rows are now.
         """
+        if self._directory is not None:
+            return finish(partial(self._evict, keep_steps, empty_write_count, then))
         kept = self._episodes.newest(keep_steps)
         rows = self._storage.get(kept.old)
-        restart = partial(self._restart, kept, rows, empty_write_count, then)
-        return restart() if self._on_disk is not None else finish(restart)
+        return finish(partial(self._restart, kept, rows, empty_write_count, then))
+
+    def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
+        """Forgets all but the newest rows where none is ever moved."""
+        episodes = self._episodes
+        self._directory.begin_history()  # type: ignore[union-attr]
+        episodes.evict(episodes.host_steps - keep_steps)
+        if empty_write_count:
+            self._write_count = 0
+        self._commit()
+        self._count()
+        slots = episodes.slots_by_age(torch.arange(len(episodes)).flip(0))
+        then(slots)
+        return slots
 
     def _restart(
         self,
@@ -491,10 +515,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if empty_write_count:
             self._write_count = 0
         new = kept.new
-        if self._on_disk is None:
-            self._storage.set(new, rows, set_cursor=False)
-        else:
-            self._storage.restart(new, rows, self._write_count)
+        self._storage.set(new, rows, set_cursor=False)
         self._count()
         self._bump_generation(new, rows)
         self._mark_update_entities(new)
@@ -504,10 +525,13 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     # State
 
     def _empty(self, empty_write_count: bool = True) -> None:
+        if (directory := self._directory) is not None:
+            write_count = 0 if empty_write_count else self._write_count
+            numbers = self._lanes.trajectory.numpy()
+            directory.empty(self._episodes, write_count, numbers)
         super()._empty(empty_write_count)
-        self._episodes.clear()
-        if self._on_disk is not None:
-            self._storage.restart(None, None, self._write_count)
+        if directory is None:
+            self._episodes.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""
@@ -554,15 +578,33 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         return index
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Takes over a state that was checked.
+
+        Raises:
+            RuntimeError: its rows are not those of the directory that they must be in.
+        """
+        if (directory := self._directory) is not None:
+            cursors = self._episodes.read_state(state["episodes"]).host_steps
+            if not np.array_equal(directory.state.cursors, cursors):
+                raise RuntimeError(
+                    f"the episodes of the rows in {directory.path} are loaded together with them: load "
+                    "what a ReplayStorage saved, by its loads() or load_state_dict()."
+                )
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
+        self._reopened = None
         if len(self._episodes):
             # TorchRL's storages forget it when rows are loaded, and ask for it when they are saved.
             self._storage._set_last_cursor(self._episodes.newest_slot())
-        if self._on_disk is not None:
-            self._storage.restart(None, None, self._write_count)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
+
+
+def _new_index(storage: TensorStorage, num_envs: int) -> EpisodeIndex:
+    """Returns the index of a storage that has none yet."""
+    spare = 0
+    if isinstance(storage, PackedStorage) and storage.is_durable:
+        spare = spare_steps(storage.max_size // num_envs)
+    return EpisodeIndex(storage.max_size, num_envs, storage.device, spare_steps=spare)

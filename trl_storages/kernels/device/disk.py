@@ -8,6 +8,8 @@ Nothing here orders stores: where `orders_stores` is true, the order of the prog
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -29,7 +31,6 @@ __all__ = [
     "MarkedRows",
     "checksums",
     "fence",
-    "marked_steps",
     "orders_stores",
     "seal_priorities",
     "unseal_priorities",
@@ -79,15 +80,24 @@ class MarkedRows:
     def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
         self._rows, self._marks = rows, marks
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, marks: torch.Tensor) -> None:
-        """Writes rows `[*n, W]`: takes the marks of their slots away, writes them, and marks them."""
-        slots, marks, rows = slots.reshape(-1), marks.reshape(-1), rows.reshape(-1, rows.shape[-1])
-        is_named = slots >= 0
-        slots, marks, rows = slots[is_named], marks[is_named], rows[is_named]
-        self._check_slots(slots)
+    def clear(self, ring: Ring, num_steps: int, lanes: Sequence[int] | None = None) -> None:
+        """Takes away the marks of where the next S steps of lanes go."""
+        slots = ring.next_slots(_written(ring, lanes), num_steps)[:, -ring.steps_per_lane :]
         self._marks[slots, 0] = 0
-        self._rows[slots] = rows
-        self._marks[slots, 1] = checksums(rows, marks, slots)
+
+    def seal(
+        self, ring: Ring, history: int, num_steps: int, lanes: Sequence[int] | None = None
+    ) -> None:
+        """Gives the newest S steps of lanes, which were written, their checksums and marks."""
+        lane = _written(ring, lanes).unsqueeze(1)
+        num_marked = min(num_steps, ring.steps_per_lane)
+        step = ring.cursors[lane] - num_marked + torch.arange(num_marked)
+        slots = step % ring.ring_steps * ring.num_envs + lane
+        first, last, is_finished = ring.span(slots).unbind(-1)
+        ends = (last == step) & (is_finished != 0)
+        marks = pack_marks(history, step, first == step, ends).reshape(-1)
+        slots = slots.reshape(-1)
+        self._marks[slots, 1] = checksums(self._rows[slots], marks, slots)
         self._marks[slots, 0] = marks
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
@@ -139,22 +149,8 @@ def _lanes_and_steps(
     return lane, place + (tails - counts.cumsum(0) + counts)[lane]
 
 
-def marked_steps(
-    ring: Ring,
-    history: int,
-    done: torch.Tensor,
-    cut: torch.Tensor | None = None,
-    lanes: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the slots and marks `[L, S]` that the next S steps of L lanes will have."""
-    if lanes is None:
-        lanes = torch.arange(ring.num_envs, device=ring.device)
-    is_open, num_steps = ring.is_open[lanes].unsqueeze(1), done.shape[1]
-    begins = torch.cat([is_open == 0, done[:, :-1]], 1)
-    if cut is not None:
-        begins = begins | cut
-    steps = ring.cursors[lanes].unsqueeze(1) + torch.arange(num_steps, device=ring.device)
-    return ring.next_slots(lanes, num_steps), pack_marks(history, steps, begins, done)
+def _written(ring: Ring, lanes: Sequence[int] | None) -> torch.Tensor:
+    return torch.arange(ring.num_envs) if lanes is None else torch.tensor(lanes)
 
 
 class Commits:

@@ -9,11 +9,12 @@ What another process, or one that is started after a kill, may see in memory is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined
-from trl_storages.kernels.host.memory import copy_bytes
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.marks import (
     BEGINS,
@@ -28,23 +29,20 @@ from trl_storages.kernels.marks import (
     STEP_BIT,
     factors,
 )
+from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST
 
 __all__ = [
     "Commits",
     "MarkedRows",
     "checksums",
     "fence",
-    "marked_steps",
     "orders_stores",
     "seal_priorities",
     "unseal_priorities",
 ]
 
-_NO_CUTS = np.zeros((0, 0), bool)
-_CURSOR, _BEGUN, _OPEN, _TAIL = 0, 1, 2, 3
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
 _STEP_MASK = MOST_STEPS - 1
-_WORD = 8  # bytes
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
 
@@ -82,20 +80,32 @@ class MarkedRows:
         self._rows, self._marks = rows.numpy(), marks.numpy()
         self._factors = factors(rows.shape[1])
 
-    def store(self, slots: torch.Tensor, rows: torch.Tensor, marks: torch.Tensor) -> None:
-        """Writes rows so that at each instant a slot holds one that is whole, or none by its mark.
+    def clear(self, ring: Ring, num_steps: int, lanes: Sequence[int] | None = None) -> None:
+        """Takes away the marks of where the next S steps go: until `seal` no row is there.
 
         Args:
-            slots: `[*n]` int64, distinct; those below 0 name none.
-            rows: `[*n, W]` int64, contiguous.
-            marks: `[*n]` int64.
-
-        Raises:
-            IndexError: a slot is not below M. Nothing is written then.
+            ring: of M slots; it is not changed.
+            num_steps: S. Of more than T steps the last T find room.
+            lanes: which are written; None is all of them.
         """
-        new = rows.numpy().reshape(-1, self._rows.shape[1])
-        where, what = slots.numpy().reshape(-1), marks.numpy().reshape(-1)
-        _store(self._rows, self._marks, where, new, what, self._factors)
+        most_live, room = ring.steps_per_lane, ring.ring_steps
+        _clear(self._marks, ring._arrays[2], most_live, room, _written(ring, lanes), num_steps)
+
+    def seal(
+        self, ring: Ring, history: int, num_steps: int, lanes: Sequence[int] | None = None
+    ) -> None:
+        """Gives the newest S steps, which were written, their checksums, and then their marks.
+
+        Args:
+            ring: of M slots, that has taken them in.
+            history: the number that the marks carry.
+            num_steps: S, as in `clear`.
+            lanes: likewise.
+        """
+        most_live, room = ring.steps_per_lane, ring.ring_steps
+        num_marked, written = min(num_steps, most_live), _written(ring, lanes)
+        table = self._rows, self._marks
+        _mark(*table, *ring._arrays, room, written, num_marked, history, self._factors)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
@@ -140,32 +150,8 @@ class MarkedRows:
         return torch.from_numpy(done), torch.from_numpy(begins), torch.from_numpy(right)
 
 
-def marked_steps(
-    ring: Ring,
-    history: int,
-    done: torch.Tensor,
-    cut: torch.Tensor | None = None,
-    lanes: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where `ring.append` will have S further steps of L lanes, and their marks.
-
-    Args:
-        ring: knows what the lanes go on from; it is not changed.
-        history: the number that the marks carry.
-        done: as in `Ring.append`.
-        cut: as in `Ring.append`.
-        lanes: as in `Ring.append`.
-
-    Returns:
-        `[L, S]` int64 slots, -1 for steps that find no room, and `[L, S]` int64 marks.
-    """
-    cuts = _NO_CUTS if cut is None else cut.numpy()
-    written = ring._all_lanes if lanes is None else lanes.numpy()
-    slots = np.empty(done.shape, np.int64)
-    marks = np.empty_like(slots)
-    sizes = ring.steps_per_lane, ring.ring_steps
-    _marked_steps(ring._arrays[2], *sizes, history, written, done.numpy(), cuts, slots, marks)
-    return torch.from_numpy(slots), torch.from_numpy(marks)
+def _written(ring: Ring, lanes: Sequence[int] | None) -> np.ndarray:
+    return ring._all_lanes if lanes is None else np.asarray(lanes)
 
 
 class Commits:
@@ -257,33 +243,56 @@ def _checksums(
 
 
 @compiled
-def _store(
+def _clear(
+    marks: np.ndarray,
+    lanes: np.ndarray,
+    most_live: int,
+    room: int,
+    written: np.ndarray,
+    num_steps: int,
+) -> None:
+    for i in range(len(written)):
+        lane = written[i]
+        cursor = lanes[lane, CURSOR]
+        for step in range(cursor + max(num_steps - most_live, 0), cursor + num_steps):
+            marks[step % room * len(lanes) + lane, 0] = 0
+    fenced()
+
+
+@compiled
+def _mark(
     table: np.ndarray,
     marks: np.ndarray,
-    slots: np.ndarray,
-    rows: np.ndarray,
-    new_marks: np.ndarray,
+    episode: np.ndarray,
+    spans: np.ndarray,
+    lanes: np.ndarray,
+    room: int,
+    written: np.ndarray,
+    num_steps: int,
+    history: int,
     factors: np.ndarray,
 ) -> None:
-    row_bytes = rows.shape[1] * _WORD
-    for i in range(len(slots)):
-        if slots[i] >= len(table):
-            raise IndexError("slots must be those of the ring, below the number of its slots")
-    for i in range(len(slots)):
-        if slots[i] >= 0:
-            marks[slots[i], 0] = 0
+    new = np.empty((len(written), num_steps), np.int64)
+    for i in range(len(written)):
+        lane = written[i]
+        first = lanes[lane, CURSOR] - num_steps
+        for s in range(num_steps):
+            step = first + s
+            slot = step % room * len(lanes) + lane
+            entry = episode[slot]
+            mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
+            if spans[entry, FIRST] == step:
+                mark += BEGINS
+            if spans[entry, LAST] == step and spans[entry, FINISHED] != 0:
+                mark += ENDS
+            new[i, s] = mark
+            marks[slot, 1] = _checksum(table[slot], mark, slot, factors)
     fenced()
-    for i in range(len(slots)):
-        slot = slots[i]
-        if slot >= 0:
-            copy_bytes(
-                table.ctypes.data + slot * row_bytes, rows.ctypes.data + i * row_bytes, row_bytes
-            )
-            marks[slot, 1] = _checksum(rows[i], new_marks[i], slot, factors)
+    for i in range(len(written)):
+        first = lanes[written[i], CURSOR] - num_steps
+        for s in range(num_steps):
+            marks[(first + s) % room * len(lanes) + written[i], 0] = new[i, s]
     fenced()
-    for i in range(len(slots)):
-        if slots[i] >= 0:
-            marks[slots[i], 0] = new_marks[i]
 
 
 @compiled
@@ -303,7 +312,7 @@ def _check(
 def _hold(marks: np.ndarray, lanes: np.ndarray, room: int, slots: np.ndarray) -> bool:
     newest = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
-        newest[lane] = (lanes[lane, _CURSOR] - 1) % room
+        newest[lane] = (lanes[lane, CURSOR] - 1) % room
     fenced()
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(marks):
@@ -313,7 +322,7 @@ def _hold(marks: np.ndarray, lanes: np.ndarray, room: int, slots: np.ndarray) ->
             place = slots[i] // len(lanes)
             lane = slots[i] - place * len(lanes)
         back = newest[lane] - place
-        step = lanes[lane, _CURSOR] - 1 - (back if back >= 0 else back + room)
+        step = lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
         mark = marks[slots[i], 0]
         if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:
             return False
@@ -349,36 +358,6 @@ def _flags(
             is_right = mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
             right[row] = is_right and owner >= 0 and mark >> HISTORY_BIT == histories[owner]
             row += 1
-
-
-@compiled
-def _marked_steps(
-    lanes: np.ndarray,
-    most_live: int,
-    room: int,
-    history: int,
-    written: np.ndarray,
-    done: np.ndarray,
-    cut: np.ndarray,
-    slots: np.ndarray,
-    marks: np.ndarray,
-) -> None:
-    num_steps, has_cuts = done.shape[1], cut.size > 0
-    for i in range(len(written)):
-        lane = written[i]
-        step, goes_on = lanes[lane, _CURSOR], lanes[lane, _OPEN] != 0
-        place = step % room
-        for s in range(num_steps):
-            mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
-            if not goes_on or (has_cuts and cut[i, s]):
-                mark += BEGINS
-            if done[i, s]:
-                mark += ENDS
-            goes_on = not done[i, s]
-            slots[i, s] = place * len(lanes) + lane if s + most_live >= num_steps else -1
-            marks[i, s] = mark
-            step += 1
-            place = place + 1 if place + 1 < room else 0
 
 
 @compiled

@@ -1,0 +1,201 @@
+"""A directory of rows, as any number of readers see it while one process may be writing.
+
+Letters: E lanes (environments).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from trl_storages.disk.commits import State
+from trl_storages.disk.description import Description, stamp
+from trl_storages.disk.files import check_platform, has_writer
+from trl_storages.disk.recovery import check_whole
+from trl_storages.disk.words import Track, Words
+from trl_storages.ring import EpisodeIndex
+
+__all__ = ["Reader"]
+
+Batch = TypeVar("Batch")
+
+_PATIENCE = 10.0  # seconds
+
+
+class Reader:
+    """Follows what the writer of a directory commits, and knows of rows that are not what they were.
+
+    The writer takes the mark of a row away before it writes there. So what was read is whole if the
+    marks of its rows are still there afterwards.
+
+    Args:
+        path: the directory.
+        identity: of the storage that must be there; None takes any.
+        words: files that are mapped already, as those of a writer from which this process was forked.
+        description: of them.
+        patience: seconds that a batch may take, with all rows that it loses to the writer.
+        check: whether to look at the checksums of all rows at first; None does where the directory was
+            not closed and has no writer, who would have looked.
+
+    Raises:
+        FileNotFoundError: the directory holds no storage.
+        ValueError: it is damaged, or of another format.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        identity: str | None = None,
+        words: Words | None = None,
+        description: Description | None = None,
+        patience: float = _PATIENCE,
+        check: bool | None = False,
+    ) -> None:
+        check_platform(path)
+        self.path, self.patience = path, patience
+        self._stamp = None if words is not None else stamp(path)
+        self.description = description or Description.read(path)
+        self._identity = identity or self.description.identity
+        self._check_identity(self.description)
+        #: The files that are read. Others take their place where the writer loads other rows.
+        self.words = words or Words(path, self.description, writable=False)
+        #: What was committed at the last look.
+        self.state: State | None = None
+        self._number = -1
+        #: The slots of rows that were read since `read_intact` began; None outside of it.
+        self.seen: list[torch.Tensor] | None = None
+        if check or (check is None and not self.description.is_clean and not has_writer(path)):
+            check_whole(path, self.words, self.description)
+
+    def check_writable(self) -> None:
+        """Raises a RuntimeError: only one process may write."""
+        raise RuntimeError(
+            f"the rows in {self.path} were opened for reading, as workers, copies and pickles are: open "
+            "them without mode='r' to write."
+        )
+
+    def _check_identity(self, description: Description) -> None:
+        if description.identity != self._identity:
+            raise RuntimeError(
+                f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
+                "one."
+            )
+
+    # Following
+
+    def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
+        """Takes in what was committed since the last look.
+
+        Args:
+            index: the episodes; it is brought to what was committed.
+            track: shows how far it is.
+
+        Returns:
+            whether there was anything new.
+
+        Raises:
+            RuntimeError: the directory was deleted or made anew, or rows are overwritten faster than
+                they are looked at.
+            ValueError: it is damaged.
+        """
+        until = time.monotonic() + self.patience
+        while True:
+            self._look_at_description(index)
+            commits = self.words.commits
+            number = commits.number
+            if number == self._number:
+                return False
+            state = commits.read()
+            # A history is made known before its first commit.
+            if state is not None and state.history <= self.description.history:
+                if self.words.feed(index, state, self.description, track):
+                    self.state, self._number = state, number
+                    return True
+            else:
+                self._stamp = None
+            if commits.number == number and not has_writer(self.path):
+                raise ValueError(
+                    f"{self.path} is damaged, or was not closed before the power failed: open it for "
+                    "writing once."
+                )
+            if time.monotonic() > until:
+                raise RuntimeError(self._too_slow())
+
+    def _look_at_description(self, index: EpisodeIndex) -> None:
+        """Looks whether the directory is the same, and has the same generation and histories."""
+        now = stamp(self.path)
+        if now == self._stamp:
+            return
+        if now is None:
+            raise RuntimeError(
+                f"the storage in {self.path} was deleted; there is nothing to be read."
+            )
+        new, old = Description.read(self.path), self.description
+        self._check_identity(new)
+        if new.generation != old.generation:
+            try:
+                self.words = Words(self.path, new, writable=False)
+            except FileNotFoundError:
+                return  # another one still has taken its place
+        if (new.generation, new.histories) != (old.generation, old.histories):
+            # What is known may be of rows that a killed writer left behind.
+            index.clear()
+            self.state, self._number = None, -1
+        self.description, self._stamp = new, now
+
+    # Reading
+
+    def read_intact(
+        self, index: EpisodeIndex, refresh: Callable[[], object], read: Callable[[], Batch]
+    ) -> Batch:
+        """Returns what `read` reads, all of it from rows that were there while it did.
+
+        Args:
+            index: the episodes.
+            refresh: takes in what is new.
+            read: reads rows and notes them in `seen`; it is called again where some were overwritten.
+
+        Raises:
+            RuntimeError: rows are overwritten faster than a batch is read.
+            Exception: what `read` raises of rows that were there.
+        """
+        if self.seen is not None:
+            return read()  # within another call, which will look
+        until = time.monotonic() + self.patience
+        while True:
+            self.seen = []
+            try:
+                batch = read()
+                if self.are_there(index, self.seen):
+                    return batch
+            except Exception:
+                # Of rows half written, a transform may say anything.
+                if self.are_there(index, self.seen):
+                    raise
+            finally:
+                self.seen = None
+            if time.monotonic() > until:
+                raise RuntimeError(self._too_slow())
+            refresh()
+
+    def are_there(self, index: EpisodeIndex, seen: list[torch.Tensor]) -> bool:
+        """Returns whether the writer has not begun to overwrite any of some rows.
+
+        Args:
+            index: the episodes.
+            seen: int64 slots of rows that were there at the last look.
+        """
+        if self.state is not None and self.words.commits.history != self.state.history:
+            return False
+        return all(self.words.marked.hold(index.ring, slots) for slots in seen)
+
+    def _too_slow(self) -> str:
+        return (
+            f"the rows in {self.path} are overwritten faster than a batch is read, or damaged: make the "
+            "storage larger or the batches smaller, or open it for writing once."
+        )

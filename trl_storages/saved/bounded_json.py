@@ -1,0 +1,76 @@
+"""JSON of unknown origin: of bounded size, depth and count, with finite numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+__all__ = ["MOST_BYTES", "parse_json"]
+
+MOST_BYTES = 1 << 24
+_MOST_VALUES = 1 << 20
+_MOST_DEPTH = 32
+_LARGEST = 2**63 - 1
+
+
+def parse_json(text: bytes) -> Any:
+    """Returns what JSON describes.
+
+    Raises:
+        ValueError: it is cut or damaged, or exceeds a bound.
+
+    >>> parse_json(b'{"steps": [1, 2]}')
+    {'steps': [1, 2]}
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"at most {MOST_BYTES} bytes are read, got more")
+    try:
+        value = json.loads(
+            text,
+            parse_constant=_no_number,
+            parse_float=_finite,
+            parse_int=_bounded,
+            object_pairs_hook=_without_twins,
+        )
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    _check_size(value)
+    return value
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"numbers must be finite, got {text}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def _bounded(text: str) -> int:
+    # Of very many digits Python makes no number, or takes very long.
+    if len(text) > 20 or not -_LARGEST <= int(text) <= _LARGEST:
+        raise ValueError(f"whole numbers must be below 2^63, got {text[:25]}")
+    return int(text)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an entry occurs twice")
+    return value
+
+
+def _check_size(value: Any) -> None:
+    level, depth, count = [value], 0, 1
+    while level:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        depth, count = depth + 1, count + len(level)
+        if depth > _MOST_DEPTH or count > _MOST_VALUES:
+            raise ValueError(f"at most {_MOST_VALUES} values, {_MOST_DEPTH} deep, are read")
