@@ -29,7 +29,7 @@ def test_there_are_exactly_two_commands():
     assert train.startswith("python3 -m venv .venv && .venv/bin/pip install")
     assert train.endswith(".venv/bin/python tutorials/train_her.py")
     assert test.startswith("python3 -m venv .venv && .venv/bin/pip install")
-    assert test.endswith(".venv/bin/python -m pytest")
+    assert test.endswith(".venv/bin/python -m pytest -n 2 --dist worksteal")
 
 
 def test_speed_is_that_of_the_run_that_is_kept():
