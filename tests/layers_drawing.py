@@ -9,7 +9,10 @@ import ast
 import re
 from pathlib import Path
 
+import trl_storages
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = Path(trl_storages.__file__).parent
 PAGE = ROOT / "tutorials" / "architecture.md"
 BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
 
@@ -25,7 +28,7 @@ def layers() -> list[list[str]]:
 
 def summary(part: str) -> str:
     """Returns the first sentence of what a part says of itself."""
-    path = ROOT / "trl_storages" / part
+    path = PACKAGE / part
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
 
@@ -33,8 +36,8 @@ def summary(part: str) -> str:
 def imports(parts: set[str]) -> dict[str, set[str]]:
     """Returns which parts each part imports."""
     found: dict[str, set[str]] = {part: set() for part in parts}
-    for path in (ROOT / "trl_storages").rglob("*.py"):
-        part = path.relative_to(ROOT / "trl_storages").with_suffix("").parts[0]
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
         if part not in parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,12 +1,11 @@
 """The page on how the package is built: its drawing is that of today, its examples run."""
 
 import re
-from pathlib import Path
 
 import pytest
 from mktestdocs import check_md_file
 
-from tests.layers_drawing import PAGE, ROOT, arrows, layers, written
+from tests.layers_drawing import PACKAGE, PAGE, arrows, layers, written
 
 
 def test_the_drawing_is_that_of_today():
@@ -15,7 +14,7 @@ def test_the_drawing_is_that_of_today():
 
 
 def test_every_part_is_in_a_layer():
-    parts = {path.stem for path in (ROOT / "trl_storages").iterdir() if path.suffix in ("", ".py")}
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     # Importing the environments registers them; nobody imports from there.
     assert parts - {"__init__", "__pycache__", "envs"} == {
         part for layer in layers() for part in layer
@@ -31,9 +30,9 @@ def test_arrows_point_down():
 
 def test_parts_that_the_page_names_are_there():
     names = {name for name in re.findall(r"`([a-z_]+)`", PAGE.read_text()) if "_" not in name}
-    parts = {path.stem for path in Path(ROOT / "trl_storages").rglob("*") if path.is_dir()}
+    parts = {path.stem for path in PACKAGE.rglob("*") if path.is_dir()}
     others = {"next", "recipes", "sample", "lint-imports"}
-    kernels = {path.stem for path in (ROOT / "trl_storages/kernels").iterdir()}
+    kernels = {path.stem for path in (PACKAGE / "kernels").iterdir()}
     modules = {part for layer in layers() for part in layer}
     assert names - parts - others - kernels - modules == set()
 

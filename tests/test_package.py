@@ -88,7 +88,7 @@ def test_public_methods_have_docstrings():
 
 
 def test_arrows_point_down_only():
-    config = PACKAGE.parent / "pyproject.toml"
+    config = Path(__file__).parents[1] / "pyproject.toml"
 
     assert lint_imports(config_filename=str(config), no_cache=True) == 0
 

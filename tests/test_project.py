@@ -19,6 +19,8 @@ PART = [
     "tests/test_functional_returns.py",
     "tests/test_uniform.py",
     "tests/test_step_order.py",
+    "tests/test_package.py",
+    "tests/test_architecture.py",
     "tests/test_project.py",
 ]
 
