@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from trl_storages.kernels.device.scattering import only_last
+from trl_storages.kernels.ring_tables import take
 from trl_storages.kernels.tree_levels import FAN_OUT, level_starts
 
 __all__ = ["SumTree"]
@@ -110,23 +111,25 @@ class SumTree:
         nodes lie in it as a whole or not at all.
 
         Returns:
-            `[R]` sums, and by the level of their children, from below: `[2, R]` the nodes on the
-            edges, `[2, R, 8]` what their children weigh within the range.
+            `[R]` sums, and by the level of their children, from below: `[R, 2]` the nodes on the
+            edges, `[R, 2, 8]` what their children weigh within the range.
         """
         # An empty range is a leaf that weighs nothing.
-        edge = torch.stack([start, torch.maximum(stop - 1, start)])
-        weight = torch.where(start < stop, self._sums[-1].view(-1)[edge], 0.0)
+        edge = torch.stack([start, torch.maximum(stop - 1, start)], 1)
+        is_any = (start < stop).unsqueeze(1)
+        weight = torch.where(is_any, take(self._sums[-1].view(-1), edge), 0.0)
         found = []
         for sums in reversed(self._sums):
             node = edge // FAN_OUT
             child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
-            left, right = edge.unsqueeze(2)
-            part = torch.where((child > left) & (child < right), sums[node], 0.0)
-            part = torch.where(child == right, weight[1].unsqueeze(1), part)
-            part = torch.where(child == left, weight[0].unsqueeze(1), part)
+            left, right = edge.view(-1, 2, 1, 1).unbind(1)
+            left_weight, right_weight = weight.view(-1, 2, 1, 1).unbind(1)
+            part = torch.where((child > left) & (child < right), take(sums, node), 0.0)
+            part = torch.where(child == right, right_weight, part)
+            part = torch.where(child == left, left_weight, part)
             found.append((node, part))
             edge, weight = node, _sums_of(part)
-        return weight[0], found
+        return weight[:, 0], found
 
     def draw(
         self,
@@ -151,8 +154,8 @@ class SumTree:
             totals, edges = self._edges(start, stop)
             ends = totals.cumsum(0)
             mass = uniform * ends[-1]
-            which, mass = _part_at(ends.repeat(len(mass), 1), mass.unsqueeze(1))
-            edges = [(node[:, which], part[:, which]) for node, part in edges]
+            which, mass = _part_at(ends.repeat(mass.shape[0], 1), mass.unsqueeze(1))
+            edges = [(take(node, which), take(part, which)) for node, part in edges]
             leaf = self._descend(mass, edges)
         return leaf, self.weights.index_select(0, leaf)
 
@@ -169,9 +172,10 @@ class SumTree:
         for level, sums in enumerate(self._sums):
             weights = sums.index_select(0, node)
             if edges is not None:
-                (left, right), (left_part, right_part) = edges[-1 - level]
-                weights = torch.where((node == right).unsqueeze(1), right_part, weights)
-                weights = torch.where((node == left).unsqueeze(1), left_part, weights)
+                on_edge, parts = edges[-1 - level]
+                is_left, is_right = (on_edge == node.unsqueeze(1)).unsqueeze(2).unbind(1)
+                weights = torch.where(is_right, parts[:, 1], weights)
+                weights = torch.where(is_left, parts[:, 0], weights)
             chosen, rest = _part_at(weights.cumsum(1), rest.unsqueeze(1))
             node = torch.add(chosen, node, alpha=FAN_OUT)
         return node
@@ -205,14 +209,14 @@ class SumTree:
         if start is None or stop is None:
             return self._lowest[0].clone()
         edge = torch.stack([start, torch.maximum(stop - 1, start)])
-        low = torch.where(start < stop, self._least[-1].view(-1)[edge], _INFINITY).amin()
+        low = torch.where(start < stop, take(self._least[-1].view(-1), edge), _INFINITY).amin()
         # Up to where both edges meet: what lies between them, below the nodes of the edges.
         for least in reversed(self._least):
             node = edge // FAN_OUT
             child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
             left, right = edge.unsqueeze(2)
             between = (child > left) & (child < right)
-            low = torch.minimum(low, torch.where(between, least[node], _INFINITY).amin())
+            low = torch.minimum(low, torch.where(between, take(least, node), _INFINITY).amin())
             edge = node
         return low
 
