@@ -17,12 +17,14 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
 )
+from trl_storages.kernels.ring_tables import GOAL_STRATEGIES
 from trl_storages.samplers import UniformSampler
 
 SAMPLERS = {
     "uniform": lambda size: UniformSampler(),
     "recent": lambda size: ERESampler(0.99, c_min=3),
     "future": lambda size: HERSampler("future"),
+    "mixture": lambda size: HERSampler(dict.fromkeys(GOAL_STRATEGIES, 1 / 6), 5, discount=0.7),
     "final": lambda size: HERSampler("final", 1),
     "episode": lambda size: HERSampler("episode", float("inf")),
     "random": lambda size: HERSampler("random", base=ERESampler(0.99, c_min=3)),

@@ -61,6 +61,17 @@ BAD: dict[str, list[Any]] = {
     "share above 0": [*NO_NUMBER, math.nan, math.inf, -0.1, 1.1, 0, torch.tensor(0.0)],
     "exponent": [*NO_NUMBER, math.nan, math.inf, -0.1, 4.1],
     "choice": ["none of them", "", 5, True, THING, [], math.nan],
+    "goals": [
+        *("none of them", "", 5, True, THING, [], math.nan),
+        *(
+            {},
+            {"none of them": 1},
+            {"future": 0.5},
+            {"future": 0.7, "random": 0.4},
+            {"future": "x"},
+        ),
+        *({"future": 1.5, "random": -0.5}, {"future": math.nan}, {5: 1.0}),
+    ],
     "flag": ["yes", 5, 0, math.nan, THING, [], torch.zeros(2)],
     "key": [5, math.nan, THING, "", (), ("a", 5), [], True, torch.zeros(2)],
     "keys": [5, math.nan, THING, "word", [5], [""], True],
@@ -139,7 +150,7 @@ RECIPE = {
 HINDSIGHT = {
     "reward_fn": "function",
     "terminated_fn": "function?",
-    "goal_selection_strategy": "choice",
+    "goal_selection_strategy": "goals",
     "num_goals": "count or inf",
 }
 PICTURE = {"storage": "object", "ax": "object?"}
@@ -387,8 +398,15 @@ TABLE: dict[str, dict[str, str]] = {
     "ERESampler.reference": {"value": "choice"},
     "ERESampler.begin_phase": {"num_updates": "count from 1"},
     "ERESampler.window": {"episodes": "object"},
-    "HERSampler": {"strategy": "choice", "num_goals": "count or inf", "base": "object?"},
-    "HERSampler.strategy": {"value": "choice"},
+    "HERSampler": {
+        "strategy": "goals",
+        "num_goals": "count or inf",
+        "discount": "share",
+        "goal_key": "key",
+        "base": "object?",
+    },
+    "HERSampler.discount": {"value": "share"},
+    "HERSampler.strategy": {"value": "goals"},
     "HERSampler.num_goals": {"value": "count or inf"},
     "DrawingSampler.sample": {"storage": "object", "batch_size": "count from 1"},
     **{f"{part}.load_state_dict": {"state_dict": "mapping"} for part in SAVED_PARTS},
@@ -416,6 +434,7 @@ TABLE: dict[str, dict[str, str]] = {
     "GoalRelabel": {
         "reward_fn": "function",
         "terminated_fn": "function?",
+        "goal_key": "key?",
         "info_keys": "keys",
         **{
             f"{name}_key": "key"

@@ -28,6 +28,7 @@ __all__ = [
     "TRUNCATED",
     "VALIDITY_MASK",
     "continued_keys",
+    "goal_entries",
     "next_key",
 ]
 
@@ -55,6 +56,20 @@ IS_INIT: NestedKey = "is_init"
 SEQUENCE_ID: NestedKey = "sequence_id"
 BUFFER_IDS: NestedKey = "buffer_ids"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
+
+
+def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
+    """Returns the keys under which a batch says which rows lend it goals, and whether they do.
+
+    >>> goal_entries("desired_goal"), goal_entries(("goals", "actor"))
+    (('goal_index', 'her_mask'), (('goals', 'actor_index'), ('goals', 'actor_mask')))
+    """
+    if goal_key == DESIRED_GOAL:
+        return GOAL_INDEX, HER_MASK
+    if isinstance(goal_key, str):
+        return f"{goal_key}_index", f"{goal_key}_mask"
+    *path, name = goal_key
+    return (*path, f"{name}_index"), (*path, f"{name}_mask")
 
 
 # What bears these names is of one step, and does not go on from one step to the next.

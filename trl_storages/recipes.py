@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from inspect import Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from gymnasium import Space
@@ -33,10 +33,12 @@ from trl_storages.ring import Lanes
 from trl_storages.rows import PackedStorage
 from trl_storages.samplers import (
     ERESampler,
+    GoalMixture,
     GoalStrategy,
     HERSampler,
     PERSampler,
     UniformSampler,
+    check_strategy,
 )
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
@@ -355,7 +357,9 @@ class HERReplayStorage(UniformReplayStorage):
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`, as in
             `GoalRelabel`; `gym_reward(env)` for the environment's own.
         terminated_fn: the same, returning bool; None leaves the flags as stored.
-        goal_selection_strategy: "future", "final", "episode" or "random", as in `HERSampler`.
+        goal_selection_strategy: "future", "final", "episode", "random", "geometric" or "current", or a
+            mixture such as `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are
+            discounted by `discount`.
         num_goals: k, relabelled transitions for each one as stored.
         **options: as in `UniformReplayStorage`; `transition` holds `info_keys` under the same keys.
 
@@ -372,7 +376,7 @@ class HERReplayStorage(UniformReplayStorage):
         *,
         reward_fn: GoalFunction,
         terminated_fn: GoalFunction | None = None,
-        goal_selection_strategy: GoalStrategy = "future",
+        goal_selection_strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         **options: Unpack[Options],
     ) -> None:
@@ -383,8 +387,12 @@ class HERReplayStorage(UniformReplayStorage):
             raise KeyError(
                 f"observation_space must be a dict with {missing} for hindsight; it has {there}."
             )
-        arguments.choice("goal_selection_strategy", goal_selection_strategy, get_args(GoalStrategy))
-        self._hindsight = HERSampler(goal_selection_strategy, num_goals)
+        arguments.function("reward_fn", reward_fn, "(achieved_goal, desired_goal, transition)")
+        check_strategy("goal_selection_strategy", goal_selection_strategy)
+        discount = arguments.number(
+            "discount", options.get("discount", 0.99), at_least=0, at_most=1
+        )
+        self._hindsight = HERSampler(goal_selection_strategy, num_goals, discount=discount)
         self._relabel = GoalRelabel(
             reward_fn,
             terminated_fn=terminated_fn,

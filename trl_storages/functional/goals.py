@@ -17,6 +17,8 @@ __all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch"]
 
 # Of so many chances a share is a whole number.
 _CHANCES = 2**24
+# More steps than an episode has.
+_BEYOND = 2**62
 
 
 def kinds_of_batch(
@@ -82,14 +84,14 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
 
     Args:
         noise: `[B]` int64 of `random_noise`.
-        discount: γ in [0, 1).
+        discount: γ in [0, 1]; with 1 they lie beyond any end.
 
     Returns:
         `[B]` int64 k.
 
     Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
     """
+    if discount in (0, 1):
+        return torch.full_like(noise, 0 if discount == 0 else _BEYOND)
     uniform = (noise >> 10).double() * 2.0**-53
-    if discount == 0:
-        return torch.zeros_like(noise)
     return (torch.log1p(-uniform) / math.log(discount)).long()

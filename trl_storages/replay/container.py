@@ -679,14 +679,21 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
 
     def _check_goals(self, parts: list[Transform]) -> None:
         """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
-        if not any(getattr(layer, "draws_goals", False) for layer in layers_of(self._sampler)):
-            return
-        if not any(getattr(part, "uses_goals", False) for part in parts):
+        main = keys.DESIRED_GOAL
+        for layer in layers_of(self._sampler):
+            if not getattr(layer, "draws_goals", False):
+                continue
+            key = getattr(layer, "goal_key", main)
+            writers = [part for part in parts if getattr(part, "uses_goals", False)]
+            # A transform of the user's own may write any goal.
+            if any((getattr(part, "goal_key", key) or main) == key for part in writers):
+                continue
+            named = "" if key == main else f", goal_key={key!r}"
             raise RuntimeError(
                 "the goals that HERSampler draws must be written by a transform, got "
-                f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn), or "
-                "append_transform() it; set num_goals=0 to draw none. A transform of your own that reads "
-                "goal_index declares it by uses_goals = True."
+                f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn"
+                f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
+                "own that reads goal_index declares it by uses_goals = True."
             )
 
     def sample_episodes(self, n: int) -> TensorDictBase:
@@ -916,8 +923,11 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             ValueError: it is of rows that are not stored.
         """
         arguments.steps("batch", batch)
+        main = keys.DESIRED_GOAL
         with self._replay_lock, self._write_lock:
-            return explain(batch, self.episodes)
+            # Also those of a batch that was drawn before its sampler was another.
+            drawn = [getattr(layer, "goal_key", main) for layer in layers_of(self._sampler)]
+            return explain(batch, self.episodes, dict.fromkeys([main, *drawn]))
 
     @intact
     def validate(self, *, progress: bool = False) -> None:

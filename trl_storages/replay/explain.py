@@ -5,7 +5,7 @@ Letters: B samples of a batch, of any batch size, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -16,6 +16,7 @@ from trl_storages.ring import EpisodeIndex
 __all__ = ["Explanation", "explain"]
 
 _ROWS_SHOWN = 10
+_SAME = "_same_episode"
 
 
 class Explanation:
@@ -57,20 +58,12 @@ class Explanation:
         """Returns the names of the columns, and the cells of the first samples."""
         first = {name: column[:_ROWS_SHOWN].tolist() for name, column in self.columns.items()}
         cells = {name: list(map(_cell, values)) for name, values in first.items()}
-        if "relabelled" in first:
-            for name in ("relabelled", "goal_slot", "goal_same_episode", "goal_offset", "goal_age"):
-                del cells[name]
-            cells["goal"] = [
-                _goal(*values)
-                for values in zip(
-                    first["relabelled"],
-                    first["goal_slot"],
-                    first["goal_same_episode"],
-                    first["goal_offset"],
-                    first["goal_age"],
-                    strict=True,
-                )
-            ]
+        for name in [name.removesuffix(_SAME) for name in first if name.endswith(_SAME)]:
+            parts = _columns_of(name)
+            for part in parts:
+                del cells[part]
+            shown = zip(*(first[part] for part in parts), strict=True)
+            cells[name] = [_goal(*values) for values in shown]
         return [list(cells), *map(list, zip(*cells.values(), strict=True))]
 
     def __str__(self) -> str:
@@ -96,7 +89,11 @@ class Explanation:
         return f"<p>{self._title()}</p><table><tr>{head}</tr>{body}</table>{tail}"
 
 
-def explain(batch: TensorDictBase, episodes: EpisodeIndex) -> Explanation:
+def explain(
+    batch: TensorDictBase,
+    episodes: EpisodeIndex,
+    goal_keys: Iterable[NestedKey] = (keys.DESIRED_GOAL,),
+) -> Explanation:
     """Says of each sample which row it is, and how it is seen.
 
     The columns, int64 unless said otherwise; the last ones only where the batch holds what they show:
@@ -108,13 +105,15 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex) -> Explanation:
     - `valid`: bool, whether it is a row of its own in a padded sequence or episode.
     - `relabelled`: bool, whether it is seen with a goal that was reached; `goal_slot`, `goal_age`: the
       row whose outcome that is (the own row where it is not relabelled); `goal_same_episode`: bool;
-      `goal_offset`: how many steps later in the lane that row lies, 0 in other episodes.
+      `goal_offset`: how many steps later in the lane that row lies, 0 in other episodes. Of a goal with
+      another key, such as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
     - `steps`: how many steps are folded into it.
     - `weight`: float, its importance weight.
 
     Args:
         batch: sampled, with its `index`, and not overwritten since.
         episodes: the index of the storage that it was sampled from. It is only read.
+        goal_keys: the goals that may have been drawn for it.
 
     Returns:
         the columns, on the device of the index.
@@ -152,24 +151,29 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex) -> Explanation:
             column = _column(batch, key, episodes)
             if column is not None:
                 columns[name] = column
-    goals = _column(batch, keys.GOAL_INDEX, episodes)
-    if goals is not None and bool(episodes.is_live(goals).all()):
-        columns.update(_goals(slots, goals, _column(batch, keys.HER_MASK, episodes), episodes))
+    for key in goal_keys:
+        goals, mask = (_column(batch, entry, episodes) for entry in keys.goal_entries(key))
+        if goals is not None and bool(episodes.is_live(goals).all()):
+            name = key if isinstance(key, str) else ".".join(key)
+            name = "goal" if key == keys.DESIRED_GOAL else name
+            found = _goals(slots, goals, mask, episodes)
+            columns.update(zip(_columns_of(name), found, strict=True))
     return Explanation(columns, len(episodes))
+
+
+def _columns_of(goal: str) -> tuple[str, ...]:
+    """Returns the names of what is said of a goal."""
+    relabelled = "relabelled" if goal == "goal" else f"{goal}_relabelled"
+    return relabelled, f"{goal}_slot", f"{goal}_age", f"{goal}{_SAME}", f"{goal}_offset"
 
 
 def _goals(
     slots: torch.Tensor, goals: torch.Tensor, mask: torch.Tensor | None, episodes: EpisodeIndex
-) -> dict[str, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     relabelled = goals != slots if mask is None else mask
     same = episodes.episode_id(slots) == episodes.episode_id(goals)
-    return {
-        "relabelled": relabelled,
-        "goal_slot": goals,
-        "goal_age": episodes.ages(goals),
-        "goal_same_episode": same,
-        "goal_offset": torch.where(same, episodes.steps(goals) - episodes.steps(slots), 0),
-    }
+    offset = torch.where(same, episodes.steps(goals) - episodes.steps(slots), 0)
+    return relabelled, goals, episodes.ages(goals), same, offset
 
 
 def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> torch.Tensor | None:
@@ -186,7 +190,7 @@ def _cell(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def _goal(relabelled: bool, slot: int, same_episode: bool, offset: int, age: int) -> str:
+def _goal(relabelled: bool, slot: int, age: int, same_episode: bool, offset: int) -> str:
     if not relabelled:
         return "own"
     where = f"{offset:+d} steps" if same_episode else "other episode"

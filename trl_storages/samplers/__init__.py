@@ -2,7 +2,7 @@
 
 from trl_storages.samplers.base import WrappingSampler, layers_of
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
-from trl_storages.samplers.hindsight import GoalStrategy, HERSampler
+from trl_storages.samplers.hindsight import GoalMixture, GoalStrategy, HERSampler, check_strategy
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.uniform import UniformSampler
@@ -10,6 +10,7 @@ from trl_storages.samplers.uniform import UniformSampler
 __all__ = [
     "REDUCTIONS",
     "ERESampler",
+    "GoalMixture",
     "GoalStrategy",
     "HERSampler",
     "PERSampler",
@@ -17,5 +18,6 @@ __all__ = [
     "UniformSampler",
     "WindowSampler",
     "WrappingSampler",
+    "check_strategy",
     "layers_of",
 ]

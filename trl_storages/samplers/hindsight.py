@@ -10,19 +10,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from tensordict import NestedKey
 from torchrl.data import SliceSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments
-from trl_storages.functional.goals import kinds_by_chance, kinds_of_batch
+from trl_storages import arguments, keys
+from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
 from trl_storages.saved import SavedState
 
-__all__ = ["GoalStrategy", "HERSampler"]
+__all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
 
-GoalStrategy = Literal["future", "final", "episode", "random", "current"]
+GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
+#: Strategy -> its share of the relabelled transitions.
+GoalMixture = Mapping[GoalStrategy, float]
+
+# Shares may be off one by what rounding them takes.
+_NEAR = 1e-6
 
 
 class HERSampler(WrappingSampler):
@@ -34,9 +40,19 @@ class HERSampler(WrappingSampler):
     With anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
 
         future: t..last      final: last      episode: first..last      random: all live rows
+        current: t         geometric: t + k with P(k) = (1 - γ) γ^k, or last if that comes first
+
+    and the goal is what the action of row j led to, so that the first of them is the transition's own
+    outcome. A mixture names the share of each among the relabelled: it has exactly so many, rounded by
+    largest remainder, and they take turns: `{"geometric": 0.5, "random": 0.3, "current": 0.2}` with
+    `num_goals=inf` draws the value goals of offline goal-conditioned learning.
 
     An unfinished episode lends what has been seen so far. The floor is 0 for a batch of one, which
-    is relabelled with probability k / (k + 1) instead.
+    is relabelled with probability k / (k + 1) instead, by a strategy drawn with the shares.
+
+    **Two goals** for one batch, as for values and actors, come from two samplers, the one with a goal key
+    of its own: `HERSampler(goal_key="actor_goal", base=HERSampler())`, whose goals
+    `GoalRelabel(None, goal_key="actor_goal")` writes.
 
     The sampler draws goal rows and changes nothing: a `ReplayStorage` samples with it if one of its
     transforms writes the goals, as `GoalRelabel` does, and says so otherwise. A transform of one's own
@@ -44,16 +60,20 @@ class HERSampler(WrappingSampler):
     transform; there the batch is as stored, and `goal_index` and `her_mask` are what was drawn for it.
 
     Args:
-        strategy: where goals come from.
+        strategy: where goals come from: a name in any case, an enum's member, or a mixture of names.
         num_goals: k, relabelled transitions for each one that stays as stored; 0 relabels none,
             `math.inf` all.
+        discount: γ of "geometric" goals, in [0, 1]; with 1 they are "final".
+        goal_key: which goal of the batch is drawn.
         base: the sampler that draws the anchors; None draws uniformly.
 
     Raises:
-        ValueError: the strategy is unknown or `num_goals` negative or not whole.
+        ValueError: the strategy is unknown, the shares of a mixture do not add up to 1, or `num_goals` is
+            negative or not whole.
         TypeError: `base` draws slices.
 
-    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5.
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
+    Eysenbach et al. 2021, arXiv:2011.08909; for mixtures Park et al. 2025, arXiv:2410.20092.
 
     >>> HERSampler("final", num_goals=2)
     HERSampler(strategy='final', num_goals=2, base=UniformSampler())
@@ -66,9 +86,11 @@ class HERSampler(WrappingSampler):
 
     def __init__(
         self,
-        strategy: GoalStrategy = "future",
+        strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         *,
+        discount: float = 0.99,
+        goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
         if isinstance(base, SliceSampler):
@@ -80,17 +102,36 @@ class HERSampler(WrappingSampler):
         super().__init__(base)
         self.strategy = strategy
         self.num_goals = num_goals
+        self.discount = discount
+        self._goal_key = arguments.key("goal_key", goal_key)
+        self._index_key, self._mask_key = keys.goal_entries(self._goal_key)
         # How goals of the last batch were drawn, as those of the next one are as a rule.
         self._made_for: tuple[Any, ...] | None = None
 
     @property
-    def strategy(self) -> GoalStrategy:
+    def strategy(self) -> GoalStrategy | dict[GoalStrategy, float]:
         """Where goals come from; may be changed between samples."""
-        return self._strategy
+        return self._strategy if isinstance(self._strategy, str) else dict(self._strategy)
 
     @strategy.setter
-    def strategy(self, value: GoalStrategy) -> None:
-        self._strategy = arguments.choice("strategy", value, get_args(GoalStrategy))
+    def strategy(self, value: GoalStrategy | GoalMixture) -> None:
+        self._strategy, shares = check_strategy("strategy", value)
+        self._names = tuple(shares)
+        self._numbers, self._shares = [GOAL_KINDS[name] for name in shares], [*shares.values()]
+
+    @property
+    def discount(self) -> float:
+        """γ of geometric goals; may be changed between samples."""
+        return self._discount
+
+    @discount.setter
+    def discount(self, value: float) -> None:
+        self._discount = arguments.number("discount", value, at_least=0, at_most=1)
+
+    @property
+    def goal_key(self) -> NestedKey:
+        """Which goal of the batch is drawn."""
+        return self._goal_key
 
     @property
     def num_goals(self) -> float:
@@ -125,47 +166,92 @@ class HERSampler(WrappingSampler):
 
         Returns:
             `[B]` int64 slots, and the base's info with `goal_index`, `[B]` int64 slots (the row's own
-            slot where it is not relabelled), and `her_mask`, `[B]` bool.
+            slot where it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` these
+            are named after it.
         """
         episodes, (*noise, own) = episodes_of(storage), noise
         index, info = draw_from(self.base, storage, batch_size, noise)
         if own.shape != index.shape:
             # Samplers without replacement end an epoch with fewer rows than were asked for.
             own = own[: index.shape[0]]
-        device = index.device
+        device, kinds = index.device, self._kinds(own)
+        if "geometric" in self._names:
+            steps = geometric_steps(own, self._discount)
+            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, own)
         slots = index if own.device == device else index.to(own.device)
-        goals, mask = episodes.goals(slots, own, self._kinds(own), (self._strategy,))
-        info["goal_index"] = goals if goals.device == device else goals.to(device)
-        info["her_mask"] = mask if mask.device == device else mask.to(device)
+        goals, mask = episodes.goals(slots, own, kinds, self._names)
+        info[self._index_key] = goals if goals.device == device else goals.to(device)
+        info[self._mask_key] = mask if mask.device == device else mask.to(device)
         return index, info
 
     def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` uint8, how the goal of each transition is drawn; 0 where it stays as stored."""
-        size, num_goals, strategy = noise.shape[0], self._num_goals, self._strategy
-        kinds, shares = [GOAL_KINDS[strategy]], [1.0]
+        size, num_goals, shares = noise.shape[0], self._num_goals, self._shares
         if size == 1 and num_goals > 0:
             # The floor would always be 0.
-            return kinds_by_chance(noise, num_goals, kinds, shares)
-        made_for = (size, num_goals, strategy, noise.device)
+            return kinds_by_chance(noise, num_goals, self._numbers, shares)
+        made_for = (size, num_goals, self._numbers, shares, noise.device)
         if self._made_for != made_for:
-            found = kinds_of_batch(size, num_goals, kinds, shares)
+            found = kinds_of_batch(size, num_goals, self._numbers, shares)
             self._prepared = torch.tensor(found, dtype=torch.uint8, device=noise.device)
             self._made_for = made_for
         return self._prepared
 
     def _own_state(self) -> dict[str, Any]:
-        return {"strategy": self.strategy, "num_goals": self.num_goals}
+        return {
+            "strategy": self.strategy,
+            "num_goals": self.num_goals,
+            "discount": self.discount,
+        }
 
     def _check_own_state(self, saved: SavedState) -> None:
-        saved.one_of("strategy", get_args(GoalStrategy))
+        try:
+            check_strategy("strategy", saved["strategy"])
+        except (TypeError, ValueError) as error:
+            raise saved.error("strategy", "a name or a mixture", saved["strategy"]) from error
         if saved["num_goals"] != math.inf:
             saved.integer("num_goals")
+        saved.number("discount", 0, 1)
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.strategy, self.num_goals = state["strategy"], state["num_goals"]
+        self.discount = state["discount"]
 
     def __repr__(self) -> str:
+        more = f"discount={self.discount}, " if "geometric" in self._names else ""
+        if self._goal_key != keys.DESIRED_GOAL:
+            more += f"goal_key={self._goal_key!r}, "
         return (
-            f"{type(self).__name__}(strategy={self.strategy!r}, num_goals={self.num_goals}, "
+            f"{type(self).__name__}(strategy={self.strategy!r}, num_goals={self.num_goals}, {more}"
             f"base={self.base})"
         )
+
+
+def check_strategy(
+    name: str, value: GoalStrategy | GoalMixture
+) -> tuple[GoalStrategy | dict[GoalStrategy, float], dict[GoalStrategy, float]]:
+    """Returns a strategy or a mixture of some as it is to be shown, and the share of each name.
+
+    Raises:
+        ValueError: a strategy is unknown, or the shares do not add up to 1.
+        TypeError: it is no name and no mapping from names to numbers.
+
+    >>> check_strategy("strategy", {"FUTURE": 0.5, "random": 0.5})[1]
+    {'future': 0.5, 'random': 0.5}
+    """
+    names = get_args(GoalStrategy)
+    if not isinstance(value, Mapping):
+        strategy = arguments.choice(name, value, names)
+        return strategy, {strategy: 1.0}
+    mixture: dict[GoalStrategy, float] = {}
+    for key, share in value.items():
+        strategy = arguments.choice(f"a name of {name}", key, names)
+        share = arguments.number(f"{name}[{strategy!r}]", share, at_least=0, at_most=1)
+        mixture[strategy] = mixture.get(strategy, 0.0) + share
+    total = sum(mixture.values())
+    if abs(total - 1) > _NEAR:
+        raise ValueError(
+            f"the shares of {name} must add up to 1, got {mixture}, which is {total:g}: name the part "
+            "that each has among the relabelled transitions."
+        )
+    return mixture, {kind: share / total for kind, share in mixture.items() if share > 0}

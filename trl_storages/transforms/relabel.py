@@ -42,8 +42,11 @@ class GoalRelabel(ReplayTransform):
 
     Args:
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
-            `transition` maps each of `info_keys` to a tensor `[R, ...]`.
+            `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, with a `goal_key`, leaves
+            the rewards.
         terminated_fn: the same, returning bool; None leaves the flags.
+        goal_key: which drawn goal is written, and where, as `HERSampler(goal_key=...)` names it; None is
+            the desired goal. One that the rows do not hold is `desired_goal` where none was drawn.
         info_keys: further entries of the rows that the functions read.
         achieved_goal_key: entry of the goal that a state achieves.
         desired_goal_key: entry of the goal that is pursued.
@@ -62,9 +65,10 @@ class GoalRelabel(ReplayTransform):
 
     def __init__(
         self,
-        reward_fn: GoalFunction,
+        reward_fn: GoalFunction | None,
         *,
         terminated_fn: GoalFunction | None = None,
+        goal_key: NestedKey | None = None,
         info_keys: Sequence[NestedKey] = (),
         achieved_goal_key: NestedKey = keys.ACHIEVED_GOAL,
         desired_goal_key: NestedKey = keys.DESIRED_GOAL,
@@ -75,8 +79,9 @@ class GoalRelabel(ReplayTransform):
     ) -> None:
         super().__init__()
         what = "(achieved_goal, desired_goal, transition)"
-        self.reward_fn = arguments.function("reward_fn", reward_fn, what)
-        self.terminated_fn = terminated_fn
+        self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
+        if reward_fn is not None or goal_key is None:
+            arguments.function("reward_fn", reward_fn, what)
         if terminated_fn is not None:
             arguments.function("terminated_fn", terminated_fn, f"{what}, or None")
         self.info_keys = tuple(arguments.keys("info_keys", info_keys))
@@ -84,6 +89,9 @@ class GoalRelabel(ReplayTransform):
         self.next_achieved_goal_key = unravel_key(keys.next_key(achieved_goal_key))
         self.desired_goal_key = arguments.key("desired_goal_key", desired_goal_key)
         self.next_desired_goal_key = keys.next_key(self.desired_goal_key)
+        #: The goal that is written, as `HERSampler` names it; None is the desired one.
+        self.goal_key = None if goal_key is None else arguments.key("goal_key", goal_key)
+        self._index_key, self._mask_key = keys.goal_entries(self.goal_key or keys.DESIRED_GOAL)
         self.reward_key = arguments.key("reward_key", reward_key)
         self.done_key = arguments.key("done_key", done_key)
         self.terminated_key = arguments.key("terminated_key", terminated_key)
@@ -98,30 +106,37 @@ class GoalRelabel(ReplayTransform):
                 reward or flags are stored as more than one value a row.
             TypeError: achieved goals are floating, desired ones are not.
         """
-        if keys.GOAL_INDEX not in rows:
+        if self._index_key not in rows:
+            of_key = "" if self.goal_key is None else f"goal_key={self.goal_key!r}, "
             raise KeyError(
-                "the batch has no 'goal_index': GoalRelabel writes the goals that a HERSampler draws; "
-                "pass sampler=HERSampler(...) to the ReplayStorage."
+                f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
+                f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage."
             )
-        goal = rows.at(rows[keys.GOAL_INDEX])[self.next_achieved_goal_key]
-        drawn = _DrawnGoals(rows[keys.HER_MASK].unsqueeze(-1), goal)
-        goals = self.desired_goal_key, self.next_desired_goal_key
-        has_following = goals[1] in rows
+        goal = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
+        drawn = _DrawnGoals(rows[self._mask_key].unsqueeze(-1), goal)
+        # A goal of its own is the desired one where it was neither stored nor drawn.
+        written = self.goal_key or self.desired_goal_key
+        stored = written if written in rows else self.desired_goal_key
+        next_written, next_stored = keys.next_key(written), keys.next_key(stored)
+        has_following = next_stored in rows
 
         def goal_of(seen: RowView, key: NestedKey) -> dict[NestedKey, torch.Tensor]:
-            if key == goals[0] or has_following:
-                return {key: drawn.pursued(seen[key])}
+            if key == written:
+                return {key: drawn.pursued(seen[stored])}
+            if has_following:
+                return {key: drawn.pursued(seen[next_stored])}
             # Such rows pursue one goal throughout.
-            return {key: _repeated(rows[goals[0]], seen)}
+            return {key: _repeated(rows[written], seen)}
 
-        rows.define(goals, goal_of)
-        rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, drawn))
+        rows.define((written, next_written), goal_of)
+        if self.reward_fn is not None:
+            rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, drawn))
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
             rows.define(flags, lambda seen, _: self._flags(seen, drawn))
 
     def _rewards(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
-        computed = self._ask("reward_fn", self.reward_fn, seen, drawn)
+        computed = self._ask("reward_fn", self.reward_fn, seen, drawn)  # type: ignore[arg-type]
         stored = _one_a_row(seen, self.reward_key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
@@ -162,9 +177,13 @@ class GoalRelabel(ReplayTransform):
             what was compared, and where it differs.
 
         Raises:
-            RuntimeError: there are no rows.
+            RuntimeError: there are no rows, or no `reward_fn`.
         """
         num_rows = arguments.integer("num_rows", num_rows, at_least=1)
+        if self.reward_fn is None:
+            raise RuntimeError(
+                "there is no reward_fn to audit, this GoalRelabel leaves the rewards."
+            )
         storage = getattr(storage, "storage", storage)
         episodes = episodes_of(storage)
         if not len(episodes):
