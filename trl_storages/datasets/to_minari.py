@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.datasets.minari_blocks import grouped, minari_module
-from trl_storages.gym.dtypes import TORCH_TO_NUMPY
+from trl_storages.gym.columns import TORCH_TO_NUMPY
 from trl_storages.gym.fields import Field, key_path
 from trl_storages.keys import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, next_key
 from trl_storages.progress_bar import tracker

@@ -9,11 +9,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrl.data.utils import numpy_to_torch_dtype_dict
 
-from trl_storages.gym.dtypes import NUMPY_TO_TORCH, TORCH_TO_NUMPY
 from trl_storages.rows import as_array
 
-__all__ = ["Column", "as_tensor"]
+__all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor"]
+
+#: TorchRL's table, and the unsigned integers that it leaves out.
+NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
+    **numpy_to_torch_dtype_dict,
+    np.dtype(np.uint16): torch.uint16,
+    np.dtype(np.uint32): torch.uint32,
+    np.dtype(np.uint64): torch.uint64,
+}
+TORCH_TO_NUMPY = {theirs: numpys for numpys, theirs in NUMPY_TO_TORCH.items()}
 
 _FLAGS: frozenset[type] = frozenset({bool, np.bool_})
 _REALS: frozenset[type] = frozenset({float, np.float64, np.float32})

@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, unravel_key
 from torchrl.data import Composite, NonTensor, TensorSpec
 
-from trl_storages.gym.dtypes import NUMPY_TO_TORCH
+from trl_storages.gym.columns import NUMPY_TO_TORCH
 from trl_storages.keys import (
     ACTION,
     DONE,

@@ -7,7 +7,7 @@ from tensordict import NestedKey
 
 from trl_storages.gym.columns import Column, as_tensor
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, check_free, key_path
-from trl_storages.gym.trees import TreeReader, leaves, nested_keys, tree_of
+from trl_storages.gym.trees import TreeReader, nested_keys, tree_of
 from trl_storages.keys import ACTION, OBSERVATION, REWARD, TERMINATED, TRUNCATED, next_key
 
 __all__ = ["Layout", "add_field", "entries", "layout_of", "learn_fields"]
@@ -75,13 +75,14 @@ def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[Ne
         ValueError: two entries have the same key.
     """
     fields = dict(OUTCOME_FIELDS)
-    seen = tree_of(nested_keys(observations))
-    for leaf, value in leaves(seen, observations, "observations"):
+    seen = TreeReader(tree_of(nested_keys(observations)))
+    values = seen.read(observations, "observations")
+    for leaf, value in zip(seen.leaves, values, strict=True):
         add_field(fields, leaf.key, value, "observations" + leaf.label, is_vector=is_vector)
         check_free(leaf.next_key, fields)
         fields[leaf.next_key] = fields[leaf.key]
-    done = tree_of(nested_keys(actions, key_path(ACTION)), skip=1)["action"]
-    for leaf, value in leaves(done, actions, "actions"):
+    done = TreeReader(tree_of(nested_keys(actions, key_path(ACTION)), skip=1)["action"])
+    for leaf, value in zip(done.leaves, done.read(actions, "actions"), strict=True):
         add_field(fields, leaf.key, value, "actions" + leaf.label, is_vector=is_vector)
     return fields
 
