@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["FILE_DAMAGES", "damaged_states", "files_in"]
+__all__ = ["FILE_DAMAGES", "damaged_states", "files_in", "json_damages"]
 
 MISSING = object()
 NAN, HUGE = float("nan"), 2**70
@@ -129,7 +129,7 @@ _JSON = {
 }
 
 
-def _json_damages(file: Path) -> dict[str, Callable[[Path], None]]:
+def json_damages(file: Path) -> dict[str, Callable[[Path], None]]:
     """Returns what may be wrong within a JSON file, each as a function of the file."""
     whole = json.loads(file.read_text())
     texts = {name: json.dumps(whole)[:-1] + f', "more": {bad}}}' for name, bad in _JSON.items()}
@@ -163,7 +163,7 @@ def _tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, int]]:
 def files_in(dump: Path) -> Iterator[tuple[Path, str, str, Callable[[Path], None]]]:
     """Yields each file of a dump, the entry that is damaged, what is wrong with it, and what does it."""
     state = dump / "state.json"
-    for name, damage in {**FILE_DAMAGES, **_json_damages(state)}.items():
+    for name, damage in {**FILE_DAMAGES, **json_damages(state)}.items():
         entry, _, how = name.rpartition(": ")
         yield state, entry, how, damage
     for place, (entry, number) in enumerate(_tensors_in(json.loads(state.read_text()))):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import uuid
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,8 @@ __all__ = [
 ]
 
 _NAME = "storage.json"
-_CREATING = _NAME + ".new"
+# What is written before it gets the name, and what says that there will be a storage.
+_NEW, _CREATING = _NAME + ".new", _NAME + ".creating"
 _LOCK = "lock"
 _OWN = re.compile(r"(rows|marks|commits|priorities)\.\d{1,9}\.bin")
 _FORMAT = 2
@@ -168,6 +170,7 @@ class Description:
             OSError: the disk is full. Nothing has changed then.
         """
         write_text(directory / _NAME, self._text())
+        (directory / _CREATING).unlink(missing_ok=True)
 
     def announce(self, directory: Path) -> None:
         """Says that the files of a directory are ours, until `write` makes it a storage.
@@ -175,9 +178,9 @@ class Description:
         Raises:
             OSError: the disk is full.
         """
-        with suppress(FileNotFoundError):
-            (directory / _CREATING).unlink()
-        (directory / _CREATING).write_text(self._text())
+        (directory / _CREATING).unlink(missing_ok=True)
+        with (directory / _CREATING).open("x") as file:
+            file.write(self._text())
 
     def _text(self) -> str:
         words = {
@@ -196,7 +199,7 @@ class Description:
             "has_priorities": self.has_priorities,
             "progress": self.progress,
         }
-        return json.dumps(words)
+        return json.dumps({**words, "check": _check(words)})
 
     @classmethod
     def read(cls, directory: Path) -> Description:
@@ -219,6 +222,11 @@ class Description:
                 raise ValueError(
                     "it is of format 1, which was never released: delete it, or choose another"
                 )
+            if isinstance(words, dict) and words.get("format") != _FORMAT:
+                got = str(words.get("format"))[:25]
+                raise ValueError(f"it must be of format {_FORMAT}, got {got}")
+            if isinstance(words, dict) and words.pop("check", None) != _check(words):
+                raise ValueError("it does not match its checksum")
             return cls._from_words(words)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -230,8 +238,6 @@ class Description:
     def _from_words(cls, words: Any) -> Description:
         names = ("kind", "format", "id", "generation", "num_rows", "num_lanes", "spare_steps")
         more = ("layout", "histories", "tails", "flushed", "clean", "has_priorities", "progress")
-        if isinstance(words, dict) and words.get("format") != _FORMAT:
-            raise ValueError(f"it must be of format {_FORMAT}, got {str(words.get('format'))[:25]}")
         saved = SavedState(words, "the description", (*names, *more))
         saved.one_of("kind", ["trl_storages"])
         num_rows = saved.integer("num_rows", 1, _MOST)
@@ -265,6 +271,11 @@ class Description:
         )
 
 
+def _check(words: dict[str, Any]) -> int:
+    """Returns a checksum of what a directory says of itself."""
+    return zlib.crc32(json.dumps(words).encode())
+
+
 def _numbers(value: Any, length: int) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) != length:
         raise ValueError(f"there must be a list of {length} numbers, got {repr(value)[:50]}")
@@ -285,7 +296,9 @@ def check_is_free(directory: Path) -> None:
     """Raises a FileExistsError if there is more than what is left of an interrupted making."""
     there = {path.name for path in directory.iterdir()}
     is_left = _CREATING in there and _NAME not in there
-    if there - {_LOCK} and not (is_left and there <= {_LOCK, _CREATING, *own_files(directory)}):
+    if there - {_LOCK} and not (
+        is_left and there <= {_LOCK, _CREATING, _NEW, *own_files(directory)}
+    ):
         raise FileExistsError(
             f"{directory} must be empty, or hold the rows of a storage, got {sorted(there)[:5]}; "
             "choose another directory."
@@ -302,7 +315,7 @@ def remove_files(directory: Path, *, and_directory: bool) -> None:
     """Removes our own files. A process that is killed halfway leaves what may be made anew."""
     if holds_storage(directory):
         (directory / _NAME).replace(directory / _CREATING)
-    for name in [*own_files(directory), _CREATING, _LOCK]:
+    for name in [*own_files(directory), _NEW, _CREATING, _LOCK]:
         (directory / name).unlink(missing_ok=True)
     if and_directory:
         with suppress(OSError):  # something else is in it

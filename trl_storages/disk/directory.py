@@ -6,6 +6,7 @@ written now.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ class Directory:
         description: what it says of itself.
         words: the files.
         state: what was committed last.
+        process: the number of the process that opened it; one that was forked from it only reads.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Directory:
     ) -> None:
         self.path, self._lock = path, lock
         self.description, self.words, self.state = description, words, state
+        self.process = os.getpid()
         # Whether this writer has begun a history of its own.
         self._has_begun = False
         self._number = words.commits.number

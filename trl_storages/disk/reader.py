@@ -15,7 +15,7 @@ import torch
 from trl_storages.disk.commits import State
 from trl_storages.disk.description import Description, stamp
 from trl_storages.disk.files import check_platform, has_writer
-from trl_storages.disk.recovery import check_whole
+from trl_storages.disk.recovery import above_tails, check_whole
 from trl_storages.disk.words import Track, Words
 from trl_storages.ring import EpisodeIndex
 
@@ -113,6 +113,7 @@ class Reader:
             state = commits.read()
             # A history is made known before its first commit.
             if state is not None and state.history <= self.description.history:
+                state = above_tails(state, self.description)
                 if self.words.feed(index, state, self.description, track):
                     self.state, self._number = state, number
                     return True

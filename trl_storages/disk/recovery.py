@@ -14,7 +14,7 @@ from trl_storages.disk.description import Description
 from trl_storages.disk.words import Track, Words
 from trl_storages.kernels.marks import ENDS
 
-__all__ = ["check_whole", "recover"]
+__all__ = ["above_tails", "check_whole", "recover"]
 
 _BRING_BACK = "Bring the directory back from a copy; nothing was changed."
 
@@ -46,9 +46,8 @@ def recover(
             f"checksum. {_BRING_BACK}"
         )
     steps = words.steps(description, deeply=deeply, track=track)
-    # The first commits may have been lost all together.
-    if committed is not None and (committed.cursors.any() or not description.histories):
-        state = _above_tails(committed, description)
+    if committed is not None:
+        state = above_tails(committed, description)
         wrong = _num_wrong(description, state, steps)
         if not wrong:
             return state, None
@@ -71,7 +70,7 @@ def check_whole(directory: Path, words: Words, description: Description) -> None
     while True:
         number, committed = words.commits.number, words.commits.read()
         if committed is not None:
-            state = _above_tails(committed, description)
+            state = above_tails(committed, description)
             steps = words.steps(description, deeply=True)
             if not _num_wrong(description, state, steps):
                 return
@@ -82,7 +81,7 @@ def check_whole(directory: Path, words: Words, description: Description) -> None
             )
 
 
-def _above_tails(state: State, description: Description) -> State:
+def above_tails(state: State, description: Description) -> State:
     """Forgets what was forgotten for good before it was committed."""
     durable = np.array(description.tails)
     lanes = state.lanes.copy()

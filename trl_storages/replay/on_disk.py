@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import os
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +72,8 @@ class OnDisk:
     def _resume(self) -> None:
         """Goes on where the directory was left."""
         directory = self._directory
+        if getattr(self._storage, "scratch_dir", None) is not None:
+            _ON_DISK.add(self)
         if directory is None and not self._reads:
             return
         sampler = layers_of(self._sampler)[-1]
@@ -253,6 +258,23 @@ class OnDisk:
                 f"the slots {found[:5].tolist()} among them: they were changed from outside, or lost "
                 "with the power. Bring the directory back from a copy."
             )
+
+
+#: The containers of this process whose rows are in a directory.
+_ON_DISK: weakref.WeakSet[OnDisk] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Makes the locks anew that another thread may have held when this process was forked."""
+    for container in list(_ON_DISK):
+        for name in ("_replay_lock", "_write_lock"):
+            if isinstance(getattr(container, name), type(RLock())):
+                setattr(container, name, RLock())
+
+
+# A child reads on, whatever its parent was doing.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> Any:

@@ -241,6 +241,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             self._reader = Reader(
                 directory.path, words=directory.words, description=directory.description
             )
+            if directory.process != os.getpid():
+                # What is known may be half of what another thread was writing when this one forked.
+                self.episodes.clear()  # type: ignore[union-attr]
+                self.refresh()
         return self._reader
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:

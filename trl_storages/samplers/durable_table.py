@@ -37,11 +37,14 @@ class DurableTable(PriorityTable):
         capacity = storage.words.description.num_slots
         super().__init__(capacity, **options, device=torch.device("cpu"))
         self._column = column = PriorityColumn(storage)
+        #: `[E]` up to which steps rows are known to be evicted.
+        self._tails: np.ndarray
         self._episodes = episodes = storage.episodes
-        # Up to which steps rows are known to be evicted.
-        self._tails = episodes.host_tails.copy()
         slots = episodes.slots_by_age(torch.arange(len(episodes)))
         known, largest = column.get(slots), column.largest
+        # A loss of power may have taken the largest one, and left those of rows.
+        if len(known) and known.nan_to_num(nan=0.0).max() > max(largest, 1.0):
+            largest = known.nan_to_num(nan=0.0).max().item()
         num_missing = int(known.isnan().sum()) + (not column.knows_largest)
         if num_missing and column.must_be_whole:
             warnings.warn(
@@ -67,7 +70,8 @@ class DurableTable(PriorityTable):
             {"priorities": priorities, "largest": largest, "num_lanes": num_lanes}
         )
         self._rows.generations[slots] = self._column.generations(slots)
-        self._tails = self._episodes.host_tails.copy()
+        # A load may bring priorities before it brings the episodes that they are of.
+        self._tails = np.zeros_like(self._episodes.host_tails)
 
     def write(self, slots: torch.Tensor) -> None:
         """Gives rows that were written the largest priority; see `PriorityTable.write`."""

@@ -1,0 +1,154 @@
+"""Rows that say of themselves which write they are of, and what a storage holds of them.
+
+Every row has a serial number that no other row ever has. From it follow its noise and whether its episode
+ends with it, so that two writes of the same step never look alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from trl_storages import EpisodeWriter, PackedStorage, PERSampler, ReplayStorage, UniformSampler
+
+__all__ = [
+    "Found",
+    "abandon",
+    "count_from",
+    "found",
+    "is_torn",
+    "make",
+    "new_serials",
+    "priority_of",
+    "transitions",
+]
+
+NOISE = 5
+#: Per lane the (step, serial number) of its rows, the oldest first, and the cursors.
+Found = tuple[list[list[tuple[int, int]]], list[int]]
+
+_last = [0]
+
+
+def count_from(first: int) -> None:
+    """Makes the next serial number this one, which no other process may get."""
+    _last[0] = first - 1
+
+
+def new_serials(*shape: int) -> torch.Tensor:
+    """Returns serial numbers that no row has."""
+    number = torch.Size(shape).numel()
+    _last[0] += number
+    return torch.arange(_last[0] - number + 1, _last[0] + 1).view(shape)
+
+
+def _noise(serial: torch.Tensor, step: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+    seed = serial * 7919 + step * 104_729 + lane * 1_299_709
+    return (seed[..., None] + torch.arange(NOISE)) * 40_503
+
+
+def _ends(serial: torch.Tensor) -> torch.Tensor:
+    return serial * 2_654_435_761 % 4_294_967_296 // 65_536 % 6 == 0
+
+
+def transitions(serial: torch.Tensor, step: torch.Tensor, lane: torch.Tensor) -> TensorDict:
+    """Rows of these serial numbers, steps and lanes, int64 `[...]`."""
+    noise, done = _noise(serial, step, lane), _ends(serial)[..., None]
+    after = {
+        "observation": torch.stack([step + 1, lane], -1).double(),
+        "reward": step[..., None].float() / 8,
+        "done": done,
+        "terminated": done.clone(),
+    }
+    return TensorDict(
+        {
+            "observation": torch.stack([step, lane], -1).double(),
+            "serial": serial.clone(),
+            "noise": noise,
+            "pixels": (noise % 251).to(torch.uint8),
+            "next": after,
+        },
+        batch_size=serial.shape,
+    )
+
+
+def is_torn(rows: TensorDict) -> torch.Tensor:
+    """Whether each row `[B]` is anything else than one row that was written."""
+    step, lane = rows["observation"].long().unbind(-1)
+    whole = transitions(rows["serial"], step, lane)
+    torn = torch.zeros(rows.batch_size, dtype=torch.bool)
+    for key in whole.keys(True, True):
+        torn |= (rows[key] != whole[key]).reshape(len(torn), -1).any(1)
+    return torn
+
+
+def priority_of(serial: torch.Tensor, update: int) -> torch.Tensor:
+    """The priority that a row is given by its n-th update, from 0 to 3; no other row is given it.
+
+    Rows that are new before any was given have 1.
+    """
+    return 2 + (serial * 4 + update).float() / 64
+
+
+def make(
+    path: Path | None,
+    num_lanes: int = 1,
+    size: int = 24,
+    *,
+    with_priorities: bool = True,
+    batch_size: int = 8,
+    **options: Any,
+) -> ReplayStorage:
+    """A storage of `size` rows in a directory, new or as it was left."""
+    sampler = PERSampler(size) if with_priorities else UniformSampler()
+    return ReplayStorage(
+        storage=PackedStorage(size, scratch_dir=path, **options),
+        writer=EpisodeWriter(num_lanes),
+        sampler=sampler,
+        batch_size=batch_size,
+    )
+
+
+def abandon(storage: ReplayStorage) -> None:
+    """Leaves the directory as a killed writer does."""
+    if storage.storage.directory is not None:
+        storage.storage.directory.abandon()
+
+
+def found(storage: ReplayStorage) -> Found:
+    """What a storage holds, after a look at all that it says of it.
+
+    Raises:
+        AssertionError: a row is not one that was written, or is not where it must be.
+    """
+    storage.validate()
+    if not storage.storage.initialized:
+        return [], []
+    episodes, size = storage.episodes, len(storage)
+    num_lanes = episodes.num_envs
+    cursors = episodes.num_steps_written.tolist()
+    lanes: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
+    if not size:
+        return lanes, cursors
+    slots = episodes.slots_by_age(torch.arange(size))
+    rows = storage.storage.get(slots)
+    torn = is_torn(rows)
+    assert not torn.any(), f"torn: {rows[torn]['observation'].tolist()}"
+    steps, of_lane = rows["observation"].long().unbind(-1)
+    assert torch.equal(steps, episodes.steps(slots)), "rows in the place of others"
+    assert torch.equal(of_lane, slots % num_lanes), "rows in the lane of others"
+    for step, lane, serial in zip(
+        steps.tolist(), of_lane.tolist(), rows["serial"].tolist(), strict=True
+    ):
+        lanes[lane].append((step, serial))
+    for lane, cursor in zip(lanes, cursors, strict=True):
+        lane.sort()
+        assert [step for step, _ in lane] == list(range(cursor - len(lane), cursor)), "gaps"
+    done = rows["next", "done"].squeeze(-1)
+    is_last = episodes.ahead(slots) == 0
+    assert not (done & ~is_last).any(), "an episode goes on beyond its end"
+    assert (episodes.is_finished(slots) & is_last)[done].all(), "an episode is not over"
+    return lanes, cursors

@@ -1,0 +1,248 @@
+"""Writes to a directory that fail or are interrupted halfway while their process lives on."""
+
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from disk.acts import Act, keep, load, prioritise, write
+from disk.history import History
+from disk.moments import Moments, put_back
+from disk.power import opens_after_cut
+from disk.rows import abandon, found, is_torn, make
+from gymnasium.spaces import Box, Discrete
+from interrupter import Interrupter
+
+import trl_storages
+from trl_storages import ReplayStorage, UniformReplayStorage, UniformSampler
+
+SIZE = 12
+ACTS = {
+    "write": lambda history: write(history, 3),
+    "write some lanes": lambda history: write(history, 2, [1]),
+    "write many": lambda history: write(history, 15),
+    "keep": lambda history: keep(history, 4),
+    "empty": lambda history: keep(history, 0),
+    "load": lambda history: load(history, 4),
+    "prioritise": lambda history: prioritise(history, random.Random(0)),
+    "flush": lambda history: Act("flush", lambda storage: storage.flush(), history, history),
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("name", ACTS)
+def test_interrupted_at_any_line_and_going_on(tmp_path, name, error):
+    """Some of the lines, which differ from act to act; `test_interrupted_at_every_line` has all."""
+    interrupted(
+        tmp_path,
+        name,
+        error,
+        stride=503 if name == "load" else 53,
+        first=1 + 7 * list(ACTS).index(name),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("name", ACTS)
+def test_interrupted_at_every_line(tmp_path, name, error):
+    interrupted(tmp_path, name, error, stride=1, first=1)
+
+
+def interrupted(folder, name, error, stride, first):
+    storage, history = make(folder / "rows", 2, SIZE), History(2, SIZE)
+    for num_steps in (9, 8):
+        act = write(history, num_steps)
+        act.do(storage)
+        history = act.after
+    storage.flush()
+    history.flush()
+    line = first - stride
+    while True:
+        line += stride
+        act = ACTS[name](history)
+        interrupter = Interrupter(line, trl_storages, error=error)
+        with suppress(error), interrupter:
+            act.do(storage)
+        got = found(storage)
+        assert got in (act.before.live, act.after.live), (line, got, act.before.live)
+        before_it = act.after if got == act.after.live else act.before
+        # The next write and the next process find all as it should be.
+        act = write(before_it, 1)
+        act.do(storage)
+        assert found(storage) == act.after.live, line
+        history = act.after
+        if line // stride % 5 == 0:
+            abandon(storage)
+            storage = make(folder / "rows", 2, SIZE)
+            assert found(storage) == history.live, line
+        if interrupter.left > 0:
+            break
+    assert line > first
+
+
+def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path):
+    """Whatever a failed write has stored is not taken for what was written in its place."""
+    storage, history = make(tmp_path / "rows", 1, SIZE), History(1, SIZE)
+    act = write(history, 5)
+    act.do(storage)
+    storage.flush()
+    history = act.after
+    history.flush()
+    for line in range(1, 400, 9):
+        with Moments(tmp_path / "rows") as moments:
+            failing = write(history, 4)
+            with suppress(MemoryError), Interrupter(line, trl_storages, error=MemoryError):
+                failing.do(storage)
+        if found(storage) == failing.after.live:
+            history = failing.after
+            continue
+        further = write(history, 1)
+        further.do(storage)
+        history = further.after
+        # The rows and the marks of the failed write, with what was said last of the directory.
+        with Moments(tmp_path / "rows") as now:
+            pass
+        for files in moments.all[-3:]:
+            mixed = {
+                name: files.get(name, data) if name.startswith(("rows", "marks")) else data
+                for name, data in now.all[-1].items()
+            }
+            mixed = {name: data for name, data in mixed.items() if not name.startswith("commits")}
+            commits = {n: bytes(len(d)) for n, d in now.all[-1].items() if n.startswith("commits")}
+            opens_after_cut({**mixed, **commits}, tmp_path / "cut", history, SIZE)
+
+
+class Recorded:
+    """A loop over a vector environment that resets itself at the step after the last one."""
+
+    def __init__(self, path):
+        self.storage = UniformReplayStorage(
+            Box(-np.inf, np.inf, (1,), np.float32),
+            Discrete(2),
+            storage_size=20,
+            num_envs=2,
+            autoreset_mode="NextStep",
+            batch_size=4,
+            path=path,
+        )
+
+    def record(self, step, ended):
+        observations = np.full((2, 1), step, np.float32)
+        rest = np.zeros(2, bool), {}, observations + 1
+        return self.storage.record(
+            observations, np.zeros(2, np.int64), np.zeros(2), np.array(ended), *rest
+        )
+
+    def rows(self):
+        storage = self.storage
+        storage.validate()
+        slots = storage.episodes.slots_by_age(torch.arange(len(storage)))
+        steps = storage.storage.get(slots)["observation"].squeeze(-1).tolist()
+        lanes = (slots % 2).tolist()
+        return [
+            sorted(s for s, of in zip(steps, lanes, strict=True) if of == lane) for lane in (0, 1)
+        ]
+
+
+def test_killed_while_a_step_is_recorded(tmp_path):
+    loop = Recorded(tmp_path / "rows")
+    for step in range(13):
+        loop.record(step, [step % 4 == 3, False])
+        before = loop.rows()
+    with Moments(tmp_path / "rows") as moments:
+        loop.record(13, [False, True])
+    after = loop.rows()
+    assert before != after
+    abandon(loop.storage)
+    seen = []
+    for files in moments.all:
+        put_back(files, tmp_path / "killed")
+        again = Recorded(tmp_path / "killed")
+        seen.append(again.rows())
+        assert seen[-1] in (before, after)
+        again.record(14, [False, False])
+        abandon(again.storage)
+    assert before in seen
+    assert after in seen
+
+
+class TestReaders:
+    """What a reader must not take for rows."""
+
+    def test_a_write_that_failed_in_between(self, tmp_path):
+        storage, history = make(tmp_path, 1, SIZE), History(1, SIZE)
+        act = write(history, SIZE)
+        act.do(storage)
+        reader = ReplayStorage.open(tmp_path, mode="r", batch_size=16, sampler=UniformSampler())
+        line = 1
+        while True:
+            line += 17
+            interrupter = Interrupter(line, trl_storages, error=MemoryError)
+            failing = write(act.after, 3)
+            with suppress(MemoryError), interrupter:
+                failing.do(storage)
+            if found(storage) == failing.after.live:
+                act = failing
+            assert not is_torn(reader.sample()).any()
+            assert found(reader) == act.after.live
+            if interrupter.left > 0:
+                break
+
+    def test_an_error_that_comes_of_rows_that_are_gone(self, tmp_path):
+        storage, history = make(tmp_path, 1, SIZE), History(1, SIZE)
+        act = write(history, SIZE)
+        act.do(storage)
+        calls = []
+
+        def fails_at_first(batch):
+            nonlocal act
+            calls.append(1)
+            if len(calls) == 1:
+                for _ in range(4):
+                    act = write(act.after, SIZE)
+                    act.do(storage)
+                raise IndexError("an action that there is not")
+            return batch
+
+        reader = ReplayStorage.open(
+            tmp_path, mode="r", transform=fails_at_first, batch_size=8, sampler=UniformSampler()
+        )
+        assert not is_torn(reader.sample()).any()
+        assert len(calls) == 2
+
+    def test_an_error_of_ones_own(self, tmp_path):
+        def fails(batch):
+            raise IndexError("always")
+
+        storage = make(tmp_path, 1, SIZE)
+        write(History(1, SIZE), SIZE).do(storage)
+        reader = ReplayStorage.open(
+            tmp_path, mode="r", transform=fails, batch_size=8, sampler=UniformSampler()
+        )
+        with pytest.raises(IndexError, match="always"):
+            reader.sample()
+
+
+def test_a_closed_storage_stays_as_it_was(tmp_path):
+    storage, history = make(tmp_path, 1, SIZE), History(1, SIZE)
+    act = write(history, 30)
+    act.do(storage)
+    state = storage.state_dict()
+    storage.close()
+    storage.close()
+    for change in (
+        storage.empty,
+        lambda: storage.empty(keep_steps=3),
+        storage.end_episodes,
+        lambda: write(act.after, 1).do(storage),
+        lambda: storage.load_state_dict(state),
+        lambda: storage.close(keep=False),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            change()
+        assert found(storage) == act.after.live
+        assert not is_torn(storage.sample()).any()
+    storage = make(tmp_path, 1, SIZE)
+    assert found(storage) == act.after.live

@@ -1,0 +1,404 @@
+"""Readers of a directory beside its writer, whatever happens to that."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from disk.following import EVENTS, PATIENCE, follow
+from disk.history import History
+from disk.rows import abandon, found, is_torn, make
+
+from trl_storages import PERSampler, ReplayStorage, UniformSampler
+
+pytestmark = [
+    pytest.mark.requirement("disk-workers"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+FORK = {"multiprocessing_context": "fork"}
+
+
+def filled(path, num_lanes=1, size=24, num_steps=None, **options):
+    """A storage that is full, and its history."""
+    storage, history = make(path, num_lanes, size, **options), History(num_lanes, size)
+    write(storage, history, size // num_lanes if num_steps is None else num_steps)
+    return storage, history
+
+
+def write(storage, history, num_steps):
+    lanes = list(range(history.num_lanes))
+    block = history.block(num_steps, lanes)
+    storage.extend(block if history.num_lanes > 1 else block[0])
+    history.write(block, lanes)
+
+
+def reader_of(path, **options):
+    options = {"sampler": UniformSampler(), "batch_size": 32, **options}
+    return ReplayStorage.open(path, mode="r", **options)
+
+
+class InAFork:
+    """A process forked from this one, that does something and says what came of it."""
+
+    def __init__(self, body):
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(reading)
+            said = "failed"
+            try:
+                said = str(body())
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            finally:
+                with contextlib.suppress(OSError):
+                    os.write(writing, said.encode())
+                os._exit(0)
+        os.close(writing)
+        self._pipe = os.fdopen(reading)
+
+    def forget(self):
+        self._pipe.close()
+        os.waitpid(self.pid, 0)
+
+    def said(self):
+        with self._pipe as pipe:
+            said = pipe.read()
+        os.waitpid(self.pid, 0)
+        return said
+
+
+def check_seen(seen, rows):
+    for one in seen:
+        assert not one.failed, seen
+        assert one.torn == 0, seen
+        assert one.rows >= rows, seen
+        assert one.longest < 1000 * PATIENCE, seen
+
+
+def test_beside_a_writer_to_which_everything_happens(tmp_path):
+    seen, written = follow(tmp_path / "rows", rows=10_000, events=EVENTS)
+    check_seen(seen, 10_000)
+    assert all(one.while_stopped for one in seen), seen
+    assert written > 1000
+    # They followed the last writer.
+    assert min(one.newest for one in seen) > 10**9, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("events", [(), *((event,) for event in EVENTS), EVENTS])
+def test_a_million_rows(tmp_path, events):
+    seen, _ = follow(tmp_path / "rows", rows=1_000_000, events=events, num_readers=3, seed=1)
+    check_seen(seen, 1_000_000)
+
+
+class TestFollowing:
+    @pytest.mark.parametrize("num_lanes", [1, 4])
+    def test_every_write(self, tmp_path, num_lanes):
+        storage, history = filled(tmp_path, num_lanes, num_steps=1)
+        reader = reader_of(tmp_path)
+        for size in (2, 9, 4, 1, 30):
+            write(storage, history, size)
+            assert not is_torn(reader.sample()).any()
+            assert found(reader) == history.live
+
+    def test_rows_that_are_replaced_while_they_are_read(self, tmp_path):
+        storage, history = filled(tmp_path)
+        calls = []
+
+        def overtake(batch):
+            calls.append(1)
+            if len(calls) == 1:
+                for _ in range(3):  # more than the spare steps
+                    write(storage, history, 20)
+            return batch
+
+        reader = reader_of(tmp_path, transform=overtake)
+        batch = reader.sample()
+        assert len(calls) == 2
+        assert (batch["observation"][:, 0] >= 60).all()
+
+    def test_rows_that_are_replaced_within_the_spare_steps_are_whole(self, tmp_path):
+        storage, history = filled(tmp_path)
+        calls = []
+
+        def overtake(batch):
+            calls.append(1)
+            write(storage, history, 3)
+            return batch
+
+        batch = reader_of(tmp_path, transform=overtake).sample()
+        assert len(calls) == 1
+        assert not is_torn(batch).any()
+
+    def test_rows_that_are_emptied_while_they_are_read(self, tmp_path):
+        storage, history = filled(tmp_path)
+        calls = []
+
+        def overtake(batch):
+            calls.append(1)
+            if len(calls) == 1:
+                storage.empty()
+                history.keep(0)
+                write(storage, history, 4)
+            return batch
+
+        batch = reader_of(tmp_path, transform=overtake).sample()
+        assert not is_torn(batch).any()
+        assert len(calls) <= 2
+
+    def test_an_empty_storage_that_is_filled_again(self, tmp_path):
+        storage, history = filled(tmp_path)
+        reader = reader_of(tmp_path)
+        reader.sample()
+        storage.empty()
+        history.keep(0)
+        with pytest.raises(RuntimeError, match="empty"):
+            reader.sample()
+        write(storage, history, 3)
+        assert (reader.sample()["observation"][:, 0] >= 24).all()
+        assert found(reader) == history.live
+
+    def test_a_load(self, tmp_path):
+        storage, _ = filled(tmp_path / "rows")
+        source, history = filled(None, num_steps=7)
+        reader = reader_of(tmp_path / "rows")
+        reader.sample()
+        for _ in range(3):
+            # Loads that follow one another at once.
+            storage.load_state_dict(source.state_dict())
+            assert not is_torn(reader.sample()).any()
+            assert found(reader) == history.live
+
+    def test_many_loads_and_changes_between_two_looks(self, tmp_path):
+        """The kernel gives the numbers of files that are gone to new ones."""
+        storage, _ = filled(tmp_path / "rows")
+        reader = reader_of(tmp_path / "rows")
+        for _ in range(30):
+            source, history = filled(None, num_steps=7)
+            state = source.state_dict()
+            storage.load_state_dict(state)
+            storage.load_state_dict(state)
+            assert found_after_a_draw(reader) == history.live
+
+    def test_priorities(self, tmp_path):
+        storage, history = filled(tmp_path)
+        reader = reader_of(tmp_path, sampler=PERSampler(24))
+        batch = storage.sample()
+        batch["td_error"] = batch["serial"].float()
+        storage.update_tensordict_priority(batch)
+        reader.sample()
+        assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
+        with pytest.raises(RuntimeError, match="read"):
+            reader.update_tensordict_priority(batch)
+        write(storage, history, 3)
+        reader.sample()
+        assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
+
+    def test_a_writer_that_was_killed_and_replaced(self, tmp_path):
+        storage, history = filled(tmp_path)
+        reader = reader_of(tmp_path)
+        for _ in range(3):
+            abandon(storage)
+            assert found_after_a_draw(reader) == history.live
+            storage = make(tmp_path)
+            assert found_after_a_draw(reader) == history.live
+            write(storage, history, 5)
+            assert found_after_a_draw(reader) == history.live
+
+    def test_a_directory_that_was_deleted_or_made_anew(self, tmp_path):
+        path = tmp_path / "rows"
+        storage, _ = filled(path)
+        reader = reader_of(path)
+        reader.sample()
+        storage.close(keep=False)
+        with pytest.raises(RuntimeError, match="deleted"):
+            reader.sample()
+        storage, history = filled(path)
+        with pytest.raises(RuntimeError, match="anew"):
+            reader.sample()
+        assert found(reader_of(path)) == history.live
+        again = reader_of(path)
+        abandon(storage)
+        make(path, existsok=True)
+        filled(path, existsok=True)
+        with pytest.raises(RuntimeError, match="anew"):
+            again.sample()
+
+    def test_changes_nothing(self, tmp_path):
+        storage, history = filled(tmp_path, num_steps=30)
+        state = storage.state_dict()
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        reader = reader_of(tmp_path)
+        rows = reader[:]
+        for change in (
+            lambda: write(reader, History(1, 24), 1),
+            reader.empty,
+            lambda: reader.empty(keep_steps=3),
+            reader.end_episodes,
+            lambda: reader.load_state_dict(state),
+            lambda: reader.close(keep=False),
+        ):
+            with pytest.raises(RuntimeError, match="read"):
+                change()
+        reader.storage.rows.zero_()  # in its own memory
+        reader.flush()
+        reader.close()
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert len(rows) == 24
+        assert found(storage) == history.live
+
+
+def found_after_a_draw(reader):
+    assert not is_torn(reader.sample()).any()
+    return found(reader)
+
+
+class TestForked:
+    """A process that was forked from the writer is a reader."""
+
+    def test_follows_and_may_not_write(self, tmp_path):
+        storage, history = filled(tmp_path)
+        asked, answer = os.pipe()
+        back, done = os.pipe()
+
+        def child():
+            assert not is_torn(storage.sample()).any()
+            for change in (
+                lambda: write(storage, History(1, 24), 1),
+                storage.empty,
+                storage.end_episodes,
+                lambda: storage.close(keep=False),
+            ):
+                with pytest.raises(RuntimeError, match="fork"):
+                    change()
+            os.write(done, b"1")
+            os.read(asked, 1)
+            batch = storage.sample()
+            assert not is_torn(batch).any()
+            got = found(storage)
+            storage.flush()
+            storage.close()
+            return got
+
+        process = InAFork(child)
+        os.read(back, 1)
+        for _ in range(9):
+            write(storage, history, 7)
+        os.write(answer, b"1")
+        assert process.said() == str(history.live)
+        # The child's close() did not let another writer in.
+        assert InAFork(lambda: make(tmp_path)).said().startswith("RuntimeError: ")
+        write(storage, history, 2)
+        assert found(storage) == history.live
+
+    def test_outlives_a_killed_writer_which_is_replaced(self, tmp_path):
+        path = tmp_path / "rows"
+        asked, answer = os.pipe()
+        reading, writing = os.pipe()
+        began, begin = os.pipe()
+
+        def writer():
+            storage, _ = filled(path)
+
+            def child():
+                os.write(begin, b"1")
+                os.read(asked, 1)
+                batch = storage.sample()
+                os.write(
+                    writing,
+                    json.dumps([int(batch["observation"][:, 0].max()), found(storage)[1]]).encode(),
+                )
+
+            if not os.fork():
+                with contextlib.suppress(BaseException):
+                    child()
+                os._exit(0)
+            time.sleep(60)
+
+        first = InAFork(writer)
+        os.read(began, 1)
+        os.kill(first.pid, signal.SIGKILL)
+        first.forget()
+        storage, history = make(path), History(1, 24)
+        history.cursors = [24]
+        for _ in range(6):
+            write(storage, history, 10)
+        os.write(answer, b"1")
+        newest, cursors = json.loads(os.read(reading, 1000))
+        assert cursors == [84]
+        assert 60 <= newest < 84
+
+    def test_does_not_keep_the_directory_from_the_next_writer(self, tmp_path):
+        storage, history = filled(tmp_path)
+        asked, answer = os.pipe()
+        child = InAFork(lambda: os.read(asked, 1))
+        storage.close()
+        again = make(tmp_path)
+        write(again, history, 1)
+        os.write(answer, b"1")
+        child.said()
+        assert found(again) == history.live
+
+    def test_while_another_thread_writes(self, tmp_path):
+        """The child has what is committed, not what was half done when it was born."""
+        storage, history = filled(tmp_path, size=200)
+        stop = threading.Event()
+
+        def work():
+            while not stop.is_set():
+                write(storage, history, 3)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for _ in range(10):
+
+                def child():
+                    signal.alarm(10)
+                    for _ in range(5):
+                        assert not is_torn(storage.sample()).any()
+                    return "good"
+
+                assert InAFork(child).said() == "good"
+        finally:
+            stop.set()
+            thread.join()
+        assert found(storage) == history.live
+
+
+class TestWorkers:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_live_through_empty(self, tmp_path, num_workers):
+        storage, history = filled(tmp_path, size=100)
+        options = FORK if num_workers else {}
+        batches = iter(storage.loader(num_workers, batch_size=16, seed=0, **options))
+        assert not is_torn(next(batches)).any()
+        for _ in range(2):
+            storage.empty()
+            history.keep(0)
+            oldest = history.cursors[0]
+            time.sleep(0.05)
+            write(storage, history, 10)
+            for _ in range(3 + 6 * num_workers):
+                batch = next(batches)
+                assert not is_torn(batch).any()
+            assert (batch["observation"][:, 0] >= oldest).all()
+
+    def test_live_through_a_writer_that_closes_and_another(self, tmp_path):
+        storage, history = filled(tmp_path, size=100)
+        batches = iter(storage.loader(2, batch_size=16, seed=0, **FORK))
+        next(batches)
+        storage.close()
+        storage = make(tmp_path, size=100)
+        for _ in range(4):
+            write(storage, history, 80)
+        for _ in range(12):
+            batch = next(batches)
+            assert not is_torn(batch).any()
+        assert (batch["observation"][:, 0] >= history.cursors[0] - 100).all()
