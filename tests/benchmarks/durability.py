@@ -1,24 +1,32 @@
-"""Times what it costs to keep rows on disk: `python -m tests.benchmarks.durability --help`.
+"""Times rows on disk beside SQLite and LMDB: `python -m tests.benchmarks.durability --help`.
 
-Prints writes per second in memory (without the journal) and in a directory (with it), by turns in one
-run, the time to open the directory again with its index rebuilt, and its size.
-Absolute figures move between machines; the ratios are what to look at.
+All take the same transitions, hold them in a ring of so many slots that is full, give such batches back,
+and take turns in one run. What each of them syncs is named beside it; none waits for the disk at each
+write, except where it says so. Absolute figures move between machines; look at the ratios.
 """
 
 import argparse
 import shutil
+import sqlite3
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import lmdb
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
 from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage, UniformSampler
 
+BATCH = 256
+BLOCKS = (1, 50, 1000)  # steps of a write
 # The goal environment of the other benchmarks: 25 + 3 + 3 observation floats, 4 action floats.
 FLOATS = {"observation": 25, "achieved_goal": 3, "desired_goal": 3}
 
@@ -32,42 +40,236 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def transitions(lanes: int, steps: int) -> TensorDict:
-    shape = (lanes, steps) if lanes > 1 else (steps,)
-    observation = {key: torch.rand(*shape, size) for key, size in FLOATS.items()}
-    flags = {key: torch.zeros(*shape, 1, dtype=torch.bool) for key in ("terminated", "truncated")}
-    done = (torch.arange(steps) % 50 == 49).expand(shape)[..., None].clone()
-    after = {**observation, **flags, "done": done, "reward": torch.rand(*shape, 1)}
-    return TensorDict({**observation, "action": torch.rand(*shape, 4), "next": after}, shape)
+def transitions(steps: int) -> TensorDict:
+    observation = {key: torch.rand(steps, size) for key, size in FLOATS.items()}
+    flags = {key: torch.zeros(steps, 1, dtype=torch.bool) for key in ("terminated", "truncated")}
+    done = (torch.arange(steps) % 50 == 49)[:, None]
+    after = {**observation, **flags, "done": done, "reward": torch.rand(steps, 1)}
+    return TensorDict({**observation, "action": torch.rand(steps, 4), "next": after}, [steps])
 
 
-def make(rows: int, lanes: int, directory: Path | None) -> ReplayStorage:
-    return ReplayStorage(
-        storage=PackedStorage(rows, scratch_dir=directory),
-        writer=EpisodeWriter(lanes),
-        sampler=UniformSampler(),
-        batch_size=256,
-    )
+class Store(ABC):
+    """A ring of rows somewhere.
+
+    Args:
+        path: of a directory that does not exist; None for memory.
+        num_rows: slots of the ring.
+    """
+
+    name: str
+    #: What it does so that rows reach the disk.
+    syncs: str
+
+    def __init__(self, path: Path | None, num_rows: int) -> None:
+        self.path, self.num_rows = path, num_rows
+
+    @abstractmethod
+    def write(self, data: TensorDict) -> None:
+        """Writes the next steps."""
+
+    @abstractmethod
+    def draw(self) -> TensorDictBase:
+        """Draws a batch."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits until everything is on disk."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the files."""
+
+    @abstractmethod
+    def reopen(self) -> TensorDictBase:
+        """Opens what was closed, and draws a batch."""
+
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        assert self.path is not None
+        return sum(file.stat().st_blocks * 512 for file in self.path.iterdir())
 
 
-def rate(storage: ReplayStorage, data: TensorDict, seconds: float) -> float:
-    """Returns calls per second."""
-    calls, begin = 0, time.perf_counter()
-    while (passed := time.perf_counter() - begin) < seconds:
-        storage.extend(data)
-        calls += 1
-    return calls / passed
+class Ours(Store):
+    """A `ReplayStorage`, in memory or in a directory."""
+
+    def __init__(self, path: Path | None, num_rows: int) -> None:
+        super().__init__(path, num_rows)
+        self.name = "trl_storages" if path else "trl_storages in memory"
+        self.syncs = "flush()" if path else "-"
+        self._storage = self._open()
+
+    def _open(self) -> ReplayStorage:
+        return ReplayStorage(
+            storage=PackedStorage(self.num_rows, scratch_dir=self.path),
+            writer=EpisodeWriter(on_gap="ignore"),
+            sampler=UniformSampler(),
+            batch_size=BATCH,
+        )
+
+    def write(self, data: TensorDict) -> None:
+        self._storage.extend(data)
+
+    def draw(self) -> TensorDictBase:
+        return self._storage.sample()
+
+    def flush(self) -> None:
+        self._storage.flush()
+
+    def close(self) -> None:
+        self._storage.close()
+
+    def reopen(self) -> TensorDictBase:
+        self._storage = self._open()
+        return self.draw()
 
 
-def sample_time(storage: ReplayStorage, seconds: float) -> float:
-    """Returns microseconds of a sample."""
+class _OfBytes(Store):
+    """A ring of rows that are bytes, by their slots."""
+
+    def __init__(self, path: Path | None, num_rows: int) -> None:
+        super().__init__(path, num_rows)
+        assert path is not None
+        path.mkdir()
+        one = transitions(1)
+        self._keys = list(one.keys(True, True))
+        columns = [one[key].numpy() for key in self._keys]
+        self._row = np.dtype(
+            [(str(place), column.dtype, column.shape[1:]) for place, column in enumerate(columns)]
+        )
+        self._cursor, self._rng = 0, np.random.default_rng(0)
+
+    def _rows(self, data: TensorDict) -> Iterator[tuple[int, bytes]]:
+        """The slot and the bytes of each transition that is written now."""
+        rows = np.empty(len(data), self._row)
+        for place, key in enumerate(self._keys):
+            rows[str(place)] = data[key].numpy()
+        for row in rows:
+            yield self._cursor % self.num_rows, row.tobytes()
+            self._cursor += 1
+
+    def _batch(self, rows: list[bytes]) -> TensorDict:
+        table = np.frombuffer(b"".join(rows), self._row)
+        columns = {
+            key: torch.from_numpy(table[str(place)].copy()) for place, key in enumerate(self._keys)
+        }
+        return TensorDict(columns, [len(rows)])
+
+    def _draw_slots(self) -> list[int]:
+        return self._rng.integers(0, min(self._cursor, self.num_rows), BATCH).tolist()
+
+
+class SQLite(_OfBytes):
+    """A table of blobs by slot, one transaction a write."""
+
+    name, syncs = "SQLite", "journal_mode=WAL, synchronous=NORMAL"
+
+    def __init__(self, path: Path | None, num_rows: int) -> None:
+        super().__init__(path, num_rows)
+        self._connect()
+        self._connection.execute("CREATE TABLE rows (slot INTEGER PRIMARY KEY, data BLOB)")
+
+    def _connect(self) -> None:
+        assert self.path is not None
+        self._connection = sqlite3.connect(self.path / "rows.sqlite", isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA synchronous=NORMAL")
+
+    def write(self, data: TensorDict) -> None:
+        self._connection.execute("BEGIN")
+        insert = "INSERT OR REPLACE INTO rows VALUES (?, ?)"
+        self._connection.executemany(insert, self._rows(data))
+        self._connection.execute("COMMIT")
+
+    def draw(self) -> TensorDictBase:
+        # A row that is drawn twice is found once by IN, so each is asked for by itself.
+        ask = self._connection.execute
+        found = [
+            ask("SELECT data FROM rows WHERE slot = ?", (slot,)).fetchone()[0]
+            for slot in self._draw_slots()
+        ]
+        return self._batch(found)
+
+    def flush(self) -> None:
+        self._connection.execute("PRAGMA wal_checkpoint(FULL)")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def reopen(self) -> TensorDictBase:
+        self._connect()
+        return self.draw()
+
+
+class LMDB(_OfBytes):
+    """Values by slot, one transaction a write, synced by `flush` only."""
+
+    name, syncs = "LMDB", "sync=False, writemap=True"
+    _options = {"sync": False, "writemap": True}
+
+    def __init__(self, path: Path | None, num_rows: int) -> None:
+        super().__init__(path, num_rows)
+        self._connect()
+
+    def _connect(self) -> None:
+        size = 4 * self._row.itemsize * self.num_rows + (1 << 26)
+        self._environment = lmdb.open(str(self.path), map_size=size, **self._options)
+
+    def write(self, data: TensorDict) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for slot, row in self._rows(data):
+                transaction.put(slot.to_bytes(8, "big"), row)
+
+    def draw(self) -> TensorDictBase:
+        with self._environment.begin() as transaction:
+            get = transaction.get
+            return self._batch([get(slot.to_bytes(8, "big")) for slot in self._draw_slots()])
+
+    def flush(self) -> None:
+        self._environment.sync(True)
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def reopen(self) -> TensorDictBase:
+        self._connect()
+        return self.draw()
+
+
+class SyncedLMDB(LMDB):
+    """As LMDB is by default: each write waits for the disk."""
+
+    name, syncs = "LMDB as it is", "sync=True"
+    _options = {"sync": True, "writemap": False}
+
+
+STORES = (Ours, Ours, SQLite, LMDB, SyncedLMDB)
+
+
+def microseconds(act: Callable[[], object], seconds: float) -> float:
+    """Returns how long a call takes, the median of those of a turn."""
     times = []
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while not times or time.perf_counter() < end:
         begin = time.perf_counter()
-        storage.sample()
+        act()
         times.append(1e6 * (time.perf_counter() - begin))
     return statistics.median(times)
+
+
+def by_turns(
+    stores: list[Store], acts: list[Callable[[], object]], arguments: argparse.Namespace
+) -> list[float]:
+    """Returns how long each call takes, measured by turns."""
+    taken: list[list[float]] = [[] for _ in stores]
+    for _ in range(arguments.rounds):
+        for times, act in zip(taken, acts, strict=True):
+            times.append(microseconds(act, arguments.seconds))
+    return [statistics.median(times) for times in taken]
+
+
+def show(name: str, values: list[float], unit: str) -> None:
+    cells = "".join(f"{value:>14,.1f} {value / values[1]:>5.1f}x" for value in values)
+    print(f"{name:>18} {cells}   {unit}", flush=True)
 
 
 def main() -> None:
@@ -76,40 +278,37 @@ def main() -> None:
     print(format_machine(describe_machine()))
     root = Path(tempfile.mkdtemp(dir=arguments.path))
     try:
-        print(f"{'write':>24} {'in memory':>14} {'on disk':>14} {'ratio':>7}   calls a second")
-        for lanes, steps in ((1, 1), (8, 1), (1, 50), (1, 1000)):
-            data, path = transitions(lanes, steps), root / f"{lanes}x{steps}"
-            storages = [make(arguments.rows, lanes, where) for where in (None, path)]
-            rates: list[list[float]] = [[], []]
-            for storage in storages:
-                # Full, so that each write on disk keeps what it replaces.
-                block = transitions(lanes, arguments.rows // lanes // 10)
-                for _ in range(11):
-                    storage.extend(block)
-            for _ in range(arguments.rounds):
-                for storage, taken in zip(storages, rates, strict=True):
-                    taken.append(rate(storage, data, arguments.seconds))
-            memory, disk = (statistics.median(taken) for taken in rates)
-            name = f"{lanes} lanes x {steps} steps"
-            print(f"{name:>24} {memory:>14,.0f} {disk:>14,.0f} {memory / disk:>6.1f}x", flush=True)
-            if (lanes, steps) == (1, 1):
-                times = [sample_time(storage, 1.0) for storage in storages]
-                print(f"{'sample of 256':>24} {times[0]:>11,.0f} us {times[1]:>11,.0f} us")
-            on_disk = storages[1]
-            begin = time.perf_counter()
-            on_disk.flush()
-            flushed = time.perf_counter() - begin
-            on_disk.storage.journal.close()
-            size = sum(file.stat().st_blocks * 512 for file in path.iterdir())
-            begin = time.perf_counter()
-            opened = PackedStorage.open(path)
-            took = time.perf_counter() - begin
-            print(
-                f"{'':>24} flush {flushed:.2f} s, reopened in {took:.2f} s, {size / arguments.rows:.1f} "
-                f"bytes a row on disk for {opened.row_nbytes} in memory"
-            )
-            opened.journal.close()
-            shutil.rmtree(path)
+        paths = [None, *(root / str(number) for number in range(1, len(STORES)))]
+        stores = [store(path, arguments.rows) for store, path in zip(STORES, paths, strict=True)]
+        for store in stores:
+            print(f"{store.name:>24}: {store.syncs}")
+        print(" " * 19 + "".join(f"{store.name[:20]:>21}" for store in stores))
+        filling = transitions(max(arguments.rows // 10, 1))
+        for store in stores:
+            for _ in range(11):
+                store.write(filling)
+        for num_steps in BLOCKS:
+            data = transitions(num_steps)
+            acts = [partial(store.write, data) for store in stores]
+            show(f"write {num_steps}", by_turns(stores, acts, arguments), "us")
+        draws = [store.draw for store in stores]
+        show(f"draw {BATCH}", by_turns(stores, draws, arguments), "us")
+        show("flush", [microseconds(store.flush, 0) / 1000 for store in stores], "ms")
+        for store in stores:
+            store.close()
+        on_disk = stores[1:]
+        sizes = [store.num_bytes() / arguments.rows for store in on_disk]
+        print(
+            f"{'bytes a row':>18} {'':>20} " + "".join(f"{size:>14,.1f}{'':>7}" for size in sizes)
+        )
+        times = [microseconds(store.reopen, 0) / 1000 for store in on_disk]
+        print(
+            f"{'reopen, draw':>18} {'':>20} "
+            + "".join(f"{took:>14,.1f}{'':>7}" for took in times)
+            + "  ms"
+        )
+        for store in on_disk:
+            store.close()
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
