@@ -18,7 +18,8 @@ from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSam
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter
 
-STRATEGIES = ["future", "final", "episode", "random"]
+STRATEGIES = ["future", "final", "episode", "random", "geometric", "current"]
+MIXTURE = dict.fromkeys(STRATEGIES, 1 / 6)
 each_storage = pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
 each_number_of_lanes = pytest.mark.parametrize("num_envs", [1, 3])
 
@@ -100,7 +101,7 @@ def test_uniform(simulated_gpu, num_envs, storage_type):
 @pytest.mark.requirement("devices")
 @each_storage
 @each_number_of_lanes
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, MIXTURE], ids=[*STRATEGIES, "mixture"])
 @pytest.mark.parametrize("num_goals", [0, 4, float("inf")])
 def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
     relabel = GoalRelabel(

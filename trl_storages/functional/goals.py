@@ -93,5 +93,6 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
     """
     if discount in (0, 1):
         return torch.full_like(noise, 0 if discount == 0 else _BEYOND)
-    uniform = (noise >> 10).double() * 2.0**-53
-    return (torch.log1p(-uniform) / math.log(discount)).long()
+    # log(1 - u) of 53 random bits u, exact down to the rarest.
+    logarithm = (noise >> 10).double().mul_(-(2.0**-53)).log1p_()
+    return logarithm.div_(math.log(discount)).long()

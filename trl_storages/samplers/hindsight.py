@@ -177,7 +177,8 @@ class HERSampler(WrappingSampler):
         device, kinds = index.device, self._kinds(own)
         if "geometric" in self._names:
             steps = geometric_steps(own, self._discount)
-            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, own)
+            is_mixed = len(self._names) > 1
+            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, own) if is_mixed else steps
         slots = index if own.device == device else index.to(own.device)
         goals, mask = episodes.goals(slots, own, kinds, self._names)
         info[self._index_key] = goals if goals.device == device else goals.to(device)

@@ -5,7 +5,7 @@ Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -159,9 +159,9 @@ class NStep(ReplayTransform):
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: powers in the dtype of the rewards are off by percents, or 0.
-        dtype, fold = return_dtype(rewards.dtype), backend(rewards.device).fold
+        dtype, (fold, weights) = return_dtype(rewards.dtype), self._folding(rewards.device)
         flat = rewards.flatten(1).double()
-        reward = fold(flat, length, self._discounts(rewards.device)).to(dtype).view(size)
+        reward = fold(flat, length, weights).to(dtype).view(size)
         length = length.view(size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         rows.follow(
@@ -214,13 +214,13 @@ class NStep(ReplayTransform):
                 found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
         return found
 
-    def _discounts(self, device: torch.device) -> torch.Tensor:
-        """Returns the table of `discounts`, which only a new n or γ changes."""
+    def _folding(self, device: torch.device) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        """Returns what adds rewards up, and the table of `discounts`, which only a new n or γ changes."""
         made_for = (self.n_steps, self.gamma, device)
         if self._made_for != made_for:
-            self._table = discounts(self.n_steps, self.gamma, device=device)
-            self._made_for = made_for
-        return self._table
+            weights = discounts(self.n_steps, self.gamma, device=device)
+            self._made, self._made_for = (backend(device).fold, weights), made_for
+        return self._made
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
