@@ -1,6 +1,7 @@
 """The TensorDict keys of a transition, as TorchRL's collectors and losses name them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from tensordict import NestedKey
 
@@ -104,3 +105,18 @@ def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
         and (key if isinstance(key, str) else key[-1]) not in _OF_A_STEP
         and next_key(key) in keys
     ]
+
+
+def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """Returns nested dictionaries of pairs of a path and a value, none the beginning of another.
+
+    >>> nested([(("goals", "last"), 1), (("speed",), 2)])
+    {'goals': {'last': 1}, 'speed': 2}
+    """
+    tree: dict[str, Any] = {}
+    for (*names, last), leaf in leaves:
+        branch = tree
+        for name in names:
+            branch = branch.setdefault(name, {})
+        branch[last] = leaf
+    return tree

@@ -21,7 +21,14 @@ from trl_storages.progress_bar import tracker
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 
-__all__ = ["Block", "Recipe", "blocks_of", "checked_dtype", "filled", "new_storage"]
+__all__ = [
+    "Block",
+    "Recipe",
+    "blocks_of",
+    "checked_dtype",
+    "filled",
+    "grouped",
+]
 
 #: A class of ready-made storages, or a function that is called like one.
 Recipe = Callable[..., ReplayStorage]
@@ -45,17 +52,17 @@ def blocks_of(transitions: Transitions, lanes: Lanes = None) -> list[Block]:
     ]
 
 
-def filled(storage: ReplayStorage, blocks: Sequence[Block], progress: bool) -> ReplayStorage:
-    """Writes blocks into a new storage, and returns it. After an error its files are deleted."""
-    try:
-        for block in tracker("writing rows", progress)(blocks):
-            storage.extend(block.read(), lanes=block.lanes)
-    except BaseException:
-        storage.close(keep=False)
-        raise
-    # Whatever is written next is no continuation of the data.
-    storage.end_episodes()
-    return storage
+def grouped(lengths: Sequence[int]) -> list[list[int]]:
+    """Returns numbers of episodes that are of about a block together."""
+    groups: list[list[int]] = []
+    num_steps = _BLOCK
+    for number, length in enumerate(lengths):
+        if num_steps >= _BLOCK:
+            groups.append([])
+            num_steps = 0
+        groups[-1].append(number)
+        num_steps += length
+    return groups
 
 
 def checked_dtype(value: Any) -> torch.dtype | None:
@@ -73,24 +80,28 @@ def checked_dtype(value: Any) -> torch.dtype | None:
     return dtype
 
 
-def new_storage(
+def filled(
     recipe: Recipe,
     transitions: Transitions,
+    blocks: Sequence[Block],
     *,
     num_rows: int,
     longest_episode: int,
     num_envs: int = 1,
     options: Mapping[str, Any],
+    progress: bool,
 ) -> ReplayStorage:
-    """Makes a storage that transitions fit into.
+    """Makes a storage, and writes blocks into it. After an error in that its files are deleted.
 
     Args:
         recipe: called with the specs of observations and actions, and with options.
         transitions: of which the fields are taken.
+        blocks: all of the data.
         num_rows: of all of the data; `storage_size` where that is not among the options.
         longest_episode: rows of the longest episode.
         num_envs: E.
         options: of the recipe.
+        progress: whether to show how much is written.
 
     Raises:
         TypeError: the recipe makes no `ReplayStorage`.
@@ -135,6 +146,14 @@ def new_storage(
             f"the storage must be empty for a dataset, and {options.get('path')} holds {num_stored} "
             "rows: go on with them by making the storage as usual, or choose another path."
         )
+    try:
+        for block in tracker("writing rows", progress)(blocks):
+            storage.extend(block.read(), lanes=block.lanes)
+    except BaseException:
+        storage.close(keep=False)
+        raise
+    # Whatever is written next is no continuation of the data.
+    storage.end_episodes()
     return storage
 
 

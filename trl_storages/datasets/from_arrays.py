@@ -18,7 +18,6 @@ from trl_storages.datasets.filling import (
     blocks_of,
     checked_dtype,
     filled,
-    new_storage,
 )
 from trl_storages.datasets.paths import join_paths
 from trl_storages.recipes import UniformReplayStorage
@@ -90,11 +89,12 @@ def from_arrays(
         data, path_ends = join_paths(data)
         ends = path_ends if ends is None else ends
     transitions = Transitions(data, ends, float_dtype=float_dtype, goal_fn=goal_fn)
-    storage = new_storage(
+    return filled(
         recipe,
         transitions,
+        blocks_of(transitions),
         num_rows=len(transitions),
         longest_episode=transitions.longest_episode,
         options=options,
+        progress=progress,
     )
-    return filled(storage, blocks_of(transitions), progress)

@@ -13,15 +13,20 @@ from tensordict import NestedKey
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.datasets.filling import Block, Recipe, checked_dtype, filled, new_storage
-from trl_storages.datasets.minari_blocks import grouped, minari_module
+from trl_storages.datasets.filling import (
+    Block,
+    Recipe,
+    checked_dtype,
+    filled,
+    grouped,
+)
 from trl_storages.datasets.paths import join_paths
 from trl_storages.gym.fields import info_key_names, key_path, transition_fields
 from trl_storages.keys import REWARD
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 
-__all__ = ["from_minari"]
+__all__ = ["from_minari", "minari_module"]
 
 
 def from_minari(
@@ -61,11 +66,8 @@ def from_minari(
     del shapes[REWARD]
     numbers = [int(number) for number in dataset.episode_indices]
     described = dataset.storage.get_episode_metadata(numbers)
-    lengths = {
-        number: int(episode["total_steps"])
-        for number, episode in zip(numbers, described, strict=True)
-    }
-    if not sum(lengths.values()):
+    lengths = [int(episode["total_steps"]) for episode in described]
+    if not sum(lengths):
         raise ValueError("dataset must hold an episode at least, got none.")
 
     def read(episodes: Sequence[int]) -> Transitions:
@@ -73,18 +75,33 @@ def from_minari(
         joined, ends = join_paths(paths)
         return Transitions(joined, ends, argument="dataset", float_dtype=float_dtype, fields=shapes)
 
-    def block(episodes: Sequence[int]) -> Block:
-        return Block(lambda: read(episodes).tensordict())
+    def block(group: Sequence[int]) -> Block:
+        return Block(lambda: read([numbers[at] for at in group]).tensordict())
 
-    groups = [[numbers[at] for at in group] for group in grouped([*lengths.values()])]
-    storage = new_storage(
+    return filled(
         recipe,
         read(numbers[:1]),
-        num_rows=sum(lengths.values()),
-        longest_episode=max(lengths.values()),
+        [block(group) for group in grouped(lengths)],
+        num_rows=sum(lengths),
+        longest_episode=max(lengths),
         options=options,
+        progress=progress,
     )
-    return filled(storage, [block(group) for group in groups], progress)
+
+
+def minari_module(what: str) -> Any:
+    """Returns the module, with all that `what` needs.
+
+    Raises:
+        ImportError: Minari is not installed.
+    """
+    try:
+        import minari.data_collector
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs Minari: pip install 'trl-storages[minari]' (got {error})."
+        ) from error
+    return minari
 
 
 def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:

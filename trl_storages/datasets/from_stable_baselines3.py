@@ -14,13 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.datasets.filling import (
-    Recipe,
-    blocks_of,
-    checked_dtype,
-    filled,
-    new_storage,
-)
+from trl_storages.datasets.filling import Recipe, blocks_of, checked_dtype, filled
 from trl_storages.gym.fields import info_key_names, key_path, transition_fields
 from trl_storages.keys import REWARD
 from trl_storages.recipes import UniformReplayStorage
@@ -83,20 +77,21 @@ def from_stable_baselines3(
         )
         for lane in range(buffer.n_envs)
     ]
-    longest = max(lane.longest_episode for lane in lanes)
-    storage = new_storage(
+    named = [None if len(lanes) == 1 else [number] for number in range(len(lanes))]
+    return filled(
         recipe,
         lanes[0],
+        [
+            block
+            for lane, which in zip(lanes, named, strict=True)
+            for block in blocks_of(lane, which)
+        ],
         num_rows=sum(map(len, lanes)),
-        longest_episode=longest,
+        longest_episode=max(lane.longest_episode for lane in lanes),
         num_envs=len(lanes),
         options=options,
+        progress=progress,
     )
-    named = [None if len(lanes) == 1 else [number] for number in range(len(lanes))]
-    blocks = [
-        block for lane, which in zip(lanes, named, strict=True) for block in blocks_of(lane, which)
-    ]
-    return filled(storage, blocks, progress)
 
 
 def _order(buffer: Any) -> np.ndarray:

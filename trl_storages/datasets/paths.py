@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trl_storages.arrays.names import ROLE_OF
+from trl_storages.keys import nested
 
 __all__ = ["join_paths"]
 
@@ -54,12 +55,7 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
         for key, value in leaves.items():
             parts.setdefault(key, []).append(value)
         lengths.append(num_steps)
-    joined: dict[str, Any] = {}
-    for key, values in parts.items():
-        branch = joined
-        for name in key[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[key[-1]] = _joined(key, values)
+    joined = nested((key, _joined(key, values)) for key, values in parts.items())
     last = np.cumsum(lengths) - 1
     ends = np.zeros(last[-1] + 1, bool)
     ends[last] = True

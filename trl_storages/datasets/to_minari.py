@@ -15,10 +15,20 @@ from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.datasets.minari_blocks import grouped, minari_module
+from trl_storages.datasets.filling import grouped
+from trl_storages.datasets.from_minari import minari_module
 from trl_storages.gym.columns import TORCH_TO_NUMPY
 from trl_storages.gym.fields import Field, key_path
-from trl_storages.keys import ACTION, DONE, OBSERVATION, REWARD, TERMINATED, TRUNCATED, next_key
+from trl_storages.keys import (
+    ACTION,
+    DONE,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    nested,
+    next_key,
+)
 from trl_storages.progress_bar import tracker
 from trl_storages.replay import ReplayStorage
 
@@ -198,16 +208,11 @@ def _space(fields: Mapping[NestedKey, Field], single: NestedKey, argument: str) 
 
 
 def _nested(leaves: Mapping[NestedKey, Any], root: NestedKey) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        path = key_path(key)
-        # Actions all lie under "action".
-        path = path[1:] if path[0] == root and len(path) > 1 else path
-        branch = tree
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = leaf
-    return tree
+    paths = ((key_path(key), leaf) for key, leaf in leaves.items())
+    # Actions all lie under "action".
+    return nested(
+        (path[1:] if path[0] == root and path[1:] else path, leaf) for path, leaf in paths
+    )
 
 
 def _dict_space(tree: Mapping[str, Any]) -> Dict:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from tensordict import NestedKey, unravel_key
 
 from trl_storages.gym.fields import key_path
-from trl_storages.keys import OBSERVATION, next_key
+from trl_storages.keys import OBSERVATION, nested, next_key
 
 __all__ = ["Leaf", "Tree", "TreeReader", "nested_keys", "tree_of"]
 
@@ -35,14 +35,11 @@ def tree_of(keys: Iterable[NestedKey], *, skip: int = 0) -> dict[str, Any]:
     keys = list(keys)
     # A mere array may stand for a dictionary with an observation only.
     skip = 1 if keys == [OBSERVATION] else skip
-    tree: dict[str, Any] = {}
-    for key in keys:
-        path = key_path(key)
-        branch = tree
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = Leaf(key, next_key(key), "".join(f"[{name!r}]" for name in path[skip:]))
-    return tree
+    paths = [(key, key_path(key)) for key in keys]
+    return nested(
+        (path, Leaf(key, next_key(key), "".join(f"[{name!r}]" for name in path[skip:])))
+        for key, path in paths
+    )
 
 
 def nested_keys(value: Any, prefix: tuple[str, ...] = ()) -> list[NestedKey]:
