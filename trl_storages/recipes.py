@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from functools import partial
 from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from gymnasium import Space
 from gymnasium.spaces import Dict
-from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorSpec
 from torchrl.data.replay_buffers.sample_units import SampleUnit
@@ -25,8 +25,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.gym.fields import Field, InfoKeys, info_key_names
-from trl_storages.priorities import Normalization
+from trl_storages.gym.fields import Field, info_key_names
 from trl_storages.recipe_options import DEFAULTS, Options, check_names, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -42,7 +41,7 @@ from trl_storages.samplers import (
 )
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
-from trl_storages.writing import EpisodeWriter, OnGap
+from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,41 +125,16 @@ class UniformReplayStorage(ReplayStorage):
     ) -> None:
         names = [*inspect.signature(type(self)).parameters]
         check_names(type(self).__name__, options, names)
-        chosen: dict[str, Any] = {**DEFAULTS, **self._defaults, **options}
-        self._build(observation_space, action_space, **chosen)
+        self._build(observation_space, action_space, {**DEFAULTS, **self._defaults, **options})
 
-    def _build(
-        self,
-        observation_space: Any,
-        action_space: Any,
-        *,
-        storage_size: int,
-        num_envs: int,
-        batch_size: int,
-        device: torch.device | str,
-        path: str | Path | None,
-        n_step: int,
-        discount: float,
-        alpha: float,
-        beta: float,
-        normalize: Normalization,
-        eps: float,
-        eta: float,
-        c_min: int,
-        prefetch: int,
-        seed: int | None,
-        info_keys: InfoKeys,
-        extra_fields: Mapping[NestedKey, Field],
-        sample_unit: SampleUnit | None,
-        autoreset_mode: AutoresetMode | str | None,
-        on_gap: OnGap,
-    ) -> None:
+    def _build(self, observation_space: Any, action_space: Any, chosen: Options) -> None:
         """Puts the parts together."""
-        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
-        storage_size = arguments.integer("storage_size", storage_size)
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        prefetch = arguments.integer("prefetch", prefetch)
-        device = arguments.device("device", device)
+        num_envs = arguments.integer("num_envs", chosen["num_envs"], at_least=1)
+        storage_size = arguments.integer("storage_size", chosen["storage_size"])
+        batch_size = arguments.integer("batch_size", chosen["batch_size"], at_least=1)
+        prefetch = arguments.integer("prefetch", chosen["prefetch"])
+        device = arguments.device("device", chosen["device"])
+        info_keys, sample_unit = chosen["info_keys"], chosen["sample_unit"]
         if not isinstance(info_keys, Mapping):
             info_keys = arguments.keys("info_keys", info_keys)
         if sample_unit is not None:
@@ -174,11 +148,11 @@ class UniformReplayStorage(ReplayStorage):
             arguments.instance(name, space, (Space, TensorSpec), what=what)
             if isinstance(space, Dict) and not space.spaces:
                 raise ValueError(f"{name} must have an entry, got {space}.")
-        n_step = arguments.integer("n_step", n_step, at_least=1)
-        discount = arguments.number("discount", discount, at_least=0, at_most=1)
-        if path is not None:
+        n_step = arguments.integer("n_step", chosen["n_step"], at_least=1)
+        discount = arguments.number("discount", chosen["discount"], at_least=0, at_most=1)
+        if (path := chosen["path"]) is not None:
             path = arguments.directory("path", path)
-        if seed is not None:
+        if (seed := chosen["seed"]) is not None:
             seed = arguments.integer("seed", seed)
         if storage_size < num_envs:
             raise ValueError(
@@ -189,19 +163,23 @@ class UniformReplayStorage(ReplayStorage):
         # Of infos without a space the first write says more.
         infos = info_key_names(info_keys)
         stored = {**dict.fromkeys(infos), **fields}
-        further = _extra_fields(extra_fields, {*stored} - {keys.REWARD})
+        further = _extra_fields(chosen["extra_fields"], {*stored} - {keys.REWARD})
         stored |= further
         fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])
         capacity = storage_size // num_envs * num_envs
         # All are made, so that an option out of its range is an error, and used where they do something.
-        draws = {"alpha": alpha, "beta": beta, "eps": eps, "normalize": normalize}
-        prioritized = PERSampler(1, **draws)  # type: ignore[arg-type]
-        sampler: Sampler = UniformSampler()
-        if prioritized.alpha:
-            sampler = PERSampler(capacity, **draws)  # type: ignore[arg-type]
-        recency = ERESampler(eta, c_min, base=sampler)
+        make_prioritized = partial(
+            PERSampler,
+            alpha=chosen["alpha"],
+            beta=chosen["beta"],
+            eps=chosen["eps"],
+            normalize=chosen["normalize"],
+        )
+        is_prioritized = make_prioritized(1).alpha != 0
+        sampler: Sampler = make_prioritized(capacity) if is_prioritized else UniformSampler()
+        recency = ERESampler(chosen["eta"], chosen["c_min"], base=sampler)
         sampler = recency if recency.eta != 1 else sampler
         n_steps = NStep(n_step, discount)
         transforms: list[Transform] = [n_steps] if n_step != 1 else []
@@ -221,7 +199,10 @@ class UniformReplayStorage(ReplayStorage):
                 self,
                 storage=storage,
                 writer=EpisodeWriter(
-                    num_envs, keys=list(stored), on_gap=on_gap, observation_keys=observations
+                    num_envs,
+                    keys=list(stored),
+                    on_gap=chosen["on_gap"],
+                    observation_keys=observations,
                 ),
                 sampler=sampler,
                 transform=Compose(*transforms) if transforms else None,
@@ -230,7 +211,10 @@ class UniformReplayStorage(ReplayStorage):
                 prefetch=prefetch or None,
                 generator=generator,
                 recorder=GymRecorder(
-                    num_envs, fields=fields, autoreset_mode=autoreset_mode, info_keys=info_keys
+                    num_envs,
+                    fields=fields,
+                    autoreset_mode=chosen["autoreset_mode"],
+                    info_keys=info_keys,
                 ),
             )
 

@@ -102,10 +102,7 @@ class FlattenGoal(CatTensors):
             is_tensordict = isinstance(parts, TensorDictBase)
             batch_dims = parts.batch_dims if is_tensordict else values[1].ndim - 1
         shapes = [value.shape[batch_dims:] for value in values]
-        if shapes != self._shapes:
-            self._learn(shapes, [value.dtype for value in values])
-        elif len({value.dtype for value in values}) > 1:
-            self._check(shapes, [value.dtype for value in values])
+        self._learn(shapes, [value.dtype for value in values])
         columns = [
             value if shape else value.unsqueeze(-1)
             for value, shape in zip(values, shapes, strict=True)
@@ -204,16 +201,12 @@ class FlattenGoal(CatTensors):
         )
 
     def _learn(self, shapes: list[torch.Size], kinds: list[Any]) -> None:
-        self._check(shapes, kinds)
-        self._shapes = shapes
-
-    def _check(self, shapes: list[torch.Size], kinds: list[Any]) -> None:
-        named = dict(zip(self.in_keys, (list(shape) for shape in shapes), strict=True))
         if len(set(kinds)) > 1:
             raise TypeError(
                 "observation and goals must be of one kind to share a vector, got "
                 f"{dict(zip(self.in_keys, map(str, kinds), strict=True))}; convert them first."
             )
+        named = dict(zip(self.in_keys, map(list, shapes), strict=True))
         if any(len(shape) > 1 for shape in shapes):
             raise ValueError(
                 f"observation and goals must be vectors or numbers, got {named}; flatten them first, "
@@ -221,6 +214,7 @@ class FlattenGoal(CatTensors):
             )
         if shapes[1] != shapes[2]:
             raise ValueError(f"both goals must have one shape, got {named}.")
+        self._shapes = shapes
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(in_keys={self.in_keys}, out_key={self.out_keys[0]!r})"
