@@ -18,6 +18,7 @@ import torchrl.data.replay_buffers.samplers
 from goal_data import HISTORIES, AsDrawn, History, episode_flags, goal_transitions, write
 from oracles import RingOracle
 from scipy import stats
+from tensordict import TensorDict
 from torchrl.data import (
     ConsumingSampler,
     LazyTensorStorage,
@@ -566,3 +567,37 @@ class TestFragmented:
         stock.writer.extend(self.rows([5, 7], first=3)[:1], lanes=[0])
         with pytest.raises(RuntimeError, match=r"equally many, got \[6, 3\]"):
             stock.sample()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: {"sampler": SamplerWithoutReplacement()},
+        lambda: {"sampler": PrioritizedSampler(24, 0.6, 0.4)},
+        lambda: {"sampler": SliceSampler(num_slices=2)},
+        lambda: {"sampler": HERSampler(base=SamplerWithoutReplacement())},
+    ],
+)
+@pytest.mark.parametrize("kind", [ReplayStorage, TensorDictReplayBuffer])
+def test_those_that_number_slots_are_refused_over_a_directory(tmp_path, kind, build):
+    """Its rows lie in some more slots, around a ring, so that the first ones hold none at times."""
+    with pytest.raises(ValueError, match=r"directory.*UniformSampler"):
+        kind(
+            storage=PackedStorage(24, scratch_dir=tmp_path),
+            writer=EpisodeWriter(),
+            batch_size=4,
+            **build(),
+        )
+
+
+def test_rows_whose_first_ones_were_evicted_are_each_drawn_once():
+    storage = ReplayStorage(
+        storage=PackedStorage(12),
+        writer=EpisodeWriter(2),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=7,
+    )
+    done = torch.zeros(2, 5, 1, dtype=torch.bool)
+    storage.extend(TensorDict({"x": torch.arange(10.0).view(2, 5), "next": {"done": done}}, [2, 5]))
+    storage.episodes.evict([3, 0])
+    assert sorted(storage.sample()["x"].tolist()) == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]

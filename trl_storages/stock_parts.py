@@ -114,6 +114,25 @@ def check_sampler(sampler: Sampler, num_envs: int) -> None:
         )
 
 
+def _check_slots(part: Any, storage: Any) -> None:
+    """Checks that a part of TorchRL's can be right over the slots of a storage.
+
+    Raises:
+        ValueError: the rows are in a directory, where they lie in more slots than can be live.
+    """
+    if not (isinstance(storage, PackedStorage) and storage.is_durable):
+        return
+    if isinstance(part, _Wraps):
+        _check_slots(part.base, storage)
+    method = part.sample if isinstance(part, Sampler) else part.expand
+    if _is_stock(method) and not isinstance(part, RandomSampler):
+        raise ValueError(
+            f"{type(part).__name__} takes the first slots for the rows and the next slot for the next step, "
+            f"and those of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
+            f"{_USE_SEQUENCES}."
+        )
+
+
 def check_unit(unit: SampleUnit | None, num_envs: int) -> None:
     """Checks that a sample unit can be right over lanes.
 
@@ -144,6 +163,9 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
     for buffer in _buffers(storage):
         check_sampler(buffer._sampler, num_envs)
         check_unit(buffer._sample_unit, num_envs)
+        _check_slots(buffer._sampler, storage)
+        if buffer._sample_unit is not None:
+            _check_slots(buffer._sample_unit, storage)
 
 
 def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> None:
@@ -210,6 +232,7 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
     if episodes is None or not _is_stock(sampler.sample):
         return sampler.sample(storage, batch_size)
     check_sampler(sampler, episodes.num_envs)
+    _check_slots(sampler, storage)
     if isinstance(sampler, SliceSampler):
         _check_level(sampler, episodes)
         index, info = sampler.sample(storage, batch_size)
@@ -248,8 +271,11 @@ def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
     end = size.cumsum(0)
     level = torch.searchsorted(end, ranks, right=True)
     offset = ranks - (end - size)[level]
-    place = first_place[level] + offset // width[level]
-    return place * num_envs + lanes[num_envs - 1 - offset % width[level]]
+    lane = lanes[num_envs - 1 - offset % width[level]]
+    # A lane that is not full begins with its tail, which does not move before it is.
+    start = torch.where(episodes.fill < episodes.ring_steps, episodes.tails, 0)
+    place = start[lane] + first_place[level] + offset // width[level]
+    return place % episodes.ring_steps * num_envs + lane
 
 
 def check_draws(storage: Any, writer: Writer) -> None:
@@ -311,6 +337,7 @@ def expand(
     episodes = getattr(storage, "episodes", None)
     if episodes is not None:
         check_unit(unit, episodes.num_envs)
+        _check_slots(unit, storage)
         _check_sequences(unit, storage)
     return unit.expand(index, info, storage)
 
