@@ -163,7 +163,7 @@ def originals(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(2, marks=pytest.mark.slow),)])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(2, marks=pytest.mark.search),)])
 def test_damages_at_random(tmp_path, originals, seed):
     rng = random.Random(seed)
     for _ in range(1000 if seed == 2 else 60):

@@ -43,7 +43,7 @@ def test_interrupted_at_any_line_and_going_on(tmp_path, name, error):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", ACTS)
 def test_interrupted_at_every_line(tmp_path, name, error):

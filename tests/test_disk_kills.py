@@ -162,19 +162,19 @@ def test_killed_while_a_dump_is_loaded(tmp_path):
 
 
 def test_any_of_the_stores_between_two_fences():
-    """Some of the subsets; the slow test tries several thousand."""
+    """Some of the subsets; the search tries several thousand."""
     result = run("stores", 2, 1, 1)
     assert result["tried"] > 50
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
 def test_thousands_of_subsets_of_the_stores_between_two_fences(num_lanes):
     result = run("stores", num_lanes, 12, 12)
     assert result["tried"] > 3000
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.parametrize("num_lanes", [1, 4])
 def test_killed_at_random_moments(tmp_path, num_lanes):
     kills = int(os.environ.get("TRL_STORAGES_KILLS", 50))

@@ -13,7 +13,7 @@ def test_power_cut_twice(tmp_path, seed):
     assert cut_at_random(tmp_path, seed, num_acts=10, cuts=1) == 20
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_power_cut_again_and_again(tmp_path, seed):
     """Two thousand hybrids."""

@@ -90,7 +90,7 @@ def test_beside_a_writer_to_which_everything_happens(tmp_path):
     assert min(one.newest for one in seen) > 10**9, seen
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.parametrize("events", [(), *((event,) for event in EVENTS), EVENTS])
 def test_a_million_rows(tmp_path, events):
     seen, _ = follow(tmp_path / "rows", rows=1_000_000, events=events, num_readers=3, seed=1)
