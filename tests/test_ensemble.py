@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward, goal_transitions
@@ -290,6 +291,40 @@ def test_priorities_go_back_to_where_the_rows_are(shape):
 
     ensemble.update_priority(torch.tensor([3, 3]), torch.tensor([7.0, 9.0]), torch.tensor([0, 2]))
     assert (samplers[0].priorities[3], samplers[2].priorities[3]) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("index", "buffer_ids", "error"),
+    [
+        ([1, 2], [0, 2], ValueError("buffer_ids must be numbers of storages, below 2, got 2")),
+        ([1, 2], [0, -1], ValueError("buffer_ids must be numbers of storages, below 2, got -1")),
+        ([1, 40], [0, 1], IndexError("index must be below 40, the size of storage 1, got 40")),
+    ],
+)
+@pytest.mark.parametrize("of_a_batch", [False, True])
+def test_priorities_of_rows_that_no_storage_has_change_nothing(
+    index, buffer_ids, error, of_a_batch
+):
+    samplers = [PERSampler(40), PERSampler(40)]
+    ensemble = ReplayStorageEnsemble(*(make(20, sampler=sampler) for sampler in samplers))
+    batch = ensemble.sample(2)
+    batch["index"], batch["buffer_ids"] = torch.tensor(index), torch.tensor(buffer_ids)
+    batch["td_error"] = torch.full((2,), 5.0)
+    update, given = ensemble.update_priority, ("index", "td_error", "buffer_ids")
+    arguments = [batch[key] for key in given]
+    if of_a_batch:
+        update, arguments = ensemble.update_tensordict_priority, [batch]
+    with pytest.raises(type(error), match=str(error)):
+        update(*arguments)
+    assert all((sampler.priorities[:20] == 1).all() for sampler in samplers)
+
+
+def test_attributes_of_an_ensemble_can_not_be_misspelt():
+    ensemble = ReplayStorageEnsemble(make(8), make(8))
+    with pytest.raises(AttributeError, match="no attribute 'share'; do you mean shares"):
+        ensemble.share = (0, 1)
+    ensemble.shares = np.array([0.25, 0.75])
+    assert ensemble.shares == (0.25, 0.75)
 
 
 def test_priorities_that_must_not_be_change_nothing():

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.other_names import METHOD_NAMES, meant
 
-__all__ = ["SettledSampler", "SettledStorage", "SettledWriter", "ShownSignature"]
+__all__ = ["SettledEnsemble", "SettledSampler", "SettledStorage", "SettledWriter", "ShownSignature"]
 
 Made = TypeVar("Made")
 
@@ -71,6 +71,10 @@ class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
 
 class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
     pass
+
+
+class SettledEnsemble(_Settled, metaclass=_Settling):
+    """Several storages as one, whose attributes can't be misspelt when they are set."""
 
 
 class SettledSampler(_Settled, metaclass=_SettlingSampler):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import PrioritizedSampler
@@ -19,6 +20,7 @@ from trl_storages.functional.shares import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
+from trl_storages.signatures import SettledEnsemble
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -31,7 +33,7 @@ _WITHOUT = {
 }
 
 
-class ReplayStorageEnsemble:
+class ReplayStorageEnsemble(SettledEnsemble):
     """Draws each batch from several storages, so much from each, as for half offline, half online data.
 
     Every storage draws with its own sampler and sees its rows through its own transforms. Of B samples
@@ -111,7 +113,7 @@ class ReplayStorageEnsemble:
     @shares.setter
     def shares(self, value: Sequence[float]) -> None:
         what = f"{len(self._storages)} numbers, one for each storage"
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | np.ndarray):
             value = value.tolist()
         arguments.instance("shares", value, (list, tuple), what=what)
         shares = tuple(arguments.number("shares", each, at_least=0, at_most=1) for each in value)
@@ -313,6 +315,7 @@ class ReplayStorageEnsemble:
         ids = self._ids_of(data)
         key = keys.INDEX if data.get(keys.ANCHOR_INDEX, None) is None else keys.ANCHOR_INDEX
         index = data.get(key)
+        self._check_rows(index, ids)
         for number, storage in enumerate(self._storages):
             # Slot -1 is left alone. To pick rows out would wait for the device.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
@@ -330,7 +333,9 @@ class ReplayStorageEnsemble:
             buffer_ids: `[B]` int64, of which storage each row is.
 
         Raises:
-            ValueError: a priority is NaN, negative or infinite, or shapes differ.
+            ValueError: a priority is NaN, negative or infinite, shapes differ, or there is no such
+                storage.
+            IndexError: a storage has no such slot. Nothing has changed then.
         """
         index = torch.as_tensor(arguments.slots("index", index))
         buffer_ids = torch.as_tensor(arguments.slots("buffer_ids", buffer_ids))
@@ -340,10 +345,30 @@ class ReplayStorageEnsemble:
                 f"buffer_ids must have the shape of index, {list(index.shape)}, got "
                 f"{list(buffer_ids.shape)}."
             )
+        self._check_rows(index, buffer_ids)
         for number, sampler in enumerate(self._samplers):
             if isinstance(sampler, PERSampler):
                 own = torch.where(buffer_ids == number, index, -1)
                 self._storages[number].update_priority(own, priority)
+
+    def _check_rows(self, index: torch.Tensor, ids: torch.Tensor) -> None:
+        """Raises unless the storages have such rows, before any of them takes a priority."""
+        if index.is_cuda or ids.is_cuda:
+            # To look would wait for the device.
+            return
+        number = len(self._storages)
+        strange = ids[(ids < 0) | (ids >= number)]
+        if strange.numel():
+            raise ValueError(
+                f"buffer_ids must be numbers of storages, below {number}, got {int(strange[0])}: pass "
+                "those of a batch that this ensemble drew."
+            )
+        sizes = torch.tensor([storage.storage.max_size for storage in self._storages])
+        if (beyond := index >= sizes[ids.long()]).any():
+            slot, number = int(index[beyond][0]), int(ids[beyond][0])
+            raise IndexError(
+                f"index must be below {int(sizes[number])}, the size of storage {number}, got {slot}."
+            )
 
     def _ids_of(self, data: TensorDictBase) -> torch.Tensor:
         ids = data.get(keys.BUFFER_IDS, None)
