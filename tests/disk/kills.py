@@ -136,6 +136,12 @@ def _fork_writer(path: Path, told: Shared, num_lanes: int, seed: int) -> int:
 def at_random(path: Path, num_lanes: int, kills: int) -> dict[str, float]:
     """Kills writers after a few milliseconds, each of which goes on where the last was killed."""
     told, rng, kill = Shared(num_lanes), random.Random(num_lanes), 0
+    # So that writers have everything loaded and compiled when they are forked.
+    first = History(num_lanes, SIZE)
+    storage = make(path, num_lanes, SIZE)
+    for _ in range(3):
+        first = _work(storage, first, random.Random(3), told)
+    abandon(storage)
     # On a busy machine a writer may be killed before it has written: then more are.
     while kill < kills or (min(told.cursors) * num_lanes <= 2 * SIZE and kill < 20 * kills):
         kill += 1
@@ -144,7 +150,7 @@ def at_random(path: Path, num_lanes: int, kills: int) -> dict[str, float]:
         end = time.monotonic() + 60
         while not told.is_ready and time.monotonic() < end:
             time.sleep(1e-3)
-        time.sleep(rng.random() * 6e-3)
+        time.sleep(rng.random() * 20e-3)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         if not (path / "storage.json").exists():
