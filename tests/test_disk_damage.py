@@ -143,7 +143,6 @@ def damage_at_random(path, history, rng, *, closed, mode):
     if got != history.live:
         assert not closed, name
         assert caught, f"{name}: nobody was told"
-        history.check_after_cut(got, None) if how is not flip else None
         lanes, _ = got
         assert all(
             history.rows[lane][step] == serial
