@@ -471,6 +471,11 @@ def test_missing_and_wrong_infos():
         same.rows(**step(terminated=(True, False), infos=infos))
 
 
+@pytest.mark.parametrize("name", ["SameStep", "samestep", "SAME_STEP", AutoresetMode.SAME_STEP])
+def test_modes_of_autoreset_by_any_name(name):
+    assert GymRecorder(1, autoreset_mode=name).autoreset_mode is AutoresetMode.SAME_STEP
+
+
 def test_wrong_settings():
     with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, got 0"):
         GymRecorder(0)

@@ -388,13 +388,17 @@ class GymRecorder(SavedPart):
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
-    try:
-        return None if mode is None else AutoresetMode(mode)
-    except ValueError:
+    if mode is None or isinstance(mode, AutoresetMode):
+        return mode
+    # Names in any case, of members and of values, as of all other choices.
+    known = {item.value.lower(): item for item in AutoresetMode}
+    found = known.get(mode.lower().replace("_", "")) if isinstance(mode, str) else None
+    if found is None:
         raise ValueError(
             f"autoreset_mode must be None or one of {[item.value for item in AutoresetMode]}, "
             f"got {mode!r}; env.metadata['autoreset_mode'] has it"
-        ) from None
+        )
+    return found
 
 
 def _info_path(key: NestedKey) -> tuple[str, ...]:
