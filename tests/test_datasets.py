@@ -479,6 +479,12 @@ WRONG = {
     "ragged": (d4rl(names=[[1], [1, 2]]), TypeError, "names.*unequal"),
     "a number": (d4rl(gravity=9.81), TypeError, "gravity.*one row for each step"),
     "flags": (d4rl(terminals=np.zeros((9, 2))), ValueError, r"terminals.*one flag.*\[9, 2\]"),
+    "flags between": (d4rl(terminals=np.full(9, 0.5)), ValueError, "terminals.*flags, 0 or 1.*0.5"),
+    "flags unknown": (
+        d4rl(timeouts=np.full(9, np.nan)),
+        ValueError,
+        "timeouts.*flags, 0 or 1.*nan",
+    ),
     "next of some": (
         d4rl(
             observations={"a": np.zeros((9, 1)), "b": np.zeros((9, 1))},
@@ -511,6 +517,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
     [
         ({"ends": "nothing"}, KeyError, "'nothing'; there are.*'terminals'"),
         ({"ends": [True]}, ValueError, "ends must be one flag for each of 9 steps"),
+        ({"ends": np.linspace(0, 1, 9)}, ValueError, "ends must be flags, 0 or 1, got 0.125"),
+        ({"recipe": HERReplayStorage, "reward_fn": print}, KeyError, "goal_fn"),
         ({"storage_size": 3}, ValueError, "longest has 4 steps; got storage_size=3"),
         ({"num_envs": 2}, TypeError, "num_envs can't be chosen"),
         ({"float_dtype": torch.int64}, ValueError, "float_dtype.*torch.int64"),
@@ -526,6 +534,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
 def test_arguments_that_do_not_fit(arguments, kind, message):
     with pytest.raises(kind, match=message):
         from_arrays(d4rl(), **arguments)
+
+
+def test_complex_numbers_are_refused_with_a_way_out():
+    data = d4rl(observations=np.zeros((9, 2), np.complex64))
+    with pytest.raises(TypeError, match=r"'observation' must be of real numbers.*view_as_real"):
+        from_arrays(data)
 
 
 def test_goals_twice():

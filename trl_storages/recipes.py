@@ -369,7 +369,8 @@ class HERReplayStorage(UniformReplayStorage):
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
             raise KeyError(
-                f"observation_space must be a dict with {missing} for hindsight; it has {there}."
+                f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
+                "dataset, from_arrays(..., goal_fn=...) works goals out."
             )
         arguments.function("reward_fn", reward_fn, "(achieved_goal, desired_goal, transition)")
         check_strategy("goal_selection_strategy", goal_selection_strategy)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Ends", "as_flags", "ends_of", "last_rows", "whole_rows"]
+__all__ = ["Ends", "as_flags", "check_flags", "ends_of", "last_rows", "whole_rows"]
 
 # garage's StepType.
 _TERMINAL, _TIMEOUT = 2, 3
@@ -106,3 +106,10 @@ def as_flags(value: Any) -> np.ndarray:
     """Returns flags as `[N]` bool."""
     array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     return array.reshape(-1) != 0
+
+
+def check_flags(name: str, value: Any) -> None:
+    """Raises a ValueError unless each value is a flag: False or True, or 0 or 1 of any dtype."""
+    array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype != bool and (strange := array[(array != 0) & (array != 1)]).size:
+        raise ValueError(f"{name} must be flags, 0 or 1, got {strange.flat[0]}.")

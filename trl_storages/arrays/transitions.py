@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.arrays.ends import Ends, as_flags, ends_of, last_rows, whole_rows
+from trl_storages.arrays.ends import Ends, as_flags, check_flags, ends_of, last_rows, whole_rows
 from trl_storages.arrays.names import Entries, sort_entries
 from trl_storages.gym.columns import as_tensor
 from trl_storages.gym.fields import Field, check_free
@@ -279,11 +279,16 @@ def _num_rows(entries: Entries, argument: str) -> int:
         )
     num_rows = next(iter(lengths.values()))
     for role, value in entries.flags.items():
-        if role != "rewards" and np.prod(value.shape) != num_rows:
+        if role == "rewards":
+            continue
+        name = f"{argument}[{entries.names[role]!r}]"
+        if np.prod(value.shape) != num_rows:
             raise ValueError(
-                f"{argument}[{entries.names[role]!r}] must be one flag for each of {num_rows} steps, "
-                f"got the shape {list(value.shape)}."
+                f"{name} must be one flag for each of {num_rows} steps, got the shape "
+                f"{list(value.shape)}."
             )
+        if role != "step_types":
+            check_flags(name, value)
     return num_rows
 
 
@@ -295,6 +300,7 @@ def _ends(argument: str, value: Any, num_rows: int) -> np.ndarray:
             f"{argument} must be one flag for each of {num_rows} steps, got {flags.dtype} "
             f"{list(flags.shape)}."
         )
+    check_flags(argument, flags)
     return as_flags(flags)
 
 

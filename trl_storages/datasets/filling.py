@@ -161,5 +161,10 @@ def _spec(fields: Mapping[tuple[str, ...], Field]) -> Composite:
     """Returns the spec of nested entries."""
     spec = Composite()
     for path, (dtype, shape) in fields.items():
+        if dtype.is_complex:
+            raise TypeError(
+                f"{'.'.join(path)!r} must be of real numbers, as TorchRL's specs are, got {dtype}: give "
+                "its real and imaginary parts instead (torch.view_as_real)."
+            )
         spec[path if len(path) > 1 else path[0]] = Unbounded(shape, dtype=dtype)
     return spec
