@@ -31,7 +31,8 @@ class EpisodeSequence(Sequence):
 
         [t - burn_in, t + length + bootstrap)
 
-    in time order. What becomes of those that the anchor's episode does not have, `boundary` says:
+    in time order. A batch of B anchors becomes `[B * S]` rows, which `batch.reshape(-1, S)` tells apart
+    again. What becomes of those that the anchor's episode does not have, `boundary` says:
 
     - "pad": its first or last surviving row stands for them, and `validity_mask` is False there.
     - "fit": all S move by as little as keeps them in the episode. An episode of fewer than S rows is
