@@ -30,6 +30,7 @@ __all__ = [
     "VALIDITY_MASK",
     "continued_keys",
     "goal_entries",
+    "nested",
     "next_key",
 ]
 
