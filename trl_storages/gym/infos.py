@@ -12,25 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["final_observation", "given_final_observation", "info_values"]
+__all__ = ["final_observation", "info_values"]
 
 _MISSING = object()
 
 
-def given_final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
-    """Returns the last observation that the infos hold of an environment, None if they hold none."""
-    found = _lane_value(infos, ("final_obs",), lane, is_vector)
-    return None if found is _MISSING else found
-
-
-def final_observation(infos: Any, lane: int, *, is_vector: bool) -> Any:
-    """Returns the true last observation of an environment that has been reset in the same step.
+def final_observation(infos: Any, lane: int, *, is_vector: bool, needed: bool) -> Any:
+    """Returns the true last observation of an environment, None if the infos don't hold it.
 
     Raises:
-        ValueError: the infos don't hold it.
+        ValueError: they don't, and it is needed.
     """
-    found = given_final_observation(infos, lane, is_vector=is_vector)
-    if found is None:
+    found = _lane_value(infos, ("final_obs",), lane, is_vector)
+    found = None if found is _MISSING else found
+    if found is None and needed:
         raise ValueError(
             f"environment {lane} ended, and with autoreset_mode 'SameStep' "
             f"infos['final_obs'] must hold its last observation, got the keys "

@@ -3,7 +3,9 @@
 Letters: E environments, L of them that made a transition in this step.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from trl_storages import arguments
 from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys, info_key_names, key_path
-from trl_storages.gym.infos import final_observation, info_values
+from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
     Ends,
@@ -109,15 +111,8 @@ class GymRecorder(SavedPart):
         self._watch = ResetWatch(num_envs)
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
-        # Where the next step is gathered, and what for.
-        self._block: StepBlock | None = None
-        self._block_is_for: tuple[Any, ...] = ()
-        # The block as a step of all environments.
-        self._whole: RecordedStep | None = None
-        # Where its flags go: the end, and what it is made of.
-        self._flags: list[Any] = []
-        # Where each value of a step goes, without and with the leading dimension.
-        self._targets: list[list[tuple[Any, ...]]] = []
+        # Where the next step is gathered.
+        self._desk: _Desk | None = None
 
     def rows(
         self,
@@ -155,7 +150,7 @@ class GymRecorder(SavedPart):
                 step only resets an environment and no mode says so. Nothing is remembered then.
         """
         step, memory = self.read(
-            observations, actions, rewards, terminateds, truncateds, infos, next_observations
+            (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
         )
         self.remember(memory)
         if step is None:
@@ -164,32 +159,19 @@ class GymRecorder(SavedPart):
         return step.tensordict().clone(), lanes
 
     def read(
-        self,
-        observations: Any,
-        actions: Any,
-        rewards: Any,
-        terminateds: Any,
-        truncateds: Any,
-        infos: Any,
-        next_observations: Any,
-        rows: RowLayout | None = None,
+        self, step: Sequence[Any], rows: RowLayout | None = None
     ) -> tuple[RecordedStep | None, Memory | None]:
         """Reads a step as `rows` does.
 
         Args:
-            observations: as in `rows`, as all that follow.
-            actions: likewise.
-            rewards: likewise.
-            terminateds: likewise.
-            truncateds: likewise.
-            infos: likewise.
-            next_observations: likewise.
+            step: the arguments of `rows`, in their order.
             rows: how transitions are wanted if they have just these fields; None if they may lie in
                 any order.
 
         Returns:
             the transitions, and what to `remember` once they are written; None if that is known.
         """
+        observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
         lanes = self._all_lanes
@@ -212,10 +194,11 @@ class GymRecorder(SavedPart):
             *layout.actions.read(actions, "actions"),
             *layout.observations.read(next_observations, "next_observations"),
         )
-        block = self._block_for(layout, rows, values[3])
+        desk = self._desk_for(layout, rows, values[3])
+        block = desk.whole.block
         columns = block.columns
         for target, dtype, shape, numbers, place, value in zip(
-            *self._targets[is_vector], values, strict=True
+            *desk.targets[is_vector], values, strict=True
         ):
             # Most values are arrays of just the right kind, or numbers.
             kind = type(value)
@@ -226,12 +209,18 @@ class GymRecorder(SavedPart):
             else:
                 key, column, name, label = place
                 column.put(columns[key], value, name, label, is_vector)
-        done, terminated, truncated = self._flags
+        done, terminated, truncated = desk.flags
         done[...] = terminated | truncated
         is_end = _any(done)
         finals = self._reset_already(done) if is_end else []
         if finals:
-            _put_last_observations(columns, layout, infos, finals, is_vector)
+            # In the place of the first observations of the new episodes.
+            for lane in finals:
+                ended_with = last_observations(
+                    layout, infos, lane, is_vector=is_vector, needed=True
+                )
+                for key, row in ended_with:
+                    columns[key][lane] = as_array(row) if block.is_on_host else row
         elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
         last = self._watch.last
@@ -245,50 +234,33 @@ class GymRecorder(SavedPart):
         ended = self._ended
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             ended = _host(done)
-        step = self._whole if lanes is self._all_lanes else RecordedStep(block, lanes)
+        recorded = desk.whole if lanes is self._all_lanes else RecordedStep(block, lanes)
         if layout is self.layout and ended is self._ended and last is self._watch.last:
-            return step, None
-        return step, Memory(layout, ended, last)
+            return recorded, None
+        return recorded, Memory(layout, ended, last)
 
     def _ends(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
         """Returns which episodes end, `[E, 1]` bool."""
         terminated = self._flag.read(terminateds, "terminateds", "", is_vector)
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
 
-    def _block_for(self, layout: Layout, rows: RowLayout | None, value: Any) -> StepBlock:
+    def _desk_for(self, layout: Layout, rows: RowLayout | None, value: Any) -> _Desk:
         """Returns where the values of a step go, on the device of one of them."""
         device = value.device if isinstance(value, Tensor) else _CPU
-        at = self._block_is_for
+        desk = self._desk
         # Layouts are looked at by themselves: to compare those of many fields takes time.
-        if not at or at[0] is not layout or at[1] is not rows or at[2] != device:
-            known = RowLayout(layout.fields)
-            if rows is not None and rows.described == known.described:
-                known = rows
-            self._block = StepBlock(known, self.num_envs, device)
-            self._whole = RecordedStep(self._block, None)
-            self._flags = [self._block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
-            self._targets = [
-                [
-                    *zip(
-                        *(_target(self._block, is_vector, place) for place in layout.places),
-                        strict=True,
-                    )
-                ]
-                for is_vector in (False, True)
-            ]
-            self._block_is_for = layout, rows, device
-        return self._block  # type: ignore[return-value]
+        if (
+            desk is None
+            or desk.layout is not layout
+            or desk.rows is not rows
+            or desk.device != device
+        ):
+            desk = self._desk = _Desk(layout, rows, self.num_envs, device)
+        return desk
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has a block of its own.
-        own: dict[str, Any] = {
-            "_block": None,
-            "_block_is_for": (),
-            "_whole": None,
-            "_flags": [],
-            "_targets": [],
-        }
-        return self.__dict__ | own
+        # A copy has a desk of its own.
+        return self.__dict__ | {"_desk": None}
 
     def remember(self, memory: Memory | None) -> None:
         """Takes over what is known once a step is written, if `read` said so."""
@@ -406,15 +378,33 @@ def _info_path(key: NestedKey) -> tuple[str, ...]:
     return path[1:] if path[0] == "next" else path
 
 
-def _put_last_observations(
-    columns: Mapping[NestedKey, Any], layout: Layout, infos: Any, ended: list[int], is_vector: bool
-) -> None:
-    """Replaces the first observations of new episodes by the last ones of those that ended."""
-    for lane in ended:
-        last = final_observation(infos, lane, is_vector=is_vector)
-        for key, value in last_observations(layout, last, lane):
-            column = columns[key]
-            column[lane] = as_array(value) if isinstance(column, np.ndarray) else value
+class _Desk:
+    """Where a step is gathered.
+
+    Args:
+        layout: of the transitions.
+        rows: how they are wanted, if they have just these fields.
+        num_envs: E.
+        device: where they are gathered.
+    """
+
+    def __init__(
+        self, layout: Layout, rows: RowLayout | None, num_envs: int, device: torch.device
+    ) -> None:
+        self.layout, self.rows, self.device = layout, rows, device
+        known = RowLayout(layout.fields)
+        if rows is not None and rows.described == known.described:
+            known = rows
+        block = StepBlock(known, num_envs, device)
+        #: The block as a step of all environments.
+        self.whole = RecordedStep(block, None)
+        #: Where its flags are: the end, and what it is made of.
+        self.flags = [block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
+        #: Where each value of a step goes, without and with the leading dimension.
+        self.targets = [
+            [*zip(*(_target(block, is_vector, place) for place in layout.places), strict=True)]
+            for is_vector in (False, True)
+        ]
 
 
 def _target(

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.callers import warn_caller
-from trl_storages.gym.infos import given_final_observation
+from trl_storages.gym.infos import final_observation
 from trl_storages.gym.layout import Layout, entries
 from trl_storages.keys import DONE, REWARD
 from trl_storages.rows import as_array
@@ -23,18 +23,23 @@ Ends = dict[int, list[bytes]]
 
 
 def last_observations(
-    layout: Layout, given: Any, lane: int
+    layout: Layout, infos: Any, lane: int, *, is_vector: bool, needed: bool
 ) -> Iterator[tuple[NestedKey, torch.Tensor]]:
-    """Yields the entries of the last observation of an environment, checked.
+    """Yields the entries of the last observation of an environment that ended, checked.
 
     Args:
         layout: of the transitions.
-        given: what the infos hold.
+        infos: those of the step.
         lane: of which environment.
+        is_vector: whether the infos are of a vector of environments.
+        needed: whether the infos must hold it; otherwise nothing is yielded where they don't.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no observation.
+        KeyError, TypeError, ValueError: it is no observation, or missing.
     """
+    given = final_observation(infos, lane, is_vector=is_vector, needed=needed)
+    if given is None:
+        return
     name = "infos['final_obs']"
     values = layout.observations.read(entries(given), name)
     for leaf, value in zip(layout.observations.leaves, values, strict=True):
@@ -57,10 +62,8 @@ def check_last_observations(
         ValueError: an episode ended with another observation than the next one that was given.
     """
     for lane in np.flatnonzero(_array(columns[DONE])).tolist():
-        last = given_final_observation(infos, lane, is_vector=is_vector)
-        if last is None:
-            continue
-        for key, value in last_observations(layout, last, lane):
+        last = last_observations(layout, infos, lane, is_vector=is_vector, needed=False)
+        for key, value in last:
             if not np.array_equal(as_array(value), _array(columns[key][lane])):
                 raise ValueError(
                     f"next_observations must hold the last observation of environment {lane}, which "

@@ -370,13 +370,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             recorder = self._recorder
             step, memory = recorder.read(
-                observations,
-                actions,
-                rewards,
-                terminateds,
-                truncateds,
-                infos,
-                next_observations,
+                (observations, actions, rewards, terminateds, truncateds, infos, next_observations),
                 getattr(self._storage, "layout", None),
             )
             rows, writer = None, self._writer
