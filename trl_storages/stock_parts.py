@@ -127,8 +127,8 @@ def _check_slots(part: Any, storage: Any) -> None:
     method = part.sample if isinstance(part, Sampler) else part.expand
     if _is_stock(method) and not isinstance(part, RandomSampler):
         raise ValueError(
-            f"{type(part).__name__} takes the first slots for the rows and the next slot for the next step, "
-            f"and those of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
+            f"{type(part).__name__} takes the first slots for the rows and the next slot for the next "
+            f"step, and those of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
         )
 
