@@ -306,6 +306,22 @@ def test_a_word_that_was_never_written_holds_no_priority():
         assert not kernels.unseal_priorities(nothing, nothing)[1].item()
 
 
+@BACKENDS
+def test_lanes_are_committed_as_their_words(kernels):
+    ring = kernels.Ring(6, 2, CPU, spare_steps=1)
+    append(ring, torch.tensor([[False, True, False, False, False]] * 2), None, None)
+    append(ring, torch.tensor([[True]]), None, ints([1]))
+    selector, tables = ints([4]), torch.zeros(2, 2 + 4 * 2 + 1, dtype=torch.int64)
+    commits = kernels.Commits(selector, tables)
+    commits.publish_lanes(ring, 3, 11, np.array([7, 8]))
+    assert commits.number == 5
+    assert commits.read().tolist() == [3, 11, 5, 6, 2, 3, 1, 0, 7, 8]
+    with pytest.raises(ValueError, match="as many words"):
+        kernels.Commits(selector, tables[:, :-1].contiguous()).publish_lanes(
+            ring, 3, 11, np.array([7, 8])
+        )
+
+
 def test_fences_and_processors(monkeypatch):
     assert host.fence() is host.orders_stores() is True
     for machine, is_ordered in (("x86_64", True), ("AMD64", True), ("arm64", False)):
@@ -322,6 +338,8 @@ def test_compiled_loops_hold_their_fences(loop, num_fences):
     lanes.write(1, [[False] * 3], None, None)
     lanes.tables[0].marked.hold(lanes.rings[0], ints([0]))
     host.Commits(ints([0]), torch.zeros(2, 4, dtype=torch.int64)).publish(ints([1, 2, 3]))
+    words = torch.zeros(2, 7, dtype=torch.int64)
+    host.Commits(ints([0]), words).publish_lanes(lanes.rings[0], 1, 2, np.array([3]))
     compiled = getattr(host_disk, loop)
     anew = numba.njit(compiled.py_func)  # what comes from the cache can't be looked at
     anew.compile(compiled.signatures[0])

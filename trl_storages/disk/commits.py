@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels import backend
+from trl_storages.ring import EpisodeIndex
 
 __all__ = ["Commits", "State"]
 
@@ -58,6 +59,7 @@ class Commits:
 
     def __init__(self, words: np.ndarray) -> None:
         self._words, self._tables = words, words[1:].reshape(2, -1)
+        self._num_lanes = (self._tables.shape[1] - _WORDS - 1) // _COLUMNS
         tensors = torch.from_numpy(words[:1]), torch.from_numpy(self._tables)
         self._commits = backend("cpu").Commits(*tensors)
 
@@ -70,6 +72,11 @@ class Commits:
     def number(self) -> int:
         """How many commits there were."""
         return self._words.item(0)
+
+    @property
+    def cursors(self) -> np.ndarray:
+        """`[E]` the committed cursors, in the memory of the file."""
+        return self._tables[self.number & 1, _WORDS : _WORDS + self._num_lanes]
 
     @property
     def history(self) -> int:
@@ -85,6 +92,12 @@ class Commits:
         state = State(int(array[0]), int(array[1]), array[_WORDS:].reshape(_COLUMNS, -1))
         is_right = (state.tails >= 0).all() and (state.tails <= state.cursors).all()
         return state if is_right else None
+
+    def publish_lanes(
+        self, index: EpisodeIndex, history: int, write_count: int, trajectories: np.ndarray
+    ) -> None:
+        """Makes what an index says the state that counts, as `publish` does."""
+        self._commits.publish_lanes(index.ring, history, write_count, trajectories)
 
     def publish(self, state: State) -> None:
         """Makes a state the one that counts, with one store."""

@@ -44,7 +44,6 @@ class Directory:
         path: the directory.
         description: what it says of itself.
         words: the files.
-        state: what was committed last.
         process: the number of the process that opened it; one that was forked from it only reads.
     """
 
@@ -52,11 +51,10 @@ class Directory:
         self, path: Path, lock: WriterLock, description: Description, words: Words, state: State
     ) -> None:
         self.path, self._lock = path, lock
-        self.description, self.words, self.state = description, words, state
+        self.description, self.words, self._opened = description, words, state
         self.process = os.getpid()
         # Whether this writer has begun a history of its own.
         self._has_begun = False
-        self._number = words.commits.number
 
     # Making and opening
 
@@ -129,8 +127,7 @@ class Directory:
                 (self.path / name).unlink(missing_ok=True)
 
     def _go_on_after_loss(self, num_lost: int) -> None:
-        self._begin_history(self.state.cursors, self.state.tails)
-        self._publish(self.state)
+        self.begin_history()
         warnings.warn(
             f"{self.path} was not closed, and what was written last is not whole, as after a loss of "
             f"power: {num_lost} rows or more that were not flushed were lost, "
@@ -184,31 +181,26 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        if self._is_committed(index):
+        committed, known = self.words.commits.cursors, index.host_steps
+        is_one = len(known) == 1
+        if committed[0] > known[0] if is_one else (committed > known).any():
+            # An interrupt came when they were committed already: they are written once more, and must
+            # stay where they are meanwhile.
             return
         if num_steps > self.description.spare_steps:
             self._make_room(slice(None) if lanes is None else [*lanes], num_steps)
         self.words.marked.clear(index.ring, num_steps, lanes)
 
-    def _is_committed(self, index: EpisodeIndex) -> bool:
-        """Whether steps were committed that an index does not know of, as an interrupt came then.
-
-        They are written once more, and must stay where they are meanwhile.
-        """
-        state: State | None = self.state
-        if self.words.commits.number != self._number:
-            state = self.words.commits.read()
-        return state is not None and bool((state.cursors > index.host_steps).any())
-
     def _make_room(self, written: Any, num_steps: int) -> None:
         """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
-        lanes = self.state.lanes.copy()
+        state = self.state
+        lanes = state.lanes.copy()
         cursors, tails = lanes[:2, written]
         lanes[1, written] = np.clip(
             cursors + num_steps - self.description.ring_steps, tails, cursors
         )
-        if (lanes != self.state.lanes).any():
-            self._publish(self.state._replace(lanes=lanes))
+        if (lanes != state.lanes).any():
+            self._publish(state._replace(lanes=lanes))
 
     def seal(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
         """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
@@ -227,14 +219,18 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        lanes = _columns(index, trajectories)
-        self._publish(State(self.description.history, write_count, lanes))
+        history = self.description.history
+        self.words.commits.publish_lanes(index, history, write_count, trajectories)
+
+    @property
+    def state(self) -> State:
+        """What was committed last, or is left of it."""
+        if not self._has_begun:
+            return self._opened
+        return self.words.commits.read()  # type: ignore[return-value]
 
     def _publish(self, state: State) -> None:
-        state = state._replace(history=self.description.history)
-        self.words.commits.publish(state)
-        # Last: what is done once more after an interrupt goes on from here.
-        self.state, self._number = state, self.words.commits.number
+        self.words.commits.publish(state._replace(history=self.description.history))
 
     def begin_history(self) -> None:
         """Says for good, before the first change, that what comes is this writer's.
@@ -245,13 +241,16 @@ class Directory:
         """
         self.check_writable()
         if not self._has_begun:
-            self._begin_history(self.state.cursors, self.state.tails)
+            self._begin_history(self._opened.cursors, self._opened.tails)
 
     def _begin_history(self, cursors: np.ndarray, tails: np.ndarray) -> None:
         """Says for good that steps from now on are this writer's."""
         description = self.description.begun(cursors.tolist(), tails.tolist())
         description.write(self.path)
-        self.description, self._has_begun = description, True
+        self.description = description
+        # What is left of a table is all that counts from now on.
+        self._publish(self._opened)
+        self._has_begun = True
 
     def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Forgets all rows, for good.
@@ -316,8 +315,7 @@ class Directory:
         finally:
             # An interrupt may have come when the directory had changed already.
             if Description.read(self.path).generation == new.generation:
-                self.description, self.words, self.state = new, words, state
-                self._number, self._has_begun = words.commits.number, True
+                self.description, self.words, self._has_begun = new, words, True
                 remove(self.path, old)
             else:
                 remove(self.path, new)
@@ -342,17 +340,18 @@ class Directory:
             OSError: the disk is full. What was written is there all the same.
         """
         self.check_writable()
-        if not np.array_equal(self.state.open, index.is_open.numpy()):
-            self.commit(index, self.state.write_count, self.state.trajectories)
+        state = self.state
+        if not np.array_equal(state.open, index.is_open.numpy()):
+            self.commit(index, state.write_count, state.trajectories)
         self.words.flush()
         sync_directory(self.path)
         if progress is not None:
-            progress = {**progress, "number": self._number}
+            progress = {**progress, "number": self.words.commits.number}
         live = index.slots_by_age(torch.arange(len(index)))
         description = replace(
             self.description,
-            flushed=tuple(self.state.cursors.tolist()),
-            tails=tuple(self.state.tails.tolist()),
+            flushed=tuple(state.cursors.tolist()),
+            tails=tuple(state.tails.tolist()),
             is_clean=is_clean or self.description.is_clean,
             has_priorities=is_clean and self.words.has_priorities(live),
             progress=self.description.progress if progress is None else progress,

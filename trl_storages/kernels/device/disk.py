@@ -179,6 +179,13 @@ class Commits:
         table[-1] = _table_check(words, number)
         self._selector[0] = number
 
+    def publish_lanes(
+        self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
+    ) -> None:
+        """Commits two numbers, and what is known of each lane."""
+        lanes = ring.cursors, ring.tails, ring.is_open, torch.from_numpy(trajectories)
+        self.publish(torch.cat([torch.tensor([history, write_count]), *lanes]))
+
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
         for _ in range(_MOST_TRIES):

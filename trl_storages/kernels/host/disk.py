@@ -29,7 +29,7 @@ from trl_storages.kernels.marks import (
     STEP_BIT,
     factors,
 )
-from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST
+from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
 __all__ = [
     "Commits",
@@ -174,6 +174,27 @@ class Commits:
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
         _publish(self._selector, self._tables, words.numpy(), self._factors)
+
+    def publish_lanes(
+        self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
+    ) -> None:
+        """Commits two numbers, and of each lane its cursor, tail, whether it is open, and a number.
+
+        Args:
+            ring: knows the lanes.
+            history: the first word.
+            write_count: the second one.
+            trajectories: `[E]` int64.
+        """
+        _publish_lanes(
+            self._selector,
+            self._tables,
+            ring._arrays[2],
+            history,
+            write_count,
+            trajectories,
+            self._factors,
+        )
 
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
@@ -373,6 +394,35 @@ def _publish(
     for k in range(len(words)):
         table[k] = words[k]
     table[len(words)] = _checksum(words, number, number & 1, factors)
+    fenced()
+    selector[0] = number
+    fenced()
+
+
+@compiled
+def _publish_lanes(
+    selector: np.ndarray,
+    tables: np.ndarray,
+    lanes: np.ndarray,
+    history: int,
+    write_count: int,
+    trajectories: np.ndarray,
+    factors: np.ndarray,
+) -> None:
+    number, num_lanes = selector[0] + 1, len(lanes)
+    table = tables[number & 1]
+    num_words = len(table) - 1
+    if 2 + 4 * num_lanes != num_words:
+        raise ValueError("as many words must be published as a table holds")
+    # What was written before is there before the words say so.
+    fenced()
+    table[0], table[1] = history, write_count
+    for lane in range(num_lanes):
+        table[2 + lane] = lanes[lane, CURSOR]
+        table[2 + num_lanes + lane] = lanes[lane, TAIL]
+        table[2 + 2 * num_lanes + lane] = lanes[lane, OPEN]
+        table[2 + 3 * num_lanes + lane] = trajectories[lane]
+    table[num_words] = _checksum(table[:num_words], number, number & 1, factors)
     fenced()
     selector[0] = number
     fenced()
