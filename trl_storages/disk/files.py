@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_platform",
     "create_file",
     "has_writer",
+    "in_forked_child",
     "opened",
     "sync_directory",
     "write_text",
@@ -277,6 +278,11 @@ def _forget_all() -> None:
         lock._forget()
 
 
+def in_forked_child(act: Callable[[], None]) -> None:
+    """Calls something first in every child that this process forks, where processes can be forked."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=act)
+
+
 # A forked child shares the locks; it must not keep them when this process ends.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+in_forked_child(_forget_all)

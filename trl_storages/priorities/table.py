@@ -213,7 +213,8 @@ class PriorityTable:
 
     def _drop(self, slots: torch.Tensor) -> None:
         self._rows.priorities[slots] = ABSENT
-        self._tree.set(self._order.leaves(slots), torch.zeros(len(slots), device=self.device))
+        weights = torch.zeros(len(slots), dtype=torch.float64, device=self.device)
+        self._tree.set(self._order.leaves(slots), weights)
 
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
         """Returns what rows weigh, `[1]`, that get `priority` when they are written."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from trl_storages import arguments
 from trl_storages.disk import Directory
+from trl_storages.disk.files import in_forked_child
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.loader import make_loader
 from trl_storages.rows import PackedStorage
@@ -273,8 +273,7 @@ def _renew_locks() -> None:
 
 
 # A child reads on, whatever its parent was doing.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+in_forked_child(_renew_locks)
 
 
 def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> Any:
