@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from trl_storages.kernels import backend
-from trl_storages.kernels.marks import unpack_marks
+from trl_storages.kernels.marks import STEP_BIT
 
 __all__ = ["PriorityColumn", "has_all"]
 
-# What is told apart by a generation: the step, and the history where one took the place of another.
-_HISTORY_FACTOR, _LARGEST_GENERATION = 0x9E3779B1, 2**31 - 1
+# Of the multiplication that spreads history and step of a row over the 31 bits of its generation.
+_FACTOR, _SHIFT, _LARGEST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
 _NO_MARK = torch.zeros(1, dtype=torch.int64)
 
 
@@ -37,9 +37,9 @@ class PriorityColumn:
 
     def __init__(self, storage: Any) -> None:
         self._storage, self._words = storage, storage.words
-        words = torch.from_numpy(self._words.column(make=self.is_writable))
-        self._column, self._largest = words[:-1], words[-1:]
-        self._marks = torch.from_numpy(self._words.marks)[:, 0]
+        words = self._words.column(make=self.is_writable)
+        self._column, self._largest = words[:-1], torch.from_numpy(words[-1:])
+        self._marks = self._words.marks[:, 0]
 
     @property
     def is_writable(self) -> bool:
@@ -63,19 +63,21 @@ class PriorityColumn:
         Args:
             slots: `[n]` int64.
         """
-        history, step, *_ = unpack_marks(self._marks[slots])
+        row = self._marks[slots.numpy()] >> STEP_BIT
         # From 1, so that none is that of a slot that never held a row.
-        return ((step + history * _HISTORY_FACTOR) % _LARGEST_GENERATION + 1).int()
+        found = (row * _FACTOR >> _SHIFT) & _LARGEST_GENERATION | 1
+        return torch.from_numpy(found.astype(np.int32))
 
     def put(self, slots: torch.Tensor, priority: torch.Tensor) -> None:
         """Keeps the priorities of rows that are committed.
 
         Args:
             slots: `[n]` int64.
-            priority: `[n]` float32, or `[]` for all.
+            priority: `[n]` float32.
         """
-        seal = backend("cpu").seal_priorities
-        self._column[slots] = seal(priority.expand(slots.shape).contiguous(), self._marks[slots])
+        at = slots.numpy()
+        marks = torch.from_numpy(self._marks[at])
+        self._column[at] = backend("cpu").seal_priorities(priority, marks).numpy()
 
     def get(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the priorities of rows.
@@ -86,11 +88,12 @@ class PriorityColumn:
         Returns:
             `[n]` float32; NaN where the row has none yet, or it is damaged.
         """
-        return _unsealed(self._column[slots], self._marks[slots])
+        at = slots.numpy()
+        return _unsealed(torch.from_numpy(self._column[at]), torch.from_numpy(self._marks[at]))
 
     def clear(self) -> None:
         """Forgets all priorities."""
-        self._column.zero_()
+        self._column.fill(0)
         self.largest = 0.0
 
     @property

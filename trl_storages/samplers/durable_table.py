@@ -77,14 +77,17 @@ class DurableTable(PriorityTable):
         """Gives rows that were written the largest priority; see `PriorityTable.write`."""
         super().write(slots)
         self._drop_evicted()
-        slots = slots[slots >= 0]
-        self._rows.generations[slots] = self._column.generations(slots)
-        self._column.put(slots, torch.tensor(self.new_priority))
+        if slots.numel() and slots.numpy().min() < 0:
+            slots = slots[slots >= 0]
+        self._rows.generations.numpy()[slots.numpy()] = self._column.generations(slots).numpy()
+        self._column.put(slots, torch.full((len(slots),), self.new_priority))
 
     def _drop_evicted(self) -> None:
         """Forgets the rows that writes have evicted: there are more slots than live rows."""
         episodes = self._episodes
         tails, known = episodes.host_tails, self._tails
+        if not (tails > known).any():
+            return
         # Where the writer has come around meanwhile, other rows lie.
         first = np.maximum(known, episodes.host_steps - episodes.ring_steps)
         evicted = [
