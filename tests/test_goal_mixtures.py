@@ -275,10 +275,3 @@ def test_the_state_holds_the_mixture():
         other.load_state_dict(state)
     assert "discount" not in repr(sampler)
     assert "discount=0.8, goal_key='g'" in repr(HERSampler("geometric", discount=0.8, goal_key="g"))
-
-
-@pytest.mark.parametrize("goal_key", ["desired_goal", "actor_goal"])
-def test_a_goal_can_not_be_drawn_twice(goal_key):
-    base = HERSampler(goal_key=goal_key)
-    with pytest.raises(ValueError, match=f"goal_key must differ .* got '{goal_key}' twice"):
-        HERSampler(goal_key=goal_key, base=base)

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments, keys
 from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
-from trl_storages.samplers.base import WrappingSampler, layers_of
+from trl_storages.samplers.base import WrappingSampler
 from trl_storages.samplers.drawing import Noise, draw_from
 from trl_storages.saved import SavedState
 
@@ -69,7 +69,7 @@ class HERSampler(WrappingSampler):
 
     Raises:
         ValueError: the strategy is unknown, the shares of a mixture do not add up to 1, or `num_goals` is
-            negative or not whole; or `base` draws goals of that key already.
+            negative or not whole.
         TypeError: `base` draws slices.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
@@ -104,13 +104,6 @@ class HERSampler(WrappingSampler):
         self.num_goals = num_goals
         self.discount = discount
         self._goal_key = arguments.key("goal_key", goal_key)
-        if any(
-            getattr(layer, "goal_key", None) == self._goal_key for layer in layers_of(self.base)
-        ):
-            raise ValueError(
-                f"goal_key must differ from those of base, got {self._goal_key!r} twice: the goals that "
-                "base draws would be lost. Name another goal, such as 'actor_goal', or leave base out."
-            )
         self._index_key, self._mask_key = keys.goal_entries(self._goal_key)
         # How goals of the last batch were drawn, as those of the next one are as a rule.
         self._made_for: tuple[Any, ...] | None = None
