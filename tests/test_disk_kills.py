@@ -49,8 +49,8 @@ def run(module, *args):
     """Runs a script in a process of its own, and returns what it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
     if module == "stores":
-        # Only what is compiled has fences.
-        environment["TRL_STORAGES_BACKEND"] = "numba"
+        # Only what is compiled has fences; interpreted, each of its stores is seen.
+        environment |= {"TRL_STORAGES_BACKEND": "numba", "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"disk.{module}", *map(str, args)],
         cwd=TESTS,

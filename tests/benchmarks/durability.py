@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -211,6 +210,8 @@ class LMDB(_OfBytes):
         self._connect()
 
     def _connect(self) -> None:
+        import lmdb  # an extra, which reading this module does not need
+
         size = 4 * self._row.itemsize * self.num_rows + (1 << 26)
         self._environment = lmdb.open(str(self.path), map_size=size, **self._options)
 
