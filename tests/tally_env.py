@@ -72,16 +72,17 @@ def goal_storage(**options: Any) -> HERReplayStorage:
 def check_rows(storage: ReplayStorage) -> None:
     """Every row is followed by the next one of its environment's episode, or by no row at all."""
     storage.validate()
-    slots = storage.episodes.slots_by_age(torch.arange(len(storage)))
-    where = storage.storage.read(slots, ["observation", ("next", "observation")])
+    # Other processes may be writing.
+    with storage._replay_lock, storage._write_lock:
+        slots = storage.episodes.slots_by_age(torch.arange(len(storage.episodes)))
+        where = storage.storage.read(slots, ["observation", ("next", "observation")])
+        goes_on = storage.episodes.ahead(slots) > 0
+        following = storage.episodes.shift(slots[goes_on], 1)
+        continued = storage.storage.read(following, ["observation"])["observation"]
     before, after = where["observation"], where["next", "observation"]
     one_step = torch.tensor([0, 0, 1])
     assert torch.equal(after, before + one_step)
-    goes_on = storage.episodes.ahead(slots) > 0
-    following = storage.episodes.shift(slots[goes_on], 1)
-    assert torch.equal(
-        storage.storage.read(following, ["observation"])["observation"], after[goes_on]
-    )
+    assert torch.equal(continued, after[goes_on])
 
 
 def check_batch(batch: TensorDictBase) -> None:

@@ -1,8 +1,8 @@
 """Subsets of what is stored between two fences: `python -m disk.stores LANES ROUNDS SUBSETS`.
 
 Compiled loops have no lines to be killed at, and may store in any order what no fence parts. So they run
-as Python (`NUMBA_DISABLE_JIT=1`), the files are kept at each fence, and any part of the words that changed until the next one is
-taken for what a killed writer left. Prints a line of JSON.
+as Python (`NUMBA_DISABLE_JIT=1`), the files are kept at each fence, and any part of the words that
+changed until the next one is taken for what a killed writer left. Prints a line of JSON.
 """
 
 from __future__ import annotations
