@@ -390,6 +390,21 @@ class TestWorkers:
                 assert not is_torn(batch).any()
             assert (batch["observation"][:, 0] >= oldest).all()
 
+    def test_wait_while_there_are_no_rows(self, tmp_path):
+        storage, history = filled(tmp_path, size=100)
+        batches = iter(storage.loader(2, batch_size=16, seed=0, **FORK))
+        next(batches)
+        storage.empty()
+        history.keep(0)
+        oldest = history.cursors[0]
+        writer = threading.Timer(0.5, write, (storage, history, 10))
+        writer.start()
+        # More than were drawn ahead.
+        for _ in range(12):
+            batch = next(batches)
+        writer.join()
+        assert (batch["observation"][:, 0] >= oldest).all()
+
     def test_live_through_a_writer_that_closes_and_another(self, tmp_path):
         storage, history = filled(tmp_path, size=100)
         batches = iter(storage.loader(2, batch_size=16, seed=0, **FORK))

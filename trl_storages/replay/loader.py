@@ -50,12 +50,22 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
         reader = self._open_reader(torch.Generator().manual_seed(seed))
         # There is nobody to wait for where this is the process that writes.
-        until = time.monotonic() + (0 if worker is None else _PATIENCE)
-        while not len(reader) and time.monotonic() < until:
-            time.sleep(0.01)
-            reader.storage.refresh()
+        patience = 0 if worker is None else _PATIENCE
         while True:
-            yield reader.sample()
+            yield _draw(reader, patience)
+
+
+def _draw(reader: Any, patience: float) -> TensorDictBase:
+    """Draws a batch; waits for rows, so many seconds, where there are none yet or `empty()` took them."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return reader.sample()
+        except RuntimeError:
+            if len(reader) or time.monotonic() >= until:
+                raise
+        time.sleep(0.01)
+        reader.storage.refresh()
 
 
 def make_loader(
