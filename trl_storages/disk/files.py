@@ -9,7 +9,6 @@ import errno
 import gc
 import mmap
 import os
-import stat
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+
+from trl_storages.saved.regular_files import NO_LINKS, NO_RESERVE, open_regular
 
 try:
     import fcntl
@@ -38,11 +39,6 @@ __all__ = [
 ]
 
 WORD = 8  # bytes
-# Readers map files privately, so that nothing they do reaches the disk; without this flag the kernel
-# would set memory aside for a copy of the whole file.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# Nothing is followed, and nothing waited for, that is no file.
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _NO_FILE = (
     "{} must be a file, and neither lead elsewhere nor wait for anybody: {}. Bring it back from a copy; "
     "nothing was changed."
@@ -70,7 +66,7 @@ def create_file(path: Path, num_words: int) -> None:
     """
     nbytes = num_words * WORD
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINKS, 0o644)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -101,7 +97,7 @@ def write_text(path: Path, text: str) -> None:
     data = text.encode()
     with suppress(FileNotFoundError):
         new.unlink()  # whatever it is, it is not followed
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -147,7 +143,7 @@ class MappedWords:
             self._map = mmap.mmap(
                 descriptor,
                 num_words * WORD,
-                flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE,
+                flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         self.array = np.frombuffer(self._map, dtype=np.int64)
@@ -166,7 +162,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
         ValueError: it is a link, a pipe or a device.
     """
     try:
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS)
+        descriptor, size = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is missing: the storage in {path.parent} is damaged. Bring the file back "
@@ -177,10 +173,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
             raise
         raise ValueError(_NO_FILE.format(path, error.strerror)) from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(_NO_FILE.format(path, "a directory, a pipe or a device"))
-        yield descriptor, status.st_size
+        yield descriptor, size
     finally:
         os.close(descriptor)
 
@@ -200,7 +193,7 @@ class WriterLock:
         self._descriptor: int | None = None
         path = directory / "lock"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -249,7 +242,7 @@ class WriterLock:
 def has_writer(directory: Path) -> bool:
     """Returns whether a process holds a directory to write it."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | _FLAGS)
+        descriptor = os.open(directory / "lock", os.O_RDONLY | NO_LINKS)
     except OSError:
         return False
     try:

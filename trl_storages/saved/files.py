@@ -10,8 +10,6 @@ import json
 import math
 import mmap
 import os
-import stat
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from tensordict import TensorDict, TensorDictBase
 from trl_storages import arguments
 from trl_storages.progress_bar import tracker
 from trl_storages.saved.bounded_json import MOST_BYTES, parse_json
+from trl_storages.saved.regular_files import NO_RESERVE, open_regular
 
 __all__ = ["copy_in_pieces", "read_state", "write_state"]
 
@@ -33,15 +32,6 @@ _LARGEST = 2**63 - 1
 #: What a value that JSON does not know is described by: the key of its kind.
 _KIND = "$"
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", None)
-# Without it the kernel would set memory aside for a copy of the whole file.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_FLAGS = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for somebody to write to it
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -208,7 +198,7 @@ class _Directory:
     def _open(self, name: str) -> Iterator[tuple[int, int]]:
         """Opens a file: yields its descriptor and its size in bytes."""
         try:
-            descriptor = os.open(self._path / name, _FLAGS)
+            descriptor, size = open_regular(self._path / name)
         except FileNotFoundError as error:
             reason = f"the file {name!r} is missing"
             if name == _STATE:
@@ -219,10 +209,7 @@ class _Directory:
         except OSError as error:
             self._refuse(f"{name!r} can't be opened as a file: {error.strerror}", error)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                self._refuse(f"{name!r} is no file")
-            yield descriptor, status.st_size
+            yield descriptor, size
         finally:
             os.close(descriptor)
 
@@ -302,7 +289,7 @@ class _Directory:
                 words = mmap.mmap(descriptor, needed, access=mmap.ACCESS_COPY)
             else:
                 # To read and to write, as it is unless told otherwise.
-                words = mmap.mmap(descriptor, needed, flags=_PRIVATE | _NO_RESERVE)
+                words = mmap.mmap(descriptor, needed, flags=_PRIVATE | NO_RESERVE)
         if kind is torch.bool and int(torch.frombuffer(words, dtype=torch.uint8).max()) > 1:
             self._refuse(f"{name!r} must hold the bytes 0 and 1 alone")
         return torch.frombuffer(words, dtype=torch.uint8).view(kind).view(size)
