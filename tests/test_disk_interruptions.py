@@ -3,19 +3,17 @@
 import random
 from contextlib import suppress
 
-import numpy as np
 import pytest
-import torch
 from disk.acts import Act, keep, load, prioritise, write
 from disk.history import History
 from disk.moments import Moments, put_back
 from disk.power import opens_after_cut
+from disk.recorded import Recorded
 from disk.rows import abandon, found, is_torn, make
-from gymnasium.spaces import Box, Discrete
 from interrupter import Interrupter
 
 import trl_storages
-from trl_storages import ReplayStorage, UniformReplayStorage, UniformSampler
+from trl_storages import ReplayStorage, UniformSampler
 
 SIZE = 12
 ACTS = {
@@ -112,38 +110,6 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path):
             mixed = {name: data for name, data in mixed.items() if not name.startswith("commits")}
             commits = {n: bytes(len(d)) for n, d in now.all[-1].items() if n.startswith("commits")}
             opens_after_cut({**mixed, **commits}, tmp_path / "cut", history, SIZE)
-
-
-class Recorded:
-    """A loop over a vector environment that resets itself at the step after the last one."""
-
-    def __init__(self, path):
-        self.storage = UniformReplayStorage(
-            Box(-np.inf, np.inf, (1,), np.float32),
-            Discrete(2),
-            storage_size=20,
-            num_envs=2,
-            autoreset_mode="NextStep",
-            batch_size=4,
-            path=path,
-        )
-
-    def record(self, step, ended):
-        observations = np.full((2, 1), step, np.float32)
-        rest = np.zeros(2, bool), {}, observations + 1
-        return self.storage.record(
-            observations, np.zeros(2, np.int64), np.zeros(2), np.array(ended), *rest
-        )
-
-    def rows(self):
-        storage = self.storage
-        storage.validate()
-        slots = storage.episodes.slots_by_age(torch.arange(len(storage)))
-        steps = storage.storage.get(slots)["observation"].squeeze(-1).tolist()
-        lanes = (slots % 2).tolist()
-        return [
-            sorted(s for s, of in zip(steps, lanes, strict=True) if of == lane) for lane in (0, 1)
-        ]
 
 
 def test_killed_while_a_step_is_recorded(tmp_path):

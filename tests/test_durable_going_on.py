@@ -5,9 +5,9 @@ import os
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
+from disk.recorded import Recorded
 from goal_data import goal_transitions
 from gymnasium import spaces
 from test_persistence import (
@@ -194,28 +194,6 @@ class TestOtherLanes:
         again = self.build(tmp_path, 2)
         assert len(again) == SIZE
         again.validate()
-
-
-class Recorded:
-    """A loop over a vector environment that resets itself at the step after the last one."""
-
-    def __init__(self, path):
-        self.storage = UniformReplayStorage(
-            spaces.Box(-np.inf, np.inf, (1,), np.float32),
-            spaces.Discrete(2),
-            storage_size=20,
-            num_envs=2,
-            autoreset_mode="NextStep",
-            batch_size=4,
-            path=path,
-        )
-
-    def record(self, step, ended):
-        observations = np.full((2, 1), step, np.float32)
-        rest = np.zeros(2, bool), {}, observations + 1
-        return self.storage.record(
-            observations, np.zeros(2, np.int64), np.zeros(2), np.array(ended), *rest
-        )
 
 
 def test_environments_that_are_being_reset_are_known_after_closing(tmp_path):
