@@ -30,6 +30,7 @@ from trl_storages.priorities import Normalization
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
+from trl_storages.replay.loader import batches_of
 from trl_storages.replay.on_disk import OnDisk, intact
 from trl_storages.replay.options import ONE_FORM, check_options, check_parts
 from trl_storages.replay.parameters import Parameter
@@ -738,11 +739,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         Raises:
             ValueError: a number is negative.
         """
-        num_batches = arguments.integer("num_batches", num_batches)
-        epochs = arguments.integer("epochs", epochs)
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+        return batches_of(self, num_batches, batch_size, epochs)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
         """Forgets the stored rows.

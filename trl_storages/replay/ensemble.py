@@ -19,6 +19,7 @@ from trl_storages._torchrl import new_tensordict, set_entry
 from trl_storages.functional.shares import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
+from trl_storages.replay.loader import batches_of
 from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
 from trl_storages.signatures import SettledEnsemble
 
@@ -293,11 +294,7 @@ class ReplayStorageEnsemble(SettledEnsemble):
         Raises:
             ValueError: a number is negative.
         """
-        num_batches = arguments.integer("num_batches", num_batches)
-        epochs = arguments.integer("epochs", epochs)
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+        return batches_of(self, num_batches, batch_size, epochs)
 
     # Priorities
 

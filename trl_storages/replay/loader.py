@@ -15,7 +15,9 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-__all__ = ["ReplayBatches", "make_loader"]
+from trl_storages import arguments
+
+__all__ = ["ReplayBatches", "batches_of", "make_loader"]
 
 # Workers may be started before the first row is written.
 _PATIENCE = 60.0  # seconds
@@ -53,6 +55,17 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         patience = 0 if worker is None else _PATIENCE
         while True:
             yield _draw(reader, patience)
+
+
+def batches_of(
+    storage: Any, num_batches: int, batch_size: int | None, epochs: int
+) -> Iterator[TensorDictBase]:
+    """Returns an iterator over batches of what can `sample`; see `ReplayStorage.batches`."""
+    num_batches = arguments.integer("num_batches", num_batches)
+    epochs = arguments.integer("epochs", epochs)
+    if batch_size is not None:
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+    return (storage.sample(batch_size) for _ in range(num_batches * epochs))
 
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
