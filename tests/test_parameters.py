@@ -162,5 +162,5 @@ def test_what_is_there_can_be_set():
 
 def test_names_elsewhere_are_no_names_here():
     """Or one library's name would be taken for another's."""
-    here = trl_storages.recipe_options.DEFAULTS
+    here = trl_storages.recipe_options.OPTIONS
     assert not {*here} & {*trl_storages.other_names.OTHER_NAMES}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "keys",
     "mapping",
     "number",
+    "optional",
     "slots",
     "steps",
     "tensor",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 Kind = TypeVar("Kind")
+Limits = ParamSpec("Limits")
 
 _INT64_MAX = 2**63 - 1
 
@@ -65,6 +67,21 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
     too_large = whole is not None and whole > at_most
     limits = f"from {at_least} to {at_most}" if too_large else f"of at least {at_least}"
     raise kind(f"{name} must be an integer {limits}, got {_shown(value)}.")
+
+
+def optional(
+    check: Callable[Concatenate[str, Any, Limits], Kind],
+    name: str,
+    value: Any,
+    *limits: Limits.args,
+    **named: Limits.kwargs,
+) -> Kind | None:
+    """Returns what another of these checks returns, or None.
+
+    >>> optional(integer, "seed", None), optional(integer, "seed", np.int64(2), at_least=1)
+    (None, 2)
+    """
+    return None if value is None else check(name, value, *limits, **named)
 
 
 def number(

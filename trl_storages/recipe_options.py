@@ -1,101 +1,131 @@
-"""What a ready-made storage may be asked for, and what it takes unasked."""
+"""The options of ready-made storages: one line each, with type, default and check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey
 from torchrl.data.replay_buffers.sample_units import SampleUnit
 
-from trl_storages.gym.fields import InfoKeys
-from trl_storages.other_names import meant
+from trl_storages import arguments
+from trl_storages.gym.fields import Field, InfoKeys
 from trl_storages.priorities import Normalization
+from trl_storages.replay.options import Check, check_sample_unit, checked
 from trl_storages.writing import OnGap
 
-__all__ = ["DEFAULTS", "Options", "check_names", "with_options"]
+__all__ = ["OPTIONS", "Option", "Options", "chosen", "with_options"]
+
+
+def _info_keys(name: str, value: Any) -> InfoKeys:
+    return value if isinstance(value, Mapping) else arguments.keys(name, value)
+
+
+def _extra_fields(name: str, value: Any) -> dict[NestedKey, Field]:
+    what = "a mapping from key to (dtype, shape)"
+    fields: dict[NestedKey, Field] = {}
+    for given, field in arguments.mapping(name, value, what).items():
+        match key := arguments.key(name, given), field:
+            case _, (torch.dtype() as dtype, tuple() | list() as shape) if type(field) is tuple:
+                sizes = [arguments.integer(f"{name}[{key!r}]", size) for size in shape]
+                fields[key] = (dtype, torch.Size(sizes))
+            case _:
+                raise TypeError(f"{name} must be {what}, got {field!r} for {key!r}.")
+    return fields
+
+
+def _by_its_part(name: str, value: Any) -> Any:
+    """Leaves the check to the sampler, transform, writer or recorder that is given the option."""
+    del name
+    return value
+
+
+class Option(NamedTuple):
+    """What an option is where it is left out, and how it is checked where it is not."""
+
+    default: Any
+    check: Check = _by_its_part
+
+
+_COUNT = partial(arguments.integer, at_least=1)
+_SHARE = partial(arguments.number, at_least=0, at_most=1)
 
 
 class Options(TypedDict, total=False):
     """Keywords of all ready-made storages; `UniformReplayStorage` says what each does."""
 
-    storage_size: int
-    num_envs: int
-    batch_size: int
-    device: torch.device | str
-    path: str | Path | None
-    n_step: int
-    discount: float
-    alpha: float
-    beta: float
-    normalize: Normalization
-    eps: float
-    eta: float
-    c_min: int
-    prefetch: int
-    seed: int | None
-    info_keys: InfoKeys
-    extra_fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]]
-    sample_unit: SampleUnit | None
-    autoreset_mode: AutoresetMode | str | None
-    on_gap: OnGap
+    storage_size: Annotated[int, Option(1_000_000, arguments.integer)]
+    num_envs: Annotated[int, Option(1, _COUNT)]
+    batch_size: Annotated[int, Option(256, _COUNT)]
+    device: Annotated[torch.device | str, Option("cpu", arguments.device)]
+    path: Annotated[
+        str | Path | None, Option(None, partial(arguments.optional, arguments.directory))
+    ]
+    n_step: Annotated[int, Option(1, _COUNT)]
+    discount: Annotated[float, Option(0.99, _SHARE)]
+    alpha: Annotated[float, Option(0.0)]
+    beta: Annotated[float, Option(0.4)]
+    normalize: Annotated[Normalization, Option("batch")]
+    eps: Annotated[float, Option(1e-6)]
+    eta: Annotated[float, Option(1.0)]
+    c_min: Annotated[int, Option(5000)]
+    prefetch: Annotated[int, Option(0, arguments.integer)]
+    seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
+    info_keys: Annotated[InfoKeys, Option((), _info_keys)]
+    extra_fields: Annotated[
+        Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
+    ]
+    sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
+    autoreset_mode: Annotated[AutoresetMode | str | None, Option(None)]
+    on_gap: Annotated[OnGap, Option("warn")]
 
 
-DEFAULTS: Options = {
-    "storage_size": 1_000_000,
-    "num_envs": 1,
-    "batch_size": 256,
-    "device": "cpu",
-    "path": None,
-    "n_step": 1,
-    "discount": 0.99,
-    "alpha": 0.0,
-    "beta": 0.4,
-    "normalize": "batch",
-    "eps": 1e-6,
-    "eta": 1.0,
-    "c_min": 5000,
-    "prefetch": 0,
-    "seed": None,
-    "info_keys": (),
-    "extra_fields": {},
-    "sample_unit": None,
-    "autoreset_mode": None,
-    "on_gap": "warn",
+#: Each of them by name.
+OPTIONS: dict[str, Option] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Options, include_extras=True).items()
 }
 
 
-def check_names(made: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Checks that there is an option for each keyword.
+def chosen(made: str, given: Options, defaults: Options, names: Sequence[str]) -> dict[str, Any]:
+    """Returns all options, checked.
 
     Args:
-        made: what is made, for the message.
-        given: the keywords.
-        names: those that there are.
+        made: what is made, for messages.
+        given: those that were given.
+        defaults: of what is made, where they differ from those of all.
+        names: what it may be asked for, for messages.
 
     Raises:
-        TypeError: there is none for one of them; the message says what to write instead.
+        TypeError: there is no such option; the message says what to write instead. Or one is of another
+            kind than it must be.
+        ValueError: one is out of its range.
     """
-    for name in given:
-        if name not in names:
-            raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}")
+    every = {name: option.default for name, option in OPTIONS.items()} | {**defaults, **given}
+    return checked(made, every, {name: option.check for name, option in OPTIONS.items()}, names)
 
 
 def with_options(signature: Signature, defaults: Options) -> Signature:
     """Returns a signature with the options in the place of its `**options`."""
-    hints = get_type_hints(Options)
+    hints, changed = get_type_hints(Options), {**defaults}
     parameters = []
     for parameter in signature.parameters.values():
         if parameter.kind is not Parameter.VAR_KEYWORD:
             parameters.append(parameter)
             continue
         parameters += [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in {**DEFAULTS, **defaults}.items()
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=changed.get(name, option.default),
+                annotation=hints[name],
+            )
+            for name, option in OPTIONS.items()
             if name not in signature.parameters
         ]
     return signature.replace(parameters=parameters)

@@ -7,8 +7,7 @@ each of them, alone and together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Mapping
 from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -16,17 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from gymnasium import Space
 from gymnasium.spaces import Dict
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import TensorSpec
-from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.gym.fields import Field, info_key_names
-from trl_storages.recipe_options import DEFAULTS, Options, check_names, with_options
+from trl_storages.gym.fields import info_key_names
+from trl_storages.recipe_options import Options, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 from trl_storages.rows import PackedStorage
@@ -123,23 +121,29 @@ class UniformReplayStorage(ReplayStorage):
     def __init__(
         self, observation_space: Any, action_space: Any, **options: Unpack[Options]
     ) -> None:
-        names = [*inspect.signature(type(self)).parameters]
-        check_names(type(self).__name__, options, names)
-        self._build(observation_space, action_space, {**DEFAULTS, **self._defaults, **options})
+        self._build(observation_space, action_space, self._chosen(options))
 
-    def _build(self, observation_space: Any, action_space: Any, chosen: Options) -> None:
-        """Puts the parts together."""
-        num_envs = arguments.integer("num_envs", chosen["num_envs"], at_least=1)
-        storage_size = arguments.integer("storage_size", chosen["storage_size"])
-        batch_size = arguments.integer("batch_size", chosen["batch_size"], at_least=1)
-        prefetch = arguments.integer("prefetch", chosen["prefetch"])
-        device = arguments.device("device", chosen["device"])
-        info_keys, sample_unit = chosen["info_keys"], chosen["sample_unit"]
-        if not isinstance(info_keys, Mapping):
-            info_keys = arguments.keys("info_keys", info_keys)
-        if sample_unit is not None:
-            what = "a unit such as EpisodeSequence, or None"
-            arguments.instance("sample_unit", sample_unit, SampleUnit, what=what)
+    def _chosen(self, options: Options) -> dict[str, Any]:
+        names = [*inspect.signature(type(self)).parameters]
+        return chosen(type(self).__name__, options, self._defaults, names)
+
+    def _build(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        given: dict[str, Any],
+        hindsight: HERSampler | None = None,
+        relabel: GoalRelabel | None = None,
+    ) -> None:
+        """Puts the parts together.
+
+        Args:
+            observation_space: as in the constructor.
+            action_space: as in the constructor.
+            given: all options, checked.
+            hindsight: draws goals; None shows those that are stored.
+            relabel: writes what `hindsight` drew.
+        """
         for name, space in (
             ("observation_space", observation_space),
             ("action_space", action_space),
@@ -148,13 +152,8 @@ class UniformReplayStorage(ReplayStorage):
             arguments.instance(name, space, (Space, TensorSpec), what=what)
             if isinstance(space, Dict) and not space.spaces:
                 raise ValueError(f"{name} must have an entry, got {space}.")
-        n_step = arguments.integer("n_step", chosen["n_step"], at_least=1)
-        discount = arguments.number("discount", chosen["discount"], at_least=0, at_most=1)
-        if (path := chosen["path"]) is not None:
-            path = arguments.directory("path", path)
-        if (seed := chosen["seed"]) is not None:
-            seed = arguments.integer("seed", seed)
-        if storage_size < num_envs:
+        num_envs, info_keys, path = given["num_envs"], given["info_keys"], given["path"]
+        if (storage_size := given["storage_size"]) < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
                 f"num_envs={num_envs}; got {storage_size}."
@@ -163,36 +162,34 @@ class UniformReplayStorage(ReplayStorage):
         # Of infos without a space the first write says more.
         infos = info_key_names(info_keys)
         stored = {**dict.fromkeys(infos), **fields}
-        further = _extra_fields(chosen["extra_fields"], {*stored} - {keys.REWARD})
+        further = given["extra_fields"]
+        if taken := {*further} & {*stored} - {keys.REWARD}:
+            raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
         stored |= further
         fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])
         capacity = storage_size // num_envs * num_envs
         # All are made, so that an option out of its range is an error, and used where they do something.
-        make_prioritized = partial(
-            PERSampler,
-            alpha=chosen["alpha"],
-            beta=chosen["beta"],
-            eps=chosen["eps"],
-            normalize=chosen["normalize"],
-        )
-        is_prioritized = make_prioritized(1).alpha != 0
-        sampler: Sampler = make_prioritized(capacity) if is_prioritized else UniformSampler()
-        recency = ERESampler(chosen["eta"], chosen["c_min"], base=sampler)
+        exponents = {name: given[name] for name in ("alpha", "beta", "eps", "normalize")}
+        sampler: Sampler = PERSampler(1, **exponents)
+        sampler = PERSampler(capacity, **exponents) if sampler.alpha else UniformSampler()
+        recency = ERESampler(given["eta"], given["c_min"], base=sampler)
         sampler = recency if recency.eta != 1 else sampler
-        n_steps = NStep(n_step, discount)
-        transforms: list[Transform] = [n_steps] if n_step != 1 else []
-        sampler, transforms = self._with_goals(sampler, transforms)
+        n_step = NStep(given["n_step"], given["discount"])
+        transforms: list[Transform] = [n_step] if n_step.n_steps != 1 else []
+        if hindsight is not None and relabel is not None:
+            hindsight.base = sampler
+            sampler, transforms = hindsight, [relabel, *transforms]
         storage = PackedStorage(
             capacity,
             fields=stored,
-            device=device if path is None else "cpu",
+            device=given["device"] if path is None else "cpu",
             scratch_dir=path,
-            out_device=device,
+            out_device=given["device"],
         )
         generator = None
-        if seed is not None:
+        if (seed := given["seed"]) is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
         with storage.released_on_error():
             ReplayStorage.__init__(
@@ -201,19 +198,19 @@ class UniformReplayStorage(ReplayStorage):
                 writer=EpisodeWriter(
                     num_envs,
                     keys=list(stored),
-                    on_gap=chosen["on_gap"],
+                    on_gap=given["on_gap"],
                     observation_keys=observations,
                 ),
                 sampler=sampler,
                 transform=Compose(*transforms) if transforms else None,
-                batch_size=batch_size,
-                sample_unit=sample_unit,
-                prefetch=prefetch or None,
+                batch_size=given["batch_size"],
+                sample_unit=given["sample_unit"],
+                prefetch=given["prefetch"] or None,
                 generator=generator,
                 recorder=GymRecorder(
                     num_envs,
                     fields=fields,
-                    autoreset_mode=chosen["autoreset_mode"],
+                    autoreset_mode=given["autoreset_mode"],
                     info_keys=info_keys,
                 ),
             )
@@ -226,12 +223,6 @@ class UniformReplayStorage(ReplayStorage):
             f"path={str(path)!r}, and it goes on where it was. ReplayStorage.open(path, sampler=..., "
             "transform=...) opens the rows without them."
         )
-
-    def _with_goals(
-        self, sampler: Sampler, transforms: list[Transform]
-    ) -> tuple[Sampler, list[Transform]]:
-        """Lets a subclass add to what draws and what shows."""
-        return sampler, transforms
 
 
 class NStepReplayStorage(UniformReplayStorage):
@@ -319,8 +310,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether an episode is there to be sampled: finished, and stored whole."""
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         if not super().can_sample(batch_size):
             return False
         with self._replay_lock, self._write_lock:
@@ -364,7 +354,7 @@ class HERReplayStorage(UniformReplayStorage):
         num_goals: float = 4,
         **options: Unpack[Options],
     ) -> None:
-        check_names(type(self).__name__, options, [*inspect.signature(type(self)).parameters])
+        given = self._chosen(options)
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
@@ -374,46 +364,10 @@ class HERReplayStorage(UniformReplayStorage):
             )
         arguments.function("reward_fn", reward_fn, "(achieved_goal, desired_goal, transition)")
         check_strategy("goal_selection_strategy", goal_selection_strategy)
-        discount = arguments.number(
-            "discount", options.get("discount", 0.99), at_least=0, at_most=1
+        self._build(
+            observation_space,
+            action_space,
+            given,
+            HERSampler(goal_selection_strategy, num_goals, discount=given["discount"]),
+            GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"]),
         )
-        self._hindsight = HERSampler(goal_selection_strategy, num_goals, discount=discount)
-        self._relabel = GoalRelabel(
-            reward_fn,
-            terminated_fn=terminated_fn,
-            info_keys=arguments.keys("info_keys", options.get("info_keys", ())),
-        )
-        super().__init__(observation_space, action_space, **options)
-
-    def _with_goals(
-        self, sampler: Sampler, transforms: list[Transform]
-    ) -> tuple[Sampler, list[Transform]]:
-        self._hindsight.base = sampler
-        return self._hindsight, [self._relabel, *transforms]
-
-
-def _extra_fields(
-    extra_fields: Mapping[NestedKey, Any], taken: Collection[NestedKey]
-) -> dict[NestedKey, Field]:
-    """Returns the fields that were asked for beside those of the spaces and infos.
-
-    Raises:
-        TypeError: they are no mapping from keys to pairs of dtype and shape.
-        ValueError: there is one of that key already.
-    """
-    what = "a mapping from key to (dtype, shape)"
-    fields: dict[NestedKey, Field] = {}
-    for name, field in arguments.mapping("extra_fields", extra_fields, what).items():
-        key = arguments.key("extra_fields", name)
-        if key in taken:
-            raise ValueError(f"extra_fields must be others than those of the spaces, got {key!r}.")
-        if (
-            not isinstance(field, tuple)
-            or len(field) != 2
-            or not isinstance(field[0], torch.dtype)
-            or not isinstance(field[1], tuple | list)
-        ):
-            raise TypeError(f"extra_fields must be {what}, got {field!r} for {key!r}.")
-        shape = [arguments.integer(f"extra_fields[{key!r}]", size) for size in field[1]]
-        fields[key] = (field[0], torch.Size(shape))
-    return fields

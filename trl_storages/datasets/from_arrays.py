@@ -83,8 +83,7 @@ def from_arrays(
     [3, 2]
     """
     float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
-    if goal_fn is not None:
-        goal_fn = arguments.function("goal_fn", goal_fn, "of observations")
+    goal_fn = arguments.optional(arguments.function, "goal_fn", goal_fn, "of observations")
     if isinstance(data, Sequence) and not isinstance(data, str):
         data, path_ends = join_paths(data)
         ends = path_ends if ends is None else ends

@@ -112,34 +112,17 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         check_parts(
             storage=storage, sampler=sampler, writer=writer, transform=transform, recorder=recorder
         )
-        check_options(type(self).__name__, kwargs)
-        if kwargs.get("dim_extend"):
-            raise ValueError(
-                f"dim_extend must be 0, got {kwargs['dim_extend']}: batches come as [num_envs, T] and "
-                "the writer interleaves them; pass writer=EpisodeWriter(num_envs)."
-            )
-        if kwargs.get("delayed_init"):
-            raise ValueError(
-                f"delayed_init must be False, got {kwargs['delayed_init']}: hand functools.partial("
-                f"{type(self).__name__}, ...) to where the storage is wanted, and call it there."
-            )
         # TorchRL takes a `transform_factory` for a wish to wait.
-        kwargs["delayed_init"] = False
+        options = {"delayed_init": False, **check_options(type(self).__name__, kwargs)}
         super().__init__(
             storage=storage,
             sampler=UniformSampler if sampler is None else sampler,
             writer=EpisodeWriter if writer is None else writer,
             transform=transform,
-            **kwargs,
+            **options,
         )
-        if self._consume_after_n_samples is not None:
-            raise ValueError(
-                "rows can't be consumed, got consume_after_n_samples="
-                f"{self._consume_after_n_samples}: they leave in the order in which they came, so that "
-                "episodes stay in one piece; use TorchRL's TensorDictReplayBuffer for queues."
-            )
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
-        self._collates = kwargs.get("collate_fn") is not None
+        self._collates = options.get("collate_fn") is not None
         # Steps of each lane that the sampler knows of, where other processes write too.
         self._heard: torch.Tensor | None = None
         if self.shared:
@@ -215,10 +198,8 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
-        if check is not None:
-            check = arguments.flag("check", check)
-        if device is not None:
-            device = arguments.device("device", device)
+        check = arguments.optional(arguments.flag, "check", check)
+        device = arguments.optional(arguments.device, "device", device)
         rows = PackedStorage.open(
             path,
             mode=mode,
@@ -287,8 +268,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         Raises:
             ValueError, KeyError: the steps do not fit. Nothing is written then.
         """
-        if update_priority is not None:
-            update_priority = arguments.flag("update_priority", update_priority)
+        update_priority = arguments.optional(arguments.flag, "update_priority", update_priority)
         if not isinstance(self._writer, EpisodeWriter):
             return super().extend(tensordicts, update_priority=update_priority)
         rows: TensorDictBase | None = self._steps(tensordicts)
@@ -512,8 +492,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         """
         if predicate is not None:
             arguments.function("predicate", predicate, "of a Trajectory, or None")
-        if trajectory_key is not None:
-            trajectory_key = arguments.key("trajectory_key", trajectory_key)
+        trajectory_key = arguments.optional(arguments.key, "trajectory_key", trajectory_key)
         with self._replay_lock, self._write_lock:
             return list_trajectories(self._storage, predicate, trajectory_key)
 

@@ -92,8 +92,7 @@ class ReplayStorageEnsemble(SettledEnsemble):
                     "sampler=PERSampler(capacity) where the storage is made."
                 )
         self.shares = (1 / len(storages),) * len(storages) if shares is None else shares
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         self._batch_size = batch_size
         if arguments.generator("generator", generator) is not None:
             for storage in storages:

@@ -63,8 +63,7 @@ def batches_of(
     """Returns an iterator over batches of what can `sample`; see `ReplayStorage.batches`."""
     num_batches = arguments.integer("num_batches", num_batches)
     epochs = arguments.integer("epochs", epochs)
-    if batch_size is not None:
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
     return (storage.sample(batch_size) for _ in range(num_batches * epochs))
 
 

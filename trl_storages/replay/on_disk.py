@@ -201,11 +201,9 @@ class OnDisk:
         """
         num_workers = arguments.integer("num_workers", num_workers)
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         pin_memory = arguments.flag("pin_memory", pin_memory)
-        if seed is not None:
-            seed = arguments.integer("seed", seed)
+        seed = arguments.optional(arguments.integer, "seed", seed)
         if self._directory is None and not self._reads:
             raise RuntimeError(
                 "workers read rows from a directory, and these are in memory (or none was written yet): "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchrl.data import Storage, Writer
@@ -14,86 +15,126 @@ from trl_storages import arguments
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
 
-__all__ = ["ONE_FORM", "check_options", "check_parts"]
+__all__ = ["ONE_FORM", "Check", "check_options", "check_parts", "check_sample_unit", "checked"]
 
 #: Why dumps can't be changed.
 ONE_FORM = (
     "dumps() saves all parts in one form; save what state_dict() returns in a form of your own."
 )
+
+#: Returns what was given for a name as what is meant, or raises.
+Check = Callable[[str, Any], Any]
+
+
+def _refused(must: Any, reason: str) -> Check:
+    """Returns the check of an option of TorchRL's that has one value here."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in (must, None):
+            raise ValueError(f"{name} must be {must}, got {value!r}: {reason}")
+        return must
+
+    return check
+
+
+def check_sample_unit(name: str, value: Any) -> SampleUnit | None:
+    """Returns what drawn rows grow into, or None."""
+    what = "a unit such as EpisodeSequence, or None"
+    return arguments.optional(arguments.instance, name, value, SampleUnit, what=what)
+
+
+def _as_given(name: str, value: Any) -> Any:
+    """Leaves the check to TorchRL."""
+    del name
+    return value
+
+
+def _part(kind: type, *, is_needed: bool = False) -> Check:
+    """Returns the check of a part, or of a function that makes one."""
+
+    def check(name: str, value: Any) -> Any:
+        if callable(value) or (value is None and not is_needed):
+            return value
+        what = f"a TorchRL {kind.__name__}, or a function that makes one"
+        return arguments.instance(name, value, kind, what=what if is_needed else f"{what}, or None")
+
+    return check
+
+
+_PARTS: dict[str, Check] = {
+    "storage": _part(Storage, is_needed=True),
+    "sampler": _part(Sampler),
+    "writer": _part(Writer),
+    "transform": _part(Transform),
+    "recorder": partial(
+        arguments.optional, arguments.instance, kind=GymRecorder, what="a GymRecorder or None"
+    ),
+}
 # Of TorchRL's replay buffers, without the parts.
-_NAMES = (
-    "batch_size",
-    "checkpointer",
-    "collate_fn",
-    "compilable",
-    "consume_after_n_samples",
-    "delayed_init",
-    "dim_extend",
-    "generator",
-    "pin_memory",
-    "prefetch",
-    "priority_key",
-    "sample_unit",
-    "service_backend",
-    "service_backend_options",
-    "shared",
-    "transform_factory",
-    "transport",
-    "transport_options",
-)
+_OPTIONS: dict[str, Check] = {
+    "batch_size": partial(arguments.optional, arguments.integer, at_least=1),
+    "checkpointer": _refused(None, ONE_FORM),
+    "collate_fn": partial(arguments.optional, arguments.function, what="of rows, or None"),
+    "compilable": _as_given,
+    "consume_after_n_samples": _refused(
+        None,
+        "rows leave in the order in which they came, so that episodes stay in one piece; use TorchRL's "
+        "TensorDictReplayBuffer for queues.",
+    ),
+    "delayed_init": _refused(
+        False,
+        "hand functools.partial(ReplayStorage, ...) to where the storage is wanted, and call it there.",
+    ),
+    "dim_extend": _refused(
+        0,
+        "batches come as [num_envs, T] and the writer interleaves them; pass "
+        "writer=EpisodeWriter(num_envs).",
+    ),
+    "generator": arguments.generator,
+    "pin_memory": arguments.flag,
+    "prefetch": partial(arguments.optional, arguments.integer),
+    "priority_key": arguments.key,
+    "sample_unit": check_sample_unit,
+    "service_backend": _as_given,
+    "service_backend_options": _as_given,
+    "shared": arguments.flag,
+    "transform_factory": _as_given,
+    "transport": _as_given,
+    "transport_options": _as_given,
+}
 
 
-def check_parts(*, storage: Any, sampler: Any, writer: Any, transform: Any, recorder: Any) -> None:
+def check_parts(**parts: Any) -> None:
     """Checks that parts are what they are called, or functions that make it.
 
     Raises:
         TypeError: one is something else.
     """
-    for name, value, kind in (
-        ("storage", storage, Storage),
-        ("sampler", sampler, Sampler),
-        ("writer", writer, Writer),
-        ("transform", transform, Transform),
-    ):
-        optional = name != "storage"
-        if (optional and value is None) or isinstance(value, kind) or callable(value):
-            continue
-        what = f"a TorchRL {kind.__name__}, or a function that makes one"
-        arguments.instance(name, value, kind, what=f"{what}, or None" if optional else what)
-    if recorder is not None:
-        arguments.instance("recorder", recorder, GymRecorder, what="a GymRecorder or None")
+    for name, value in parts.items():
+        _PARTS[name](name, value)
 
 
-def check_options(made: str, options: Mapping[str, Any]) -> None:
-    """Checks the options that TorchRL's replay buffers have too.
+def check_options(made: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks the options that TorchRL's replay buffers have too; see `checked`."""
+    return checked(made, options, _OPTIONS, [*_OPTIONS])
+
+
+def checked(
+    made: str, options: Mapping[str, Any], checks: Mapping[str, Check], names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns options as what is meant by them.
 
     Args:
-        made: what is made, for the message.
+        made: what is made, for messages.
         options: as they came.
+        checks: of each option that there is.
+        names: what may be asked for, for messages.
 
     Raises:
         TypeError: one is of another kind, or there is none of that name.
         ValueError: one is out of its range.
     """
-    for name, value in options.items():
-        if name not in _NAMES:
-            raise TypeError(f"{made} has no option {name!r}: {meant(name, _NAMES)}")
-        if name == "priority_key":
-            arguments.key(name, value)
-        elif name in ("pin_memory", "shared"):
-            arguments.flag(name, value)
-        elif value is None:
-            continue
-        elif name == "checkpointer":
-            raise ValueError(f"checkpointer must be None, got {value!r}: {ONE_FORM}")
-        elif name == "batch_size":
-            arguments.integer(name, value, at_least=1)
-        elif name == "prefetch":
-            arguments.integer(name, value)
-        elif name == "generator":
-            arguments.generator(name, value)
-        elif name == "collate_fn":
-            arguments.function(name, value, "of rows, or None")
-        elif name == "sample_unit":
-            what = "a unit such as EpisodeSequence, or None"
-            arguments.instance(name, value, SampleUnit, what=what)
+    for name in options:
+        if name not in checks:
+            raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}")
+    return {name: checks[name](name, value) for name, value in options.items()}

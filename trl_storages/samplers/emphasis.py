@@ -146,8 +146,7 @@ class ERESampler(WrappingSampler):
 
     @updates_per_phase.setter
     def updates_per_phase(self, value: int | None) -> None:
-        if value is not None:
-            value = arguments.integer("updates_per_phase", value, at_least=1)
+        value = arguments.optional(arguments.integer, "updates_per_phase", value, at_least=1)
         self._updates_per_phase = value
 
     @property

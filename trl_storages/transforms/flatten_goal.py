@@ -89,8 +89,7 @@ class FlattenGoal(CatTensors):
             `[*B, F]`.
         """
         arguments.mapping("parts", parts, "a mapping or TensorDict with the parts")
-        if batch_dims is not None:
-            batch_dims = arguments.integer("batch_dims", batch_dims)
+        batch_dims = arguments.optional(arguments.integer, "batch_dims", batch_dims)
         there = list(
             parts.keys(include_nested=True) if isinstance(parts, TensorDictBase) else parts
         )
