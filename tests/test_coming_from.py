@@ -1,4 +1,4 @@
-"""The guide for users of other libraries runs, answers every name of theirs, and names what there is.
+"""The guide for users of other libraries answers every name of theirs, and names what there is.
 
 `other_libraries.json` lists the public classes, methods and arguments of their buffers, as their sources
 have them: `Class` or `Class.method` -> arguments.
@@ -23,7 +23,6 @@ import torchrl.modules
 import torchrl.objectives
 import torchrl.trainers
 from gymnasium.vector import AutoresetMode
-from mktestdocs import check_md_file
 
 import trl_storages
 import trl_storages.datasets
@@ -51,12 +50,6 @@ def words(text: str) -> set[str]:
 def names_of(library: str) -> set[str]:
     entries = LIBRARIES[library]
     return {part for name in entries for part in [*name.split("."), *entries[name]]}
-
-
-# TorchRL's environments and losses warn about options of their own that are to change.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_python_blocks_run_one_after_another():
-    check_md_file(GUIDE, memory=True)
 
 
 def test_each_library_has_a_section_that_is_linked():

@@ -1,4 +1,4 @@
-"""What the README shows runs, and its commands are there for `.ci/run` to take."""
+"""What the README and the guides show runs, and the README's commands are there for `.ci/run` to take."""
 
 import re
 from pathlib import Path
@@ -6,17 +6,51 @@ from pathlib import Path
 import pytest
 from mktestdocs import check_md_file
 
-from tests.benchmarks.readme import format_readme, format_speed
+from tests.benchmarks.readme import PAGES, update, written
 from tests.benchmarks.results import Report
 
-README = Path(__file__).parents[1] / "README.md"
-BENCHMARKS = Path(__file__).parent / "benchmarks"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "tutorials").glob("*.md"))
+#: These guides need more than a process of their own, which their tests give them.
+ELSEWHERE = {"several_machines.md"}
+KEPT = ROOT / "tests" / "benchmarks" / "results.json"
 
 
-# The example's collector warns about options of its own that are to change.
+# Collectors and environments of the examples warn about options of their own that are to change.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_python_blocks_run_one_after_another():
-    check_md_file(README, memory=True)
+@pytest.mark.parametrize(
+    "page",
+    [README, *(guide for guide in GUIDES if guide.name not in ELSEWHERE)],
+    ids=lambda page: page.stem,
+)
+def test_python_blocks_run_one_after_another(page):
+    check_md_file(page, memory=True)
+
+
+def test_the_readme_is_short_and_names_every_guide():
+    lines = README.read_text().splitlines()
+    guides = [*GUIDES, *(ROOT / "tutorials").glob("*.ipynb")]
+    assert len(lines) <= 115
+    assert [
+        guide.name for guide in guides if f"(tutorials/{guide.name})" not in README.read_text()
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [README, ROOT / "CONTRIBUTING.md", ROOT / "tests/benchmarks/README.md", *GUIDES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+            assert heading in anchors, link
 
 
 def test_there_are_exactly_two_commands():
@@ -32,14 +66,30 @@ def test_there_are_exactly_two_commands():
     assert test.endswith(".venv/bin/python -m pytest -n 2 --dist worksteal")
 
 
-def test_speed_is_that_of_the_run_that_is_kept():
-    report = Report.load(BENCHMARKS / "results.json")
+@pytest.mark.parametrize("name", PAGES)
+def test_speed_is_that_of_the_run_that_is_kept(name):
+    page = (ROOT / name).read_text()
 
-    assert "\n".join(format_speed(report)) in README.read_text()
-    assert "\n".join(format_readme(report)) in (BENCHMARKS / "README.md").read_text()
+    assert page == written(page, PAGES[name](Report.load(KEPT))), (
+        "run python -m tests.benchmarks --readme tests/benchmarks/results.json"
+    )
+
+
+def test_other_runs_replace_the_tables_and_nothing_else(tmp_path):
+    pages = {name: (ROOT / name).read_text() for name in PAGES}
+    for name, page in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(page)
+    empty, kept = Report(machine=Report.load(KEPT).machine), Report.load(KEPT)
+
+    update(empty, tmp_path)
+    assert all((tmp_path / name).read_text() != page for name, page in pages.items())
+    update(kept, tmp_path)
+
+    assert {name: (tmp_path / name).read_text() for name in PAGES} == pages
 
 
 def test_what_is_promised_of_directories_is_what_tests_show():
     """Rows that were flushed, and nothing of those that were not."""
-    text = " ".join(README.read_text().split())
+    text = " ".join((ROOT / "tutorials/what_to_know.md").read_text().split())
     assert "`flush()` has returned from is there after a loss of power at any later time" in text

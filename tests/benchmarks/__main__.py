@@ -19,10 +19,12 @@ import torch
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
+from tests.benchmarks.readme import PAGES, update
 from tests.benchmarks.results import Report, describe_machine
 from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
 from tests.benchmarks.tables import format_machine, format_report
 
+ROOT = Path(__file__).parents[2]
 # Sections that are of one number of threads, the first that is asked for.
 ONCE = ("growth", "mapped", "cold", "memory")
 # Sections that compare with what only the CPU has.
@@ -53,7 +55,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to keep the results in")
     parser.add_argument("--plot", type=Path, help="file to draw the medians into")
     parser.add_argument("--readme", type=Path, metavar="JSON",
-                        help="measure nothing; print the README's tables of such a file")  # fmt: skip
+                        help="measure nothing; write the tables of such a file into the README, "
+                        "tutorials/speed.md and tests/benchmarks/README.md")  # fmt: skip
     parsed = parser.parse_args(arguments)
     on_device = [name for name in names if parsed.device == "cpu" or name not in ON_CPU]
     if parsed.only is None:
@@ -140,9 +143,8 @@ def main() -> None:
     """Measures, or reads what was measured, and prints it."""
     arguments = parse_arguments()
     if arguments.readme is not None:
-        from tests.benchmarks.readme import format_readme
-
-        print(*format_readme(Report.load(arguments.readme)), sep="\n")
+        update(Report.load(arguments.readme), ROOT)
+        print(f"The tables of {', '.join(PAGES)} are those of {arguments.readme}.")
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device.")

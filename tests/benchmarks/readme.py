@@ -1,6 +1,7 @@
-"""A run as the tables of the README."""
+"""A run as the tables of the README and of the pages on speed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 from tests.benchmarks.tables import (
@@ -13,7 +14,7 @@ from tests.benchmarks.tables import (
 )
 from tests.benchmarks.targets import WORKS, outcomes
 
-__all__ = ["format_readme", "format_speed"]
+__all__ = ["PAGES", "format_all", "format_short", "format_targets", "update", "written"]
 
 PEERS = ("torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
 # Our works, and what the others do next to them.
@@ -25,6 +26,18 @@ SAMPLES = {
     "her_n_step": "her",
     "everything": "her",
 }
+# What the README shows of them, of one batch size.
+SHORT = ("uniform", "her", "n_step", "priorities", "everything")
+SHORT_BATCH = 256
+# Who is named with a version there, and the package that has it.
+PACKAGES = {
+    "here": "trl_storages",
+    "TorchRL": "torchrl",
+    "SB3": "stable_baselines3",
+    "cpprb": "cpprb",
+    "tianshou": "tianshou",
+    "flashbax": "flashbax",
+}
 
 # Sections in which a training loop draws, and does not.
 IN_LOOPS = {"loop": "between updates", "alone": "alone"}
@@ -32,38 +45,89 @@ IN_LOOPS = {"loop": "between updates", "alone": "alone"}
 NOTES = """
 Microseconds, medians; in brackets how many times as long as here. One step is written before each draw.
 cpprb draws goals and folds steps when it writes: it stores each row five times for hindsight, and the
-goals stay as they are. flashbax has no hindsight and no n-step returns of its own; the benchmark folds
-its sequences.
+goals and n stay as they are. flashbax has no hindsight and no n-step returns of its own; the benchmark
+folds its sequences. The raw gather is what the machine takes to copy as many bytes.
 """
+BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 
 
-def format_readme(report: Report) -> Iterator[str]:
-    """Gives what the page of the benchmark says of a run, the tables of the README first.
+def format_short(report: Report) -> Iterator[str]:
+    """Gives what the README shows: draws of one size, within a training loop if they were measured."""
+    results = [r for r in report.results if r.threads == 1 and r.batch_size == SHORT_BATCH]
+    section = "loop" if any(r.section == "loop" for r in results) else "sampling"
+    results = [r for r in results if r.section == section and not r.unequal]
+    if not results:
+        return
+    rows = max(result.rows for result in results)
+    results = [r for r in results if r.rows == rows and r.peer != "raw"]
+    peers = peers_of(results)
+    yield from head(f"| draw {SHORT_BATCH} from {rows:,} rows | ", peers)
+    for work in SHORT:
+        ours = pick(results, work=work, peer="ours")
+        if ours is not None:
+            yield row_of(f"| {title_of(work)} | ", ours, results, peers)
+    where = {"loop": "Between two updates of a network", "sampling": "After a write of one step"}
+    versions = [
+        f"{title} {report.machine[package]}"
+        for title, package in PACKAGES.items()
+        if package in report.machine
+    ]
+    yield ""
+    yield f"{where[section]}: microseconds, medians of one thread, in brackets how many times as long as"
+    yield f"here. Versions: {', '.join(versions)}."
 
-    Args:
-        report: of a whole run; what was not measured is left out.
-    """
+
+def format_all(report: Report) -> Iterator[str]:
+    """Gives what the page on speed shows: every table; what was not measured is left out."""
     yield format_machine(report.machine)
     yield ""
-    yield from format_speed(report)
-    yield NOTES
-    yield from format_rest(report)
-    yield from format_cold_start([r for r in report.results if r.threads == 1])
-    if report.memory:
+    for line in report.left_out:
+        yield line
         yield ""
-        yield format_memory(report.memory)
-    for threads in sorted({result.threads for result in report.results}):
-        yield ""
-        yield from format_missed(report, threads)
-
-
-def format_speed(report: Report) -> Iterator[str]:
-    """Gives what the README shows: draws within a training loop, then draws one after another."""
     in_loops = list(format_loop(report))
     if in_loops:
         yield from in_loops
         yield ""
     yield from format_samples(report)
+    yield NOTES
+    yield from format_sizes(report)
+    yield from format_rest(report)
+    yield from format_cold_start([r for r in report.results if r.threads == 1])
+    if report.memory:
+        yield ""
+        yield format_memory(report.memory)
+
+
+def format_targets(report: Report) -> Iterator[str]:
+    """Gives what the page for developers shows: the targets that are missed."""
+    for number, threads in enumerate(sorted({result.threads for result in report.results})):
+        if number:
+            yield ""
+        yield from format_missed(report, threads)
+
+
+#: What each page has between two marks, by its path from the root of the checkout.
+PAGES: dict[str, Callable[[Report], Iterator[str]]] = {
+    "README.md": format_short,
+    "tutorials/speed.md": format_all,
+    "tests/benchmarks/README.md": format_targets,
+}
+
+
+def written(page: str, lines: Iterator[str]) -> str:
+    """Returns a page with these lines between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
+
+
+def update(report: Report, root: Path) -> None:
+    """Writes the tables of a run into the pages."""
+    texts = {
+        root / name: written((root / name).read_text(), format_page(report))
+        for name, format_page in PAGES.items()
+    }
+    for path, text in texts.items():
+        path.write_text(text)
 
 
 def format_missed(report: Report, threads: int) -> Iterator[str]:
@@ -85,23 +149,16 @@ def format_loop(report: Report) -> Iterator[str]:
     results = [r for r in report.results if r.section in IN_LOOPS and r.threads == 1]
     if not results:
         return
-    peers = [peer for peer in PEERS if any(result.peer == peer for result in results)]
-    titles = [TITLES[peer] for peer in peers]
+    peers = peers_of(results)
     one = results[0]
-    yield (
-        f"| draw {one.batch_size:,} from {one.rows:,} rows | | "
-        + " | ".join(["here", *titles])
-        + " |"
-    )
-    yield "|---" * (len(peers) + 3) + "|"
-    for work, theirs in SAMPLES.items():
+    yield from head(f"| draw {one.batch_size:,} from {one.rows:,} rows | | ", peers)
+    for work in SAMPLES:
         title = title_of(work)
         for section, where in IN_LOOPS.items():
             found = [result for result in results if result.section == section]
             ours = pick(found, work=work, peer="ours")
             if ours is not None:
-                cells = [markdown_cell(pick(found, work=theirs, peer=p), ours) for p in peers]
-                yield f"| {title} | {where} | **{ours.median:,.0f}** | " + " | ".join(cells) + " |"
+                yield row_of(f"| {title} | {where} | ", ours, found, peers)
                 title = ""
     yield from format_prefetch(report)
 
@@ -137,25 +194,61 @@ def format_samples(report: Report) -> Iterator[str]:
         return
     rows = max(result.rows for result in results)
     results = [result for result in results if result.rows == rows]
-    peers = [peer for peer in PEERS if any(result.peer == peer for result in results)]
-    yield (
-        f"| draw from {rows:,} rows | batch | "
-        + " | ".join(["here", *(TITLES[peer] for peer in peers)])
-        + " |"
-    )
-    yield "|---" * (len(peers) + 3) + "|"
-    for work, theirs in SAMPLES.items():
+    peers = peers_of(results)
+    yield from head(f"| draw from {rows:,} rows | batch | ", peers)
+    for work in SAMPLES:
         title = title_of(work)
         for batch_size in sorted({result.batch_size for result in results}):
             of_batch = [result for result in results if result.batch_size == batch_size]
             ours = pick(of_batch, work=work, peer="ours")
-            if ours is None:
-                continue
-            cells = [markdown_cell(pick(of_batch, work=theirs, peer=p), ours) for p in peers]
-            yield (
-                f"| {title} | {batch_size:,} | **{ours.median:,.0f}** | " + " | ".join(cells) + " |"
-            )
-            title = ""
+            if ours is not None:
+                yield row_of(f"| {title} | {batch_size:,} | ", ours, of_batch, peers)
+                title = ""
+
+
+def format_sizes(report: Report) -> Iterator[str]:
+    """Says what draws of one size take where few rows are stored, and where many are."""
+    results = [
+        r
+        for r in report.results
+        if (r.section, r.peer, r.batch_size, r.threads) == ("sampling", "ours", SHORT_BATCH, 1)
+        and not r.unequal
+        and r.work in ("uniform", "her")
+    ]
+    sizes = sorted({result.rows for result in results})
+    if len(sizes) < 2:
+        return
+    taken = {
+        rows: ", ".join(
+            f"{result.median:,.0f} ({WORKS[result.work]})"
+            for result in results
+            if result.rows == rows
+        )
+        for rows in (sizes[0], sizes[-1])
+    }
+    yield (
+        f"The work does not grow with the storage, memory only gets further away: {SHORT_BATCH} of "
+        f"{sizes[0]:,} rows take {taken[sizes[0]]}; of {sizes[-1]:,} rows {taken[sizes[-1]]}."
+    )
+    yield ""
+
+
+def peers_of(results: list[Result]) -> list[str]:
+    """Returns whose results there are, in the order of the columns."""
+    return [peer for peer in PEERS if any(result.peer == peer for result in results)]
+
+
+def head(first: str, peers: list[str]) -> Iterator[str]:
+    """Gives the two lines that a table begins with; `first` is what stands before our column."""
+    yield first + " | ".join(["here", *(TITLES[peer] for peer in peers)]) + " |"
+    yield "|---" * (first.count("|") + len(peers)) + "|"
+
+
+def row_of(first: str, ours: Result, results: list[Result], peers: list[str]) -> str:
+    """Returns a line of a table: our time, and among `results` those of the others."""
+    theirs = SAMPLES.get(ours.work, ours.work)
+    cells = [markdown_cell(pick(results, work=theirs, peer=peer), ours) for peer in peers]
+    return f"{first}**{ours.median:,.0f}** | " + " | ".join(cells) + " |"
 
 
 def markdown_cell(found: Result | None, ours: Result) -> str:
@@ -170,11 +263,10 @@ def format_rest(report: Report) -> Iterator[str]:
     """Gives what is not a draw of rows: writes, sequences and pixels."""
     titles = {"sequences": "sequences", "pixels": "pixels", "pixels_n_step": "pixels"}
     results = [r for r in report.results if r.section in ("writing", *titles) and r.threads == 1]
-    peers = [p for p in PEERS if any(result.peer == p for result in results)]
+    peers = peers_of(results)
     if not results:
         return
-    yield "| work | rows a call | " + " | ".join(["here", *(TITLES[p] for p in peers)]) + " |"
-    yield "|---" * (len(peers) + 3) + "|"
+    yield from head("| work | rows a call | ", peers)
     most = {section: max(r.rows for r in results if r.section == section)
             for section in {r.section for r in results}}  # fmt: skip
     for ours in results:
@@ -188,9 +280,4 @@ def format_rest(report: Report) -> Iterator[str]:
             if (r.section, r.work, r.rows, r.batch_size)
             == (ours.section, ours.work, ours.rows, ours.batch_size)
         ]
-        cells = [markdown_cell(pick(same, peer=peer), ours) for peer in peers]
-        yield (
-            f"| {WORKS[ours.work]} | {ours.batch_size:,} | **{ours.median:,.0f}** | "
-            + " | ".join(cells)
-            + " |"
-        )
+        yield row_of(f"| {WORKS[ours.work]} | {ours.batch_size:,} | ", ours, same, peers)

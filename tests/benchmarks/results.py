@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import trl_storages
+
 __all__ = ["Report", "Result", "describe_machine", "pick", "ratio"]
 
 DISTRIBUTIONS = (
@@ -115,7 +117,8 @@ def describe_machine() -> dict[str, str | int]:
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    return machine | {name: installed[name] for name in DISTRIBUTIONS if name in installed}
+    versions = {name: installed[name] for name in DISTRIBUTIONS if name in installed}
+    return machine | {"trl_storages": trl_storages.__version__} | versions
 
 
 def processor() -> str:

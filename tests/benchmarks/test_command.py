@@ -14,7 +14,7 @@ from tests.benchmarks import cold_start, contest, network, sections
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
-from tests.benchmarks.readme import format_readme, format_speed
+from tests.benchmarks.readme import BEGIN, END, PAGES, format_all, format_short, format_targets
 from tests.benchmarks.results import Report, Result, pick, ratio
 from tests.benchmarks.sections import SECTIONS, run_section
 from tests.benchmarks.tables import format_report
@@ -112,7 +112,8 @@ def test_a_section_can_be_told_and_kept(section, tmp_path):
     assert Report.load(tmp_path / "results.json") == report
     assert any("here" in line for line in lines) or "Cold start" in "".join(lines)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
-    assert list(format_readme(report))
+    assert list(format_all(report))
+    assert section not in ("loop", "sampling") or list(format_short(report))
 
 
 def test_a_loop_comes_first_and_says_what_it_loses():
@@ -127,9 +128,27 @@ def test_a_loop_comes_first_and_says_what_it_loses():
         for peer, taken in [("ours", 3060), ("free", 3000)]
     ]
 
-    lines = list(format_speed(Report(results=[*samples, *loop, *prefetch])))
+    report = Report(
+        machine={
+            "processor": "x",
+            "cores": 1,
+            "architecture": "y",
+            "system": "z",
+            "torchrl": "0.1",
+        },
+        results=[*samples, *loop, *prefetch],
+    )
 
-    assert lines == [
+    assert list(format_short(report)) == [
+        "| draw 256 from 1,000 rows | here | SB3 |",
+        "|---|---|---|",
+        "| hindsight, `future` | **250** | 1,000 (4.0x) |",
+        "",
+        "Between two updates of a network: microseconds, medians of one thread, in brackets how many "
+        "times as long as",
+        "here. Versions: TorchRL 0.1.",
+    ]
+    assert list(format_all(report))[2:12] == [
         "| draw 256 from 1,000 rows | | here | SB3 |",
         "|---|---|---|---|",
         "| hindsight, `future` | between updates | **250** | 1,000 (4.0x) |",
@@ -228,7 +247,7 @@ def test_a_missed_target_says_what_a_plain_function_takes():
     )
 
     (missed,) = (o for o in outcomes(report, 1) if o.found is not None and not o.is_met)
-    lines = list(format_readme(report))
+    lines = list(format_targets(report))
 
     assert (missed.found.ours, missed.found.compiled) == (20, 7)
     assert "20 here, a plain compiled function takes 7" in "\n".join(format_report(report))
@@ -236,7 +255,7 @@ def test_a_missed_target_says_what_a_plain_function_takes():
         "- hindsight x 3-step / our hindsight at 256: 2.00 (at most 1.4); "
         "20 here, a plain compiled function takes 7."
     ]
-    assert not any("compiled" in line for line in format_speed(report))
+    assert not any("compiled" in line for line in [*format_all(report), *format_short(report)])
 
 
 def test_what_loses_most_by_threads_counts():
@@ -287,9 +306,14 @@ def test_the_command_line_prints_saves_and_draws(tmp_path, capsys, monkeypatch):
     assert report.machine["backend"] == os.environ["TRL_STORAGES_BACKEND"] == "torch"
     assert report.machine["device"] == "cpu"
     assert drawn.stat().st_size > 1000
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"Title\n\n{BEGIN}{END}")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmarks", "--readme", str(kept)])
     command.main()
-    assert "| draw from 300 rows | batch | here | raw gather |" in capsys.readouterr().out
+    page = (tmp_path / "tutorials/speed.md").read_text()
+    assert "| draw from 300 rows | batch | here | raw gather |" in page
 
 
 @pytest.mark.parametrize(
