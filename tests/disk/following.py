@@ -25,7 +25,7 @@ from trl_storages import HERSampler, ReplayStorage, UniformSampler
 __all__ = ["EVENTS", "Seen", "follow"]
 
 SIZE, LANES, BATCH = 2000, 4, 256
-STOPPED, PATIENCE = 0.25, 20.0  # seconds
+PATIENCE = 20.0  # seconds
 #: What may happen to the writer.
 EVENTS = ("stop", "kill", "empty", "keep", "load", "many steps")
 
@@ -154,6 +154,19 @@ def _open_and_read(path: Path, number: int, board: Board) -> None:
     _read(reader, number, board)
 
 
+def _while_stopped(board: Board, every: list[int]) -> None:
+    """Waits until each reader has drawn a batch from a writer that does nothing."""
+    before = [board.seen(reader).while_stopped for reader in every]
+    board.words[Board.STOPPED] = 1
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and any(
+        board.seen(reader).while_stopped == known and not board.seen(reader).failed
+        for reader, known in zip(every, before, strict=True)
+    ):
+        time.sleep(0.02)
+    board.words[Board.STOPPED] = 0
+
+
 def follow(
     path: Path, *, rows: int, events: tuple[str, ...], num_readers: int = 2, seed: int = 0
 ) -> tuple[list[Seen], int]:
@@ -196,16 +209,12 @@ def follow(
         happened += 1
         if event == "stop":
             os.kill(writer, signal.SIGSTOP)
-            board.words[Board.STOPPED] = 1
-            time.sleep(STOPPED)
-            board.words[Board.STOPPED] = 0
+            _while_stopped(board, every)
             os.kill(writer, signal.SIGCONT)
         elif event == "kill":
             os.kill(writer, signal.SIGKILL)
             os.waitpid(writer, 0)
-            board.words[Board.STOPPED] = 1
-            time.sleep(STOPPED)
-            board.words[Board.STOPPED] = 0
+            _while_stopped(board, every)
             writers += 1
             writer = _fork(_write, path, writers, state, board, None)
         elif event:

@@ -36,7 +36,7 @@ Readers map the same files. They follow the tables, draw, gather, and look at th
 that was not there while it was read is drawn anew.
 """
 
-from trl_storages.disk.description import check_is_storage, holds_storage, spare_steps
+from trl_storages.disk.description import holds_storage, spare_steps
 from trl_storages.disk.directory import Directory
 from trl_storages.disk.priority_column import PriorityColumn
 from trl_storages.disk.reader import Reader
@@ -45,7 +45,6 @@ __all__ = [
     "Directory",
     "PriorityColumn",
     "Reader",
-    "check_is_storage",
     "holds_storage",
     "spare_steps",
 ]

@@ -1,6 +1,6 @@
 """What a directory of rows is: `storage.json`, and the names of the files beside it.
 
-Letters: E lanes (environments), T live steps a lane at most, S spare steps, H histories, W words a row.
+Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, H histories.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import re
 import uuid
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trl_storages.disk.files import opened, write_text
@@ -25,9 +25,7 @@ from trl_storages.saved import MOST_BYTES, SavedState, parse_json
 
 __all__ = [
     "Description",
-    "History",
     "check_is_free",
-    "check_is_storage",
     "holds_storage",
     "own_files",
     "remove_files",
@@ -36,76 +34,50 @@ __all__ = [
 ]
 
 _NAME = "storage.json"
-# What is written before it gets the name, and what says that there will be a storage.
-_NEW, _CREATING = _NAME + ".new", _NAME + ".creating"
-_LOCK = "lock"
-_OWN = re.compile(r"(rows|marks|commits|priorities)\.\d{1,9}\.bin")
-_FORMAT = 2
+# What says that there will be a storage, or that there was one.
+_CREATING = _NAME + ".creating"
+_OWN = re.compile(r"(rows|marks|commits|priorities)\.\d{1,9}\.bin(\.new)?")
+_KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
 # The file must stay one that can be read.
 _MOST_NUMBERS = 2**18
 
-
-def holds_storage(directory: Path) -> bool:
-    """Returns whether there is a storage in a directory."""
-    return os.path.lexists(directory / _NAME)
-
-
-def check_is_storage(directory: Path) -> None:
-    """Raises a FileNotFoundError if there is no storage in a directory."""
-    if holds_storage(directory):
-        return
-    there = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else None
-    found = "there is none" if there is None else f"got one with {there[:5]}"
-    raise FileNotFoundError(
-        f"{directory} must be a directory that holds a storage (with {_NAME}), {found}; make "
-        "one with path= or scratch_dir=."
-    )
-
-
-@dataclass(frozen=True)
-class History:
-    """What one writer wrote, from when it opened the directory on."""
-
-    number: int
-    first: tuple[int, ...]
-    """`[E]` its first step in each lane."""
+Steps = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Description:
-    """What `storage.json` says. It is never changed, but replaced by another one."""
+    """What `storage.json` says. It is never changed, but replaced by another one.
+
+    Args:
+        layout: of a row.
+        num_rows: live rows at most, as the storage was made for.
+        num_lanes: E.
+        spare_steps: S.
+        tails: `[E]` no row before these steps comes back, whatever is found of it.
+        flushed: `[E]` the cursors as everything was on disk last.
+        identity: another one wherever a directory is made.
+        generation: which files count.
+        histories: of each writer that still owns live steps a number, and `[E]` its first step in each
+            lane; the newest last.
+        is_clean: whether nothing was written since everything was flushed.
+        has_priorities: whether each row had a priority when it was closed.
+        progress: what else goes on where it was: generator, sampler, recorder.
+    """
 
     layout: Layout
     num_rows: int
-    """Live rows at most, as the storage was made for."""
     num_lanes: int
-    """E."""
     spare_steps: int
-    """S."""
-    tails: tuple[int, ...]
-    """`[E]` no row before these steps comes back, whatever is found of it."""
-    flushed: tuple[int, ...]
-    """`[E]` the cursors as everything was on disk last."""
+    tails: Steps
+    flushed: Steps
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Another one wherever a directory is made."""
     generation: int = 1
-    """Which files count."""
-    histories: tuple[History, ...] = ()
-    """Those that still own live steps, the newest last."""
+    histories: tuple[Steps, ...] = ()
     is_clean: bool = True
-    """Whether nothing was written since everything was flushed."""
     has_priorities: bool = False
-    """Whether each row had a priority when it was closed."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """What else goes on where it was: generator, sampler, recorder."""
-
-    @classmethod
-    def of_new(cls, layout: Layout, num_rows: int, num_lanes: int) -> Description:
-        """Describes an empty storage."""
-        steps, none = num_rows // num_lanes, (0,) * num_lanes
-        return cls(layout, num_rows, num_lanes, spare_steps(steps), none, none)
 
     @property
     def steps_per_lane(self) -> int:
@@ -118,44 +90,37 @@ class Description:
         return self.steps_per_lane + self.spare_steps
 
     @property
-    def num_slots(self) -> int:
-        """R E."""
-        return self.ring_steps * self.num_lanes
-
-    @property
     def history(self) -> int:
         """The number of the newest history, 0 before there is any."""
-        return self.histories[-1].number if self.histories else 0
+        return self.histories[-1][0] if self.histories else 0
 
     def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `[H]` the numbers of the histories, and `[H, E]` their first steps."""
-        numbers = torch.tensor([history.number for history in self.histories], dtype=torch.int64)
-        firsts = torch.tensor([history.first for history in self.histories], dtype=torch.int64)
-        return numbers, firsts.view(len(numbers), self.num_lanes)
+        known = torch.tensor(self.histories, dtype=torch.int64).view(-1, self.num_lanes + 1)
+        return known[:, 0], known[:, 1:]
 
-    def begun(self, cursors: Sequence[int], tails: Sequence[int]) -> Description:
+    def begun(self, cursors: np.ndarray, tails: np.ndarray) -> Description:
         """Describes the same with a new history, that owns the steps from `cursors` on.
 
         Raises:
             RuntimeError: there are too many.
         """
-        new = History(self.history + 1, tuple(cursors))
-        kept: list[History] = [new]
+        number, ends = self.history + 1, cursors
+        kept: list[Steps] = []
         # Of the steps of a lane that are left, each belongs to the newest history that began before it.
-        ends = list(cursors)
         for old in reversed(self.histories):
-            if any(max(a, b) < c for a, b, c in zip(old.first, tails, ends, strict=True)):
+            if (np.maximum(old[1:], tails) < ends).any():
                 kept.insert(0, old)
-            ends = [min(a, b) for a, b in zip(ends, old.first, strict=True)]
-        if new.number >= MOST_HISTORIES or len(kept) * (self.num_lanes + 2) > _MOST_NUMBERS:
+            ends = np.minimum(ends, old[1:])
+        kept.append((number, *cursors.tolist()))
+        if number >= MOST_HISTORIES or len(kept) * (self.num_lanes + 2) > _MOST_NUMBERS:
             raise RuntimeError(
-                f"the directory was opened and written {new.number} times, of which {len(kept)} left "
+                f"the directory was opened and written {number} times, of which {len(kept)} left "
                 "rows: save them with dumps(), make it anew with existsok=True, and load them."
             )
-        flushed = tuple(map(min, self.flushed, cursors))
-        return replace(
-            self, histories=tuple(kept), tails=tuple(tails), flushed=flushed, is_clean=False
-        )
+        flushed = tuple(np.minimum(self.flushed, cursors).tolist())
+        changes: Any = {"histories": tuple(kept), "flushed": flushed, "is_clean": False}
+        return replace(self, tails=tuple(tails.tolist()), **changes)
 
     # Files
 
@@ -169,37 +134,10 @@ class Description:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        write_text(directory / _NAME, self._text())
+        own = {it.name: getattr(self, it.name) for it in fields(self)}
+        words = {**_KIND, **own, "layout": self.layout.to_json()}
+        write_text(directory / _NAME, json.dumps({**words, "check": _check(words)}))
         (directory / _CREATING).unlink(missing_ok=True)
-
-    def announce(self, directory: Path) -> None:
-        """Says that the files of a directory are ours, until `write` makes it a storage.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        (directory / _CREATING).unlink(missing_ok=True)
-        with (directory / _CREATING).open("x") as file:
-            file.write(self._text())
-
-    def _text(self) -> str:
-        words = {
-            "kind": "trl_storages",
-            "format": _FORMAT,
-            "id": self.identity,
-            "generation": self.generation,
-            "num_rows": self.num_rows,
-            "num_lanes": self.num_lanes,
-            "spare_steps": self.spare_steps,
-            "layout": self.layout.to_json(),
-            "histories": [[history.number, *history.first] for history in self.histories],
-            "tails": self.tails,
-            "flushed": self.flushed,
-            "clean": self.is_clean,
-            "has_priorities": self.has_priorities,
-            "progress": self.progress,
-        }
-        return json.dumps({**words, "check": _check(words)})
 
     @classmethod
     def read(cls, directory: Path) -> Description:
@@ -209,25 +147,20 @@ class Description:
             FileNotFoundError: it holds no storage.
             ValueError: it is damaged, or of another format.
         """
-        check_is_storage(directory)
         path = directory / _NAME
+        if not holds_storage(directory):
+            is_one = directory.is_dir()
+            found = f"got one with {sorted(os.listdir(directory))[:5]}" if is_one else "got none"
+            raise FileNotFoundError(
+                f"{directory} must be a directory that holds a storage (with {_NAME}), {found}; make "
+                "one with path= or scratch_dir=."
+            )
         with opened(path) as (descriptor, size):
             if size > MOST_BYTES:
                 raise ValueError(f"{path} must have at most {MOST_BYTES} bytes, got {size}.")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                text = file.read(MOST_BYTES)
+            text = os.read(descriptor, MOST_BYTES)
         try:
-            words = parse_json(text)
-            if isinstance(words, dict) and words.get("version") == 1:
-                raise ValueError(
-                    "it is of format 1, which was never released: delete it, or choose another"
-                )
-            if isinstance(words, dict) and words.get("format") != _FORMAT:
-                got = str(words.get("format"))[:25]
-                raise ValueError(f"it must be of format {_FORMAT}, got {got}")
-            if isinstance(words, dict) and words.pop("check", None) != _check(words):
-                raise ValueError("it does not match its checksum")
-            return cls._from_words(words)
+            return cls._from_words(parse_json(text))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} does not describe a storage, or is damaged: {error}. Bring it back from a copy, "
@@ -236,38 +169,35 @@ class Description:
 
     @classmethod
     def _from_words(cls, words: Any) -> Description:
-        names = ("kind", "format", "id", "generation", "num_rows", "num_lanes", "spare_steps")
-        more = ("layout", "histories", "tails", "flushed", "clean", "has_priorities", "progress")
-        saved = SavedState(words, "the description", (*names, *more))
-        saved.one_of("kind", ["trl_storages"])
+        if not isinstance(words, dict):
+            raise TypeError(f"it must be an object of JSON, got {str(words)[:25]}")
+        if words.get("version") == 1:
+            raise ValueError(
+                "it is of format 1, which was never released: delete it, or choose another"
+            )
+        if (got := {key: words.get(key) for key in _KIND}) != _KIND:
+            raise ValueError(f"it must be of {_KIND}, got {str(got)[:50]}")
+        if words.pop("check", None) != _check(words):
+            raise ValueError("it does not match its checksum")
+        names = [it.name for it in fields(cls)]
+        saved = SavedState(words, "the description", [*_KIND, *names])
         num_rows = saved.integer("num_rows", 1, _MOST)
         num_lanes = saved.integer("num_lanes", 1, num_rows)
-        steps = num_rows // num_lanes
-        progress, identity = saved["progress"], saved["id"]
-        if not isinstance(identity, str) or not isinstance(progress, dict):
-            raise saved.error("id", "a name, and 'progress' a dict", repr(identity)[:50])
-        if not isinstance(saved["histories"], list):
-            raise saved.error("histories", "a list", repr(saved["histories"])[:50])
-        histories, before = [], 0
-        for history in saved["histories"]:
-            number, *first = _numbers(history, num_lanes + 1)
-            if not before < number < MOST_HISTORIES:
-                raise saved.error("histories", "numbered upwards", number)
-            histories.append(History(number, tuple(first)))
-            before = number
+        own = {name: saved[name] for name in names}
+        kinds = {"identity": str, "histories": list, "progress": dict}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(own[name], kind)]:
+            raise saved.error(wrong[0], f"a {kinds[wrong[0]].__name__}", repr(own[wrong[0]])[:50])
+        histories = tuple(_numbers(history, num_lanes + 1) for history in own["histories"])
+        numbers = [0, *(number for number, *_ in histories), MOST_HISTORIES]
+        if numbers != sorted(set(numbers)):
+            raise saved.error("histories", "numbered upwards", str(numbers)[:50])
+        saved.integer("spare_steps", 1, num_rows // num_lanes)
+        saved.integer("generation", 1, 10**9 - 1)
+        for name in ("is_clean", "has_priorities"):
+            saved.flag(name)
+        lanes = {name: _numbers(own[name], num_lanes) for name in ("tails", "flushed")}
         return cls(
-            Layout.from_json(saved["layout"]),
-            num_rows,
-            num_lanes,
-            saved.integer("spare_steps", 1, steps),
-            _numbers(saved["tails"], num_lanes),
-            _numbers(saved["flushed"], num_lanes),
-            identity,
-            saved.integer("generation", 1, 10**9 - 1),
-            tuple(histories),
-            saved.flag("clean"),
-            saved.flag("has_priorities"),
-            progress,
+            **{**own, **lanes, "layout": Layout.from_json(own["layout"]), "histories": histories}
         )
 
 
@@ -276,11 +206,11 @@ def _check(words: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(words).encode())
 
 
-def _numbers(value: Any, length: int) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or len(value) != length:
-        raise ValueError(f"there must be a list of {length} numbers, got {repr(value)[:50]}")
-    if not all(type(number) is int and 0 <= number <= _MOST for number in value):
-        raise ValueError(f"steps must be whole numbers from 0 to {_MOST}, got {repr(value)[:50]}")
+def _numbers(value: Any, length: int) -> Steps:
+    is_list = isinstance(value, list) and len(value) == length
+    if not (is_list and all(type(it) is int and 0 <= it <= _MOST for it in value)):
+        got = repr(value)[:50]
+        raise ValueError(f"there must be {length} whole numbers from 0 to {_MOST}, got {got}")
     return tuple(value)
 
 
@@ -292,30 +222,39 @@ def spare_steps(steps_per_lane: int) -> int:
 # The directory as a whole
 
 
-def check_is_free(directory: Path) -> None:
-    """Raises a FileExistsError if there is more than what is left of an interrupted making."""
-    there = {path.name for path in directory.iterdir()}
-    is_left = _CREATING in there and _NAME not in there
-    if there - {_LOCK} and not (
-        is_left and there <= {_LOCK, _CREATING, _NEW, *own_files(directory)}
-    ):
-        raise FileExistsError(
-            f"{directory} must be empty, or hold the rows of a storage, got {sorted(there)[:5]}; "
-            "choose another directory."
-        )
+def holds_storage(directory: Path) -> bool:
+    """Returns whether there is a storage in a directory."""
+    return os.path.lexists(directory / _NAME)
 
 
 def own_files(directory: Path) -> list[str]:
     """Returns the names of the files of words in a directory, of whatever generation."""
-    names = [path.name for path in directory.iterdir()]
-    return sorted(name for name in names if _OWN.fullmatch(name.removesuffix(".new")))
+    return [name for name in sorted(os.listdir(directory)) if _OWN.fullmatch(name)]
+
+
+def check_is_free(directory: Path) -> None:
+    """Raises a FileExistsError if there is more than what is left of an interrupted making."""
+    known, found = {"lock"}, sorted(os.listdir(directory))
+    if _CREATING in found and _NAME not in found:
+        known |= {_CREATING, _NAME + ".new", *own_files(directory)}
+    if not known.issuperset(found):
+        raise FileExistsError(
+            f"{directory} must be empty, or hold the rows of a storage, got {found[:5]}; choose another "
+            "directory."
+        )
+
+
+def announce(directory: Path) -> None:
+    """Says that the files of a directory are ours, until it is a storage."""
+    (directory / _CREATING).unlink(missing_ok=True)
+    (directory / _CREATING).touch(exist_ok=False)
 
 
 def remove_files(directory: Path, *, and_directory: bool) -> None:
     """Removes our own files. A process that is killed halfway leaves what may be made anew."""
     if holds_storage(directory):
         (directory / _NAME).replace(directory / _CREATING)
-    for name in [*own_files(directory), _NEW, _CREATING, _LOCK]:
+    for name in [*own_files(directory), _NAME + ".new", _CREATING, "lock"]:
         (directory / name).unlink(missing_ok=True)
     if and_directory:
         with suppress(OSError):  # something else is in it

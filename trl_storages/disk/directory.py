@@ -1,33 +1,34 @@
 """A directory of rows, as its one writer sees it.
 
-Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, L lanes
-written now.
+Letters: E lanes (environments), S spare steps, L lanes written now.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from trl_storages.disk.commits import State
 from trl_storages.disk.description import (
     Description,
-    History,
+    announce,
     check_is_free,
     holds_storage,
     own_files,
     remove_files,
+    spare_steps,
 )
 from trl_storages.disk.files import WriterLock, check_platform, sync_directory
+from trl_storages.disk.priority_column import has_all
 from trl_storages.disk.recovery import recover
-from trl_storages.disk.words import Track, Words, remove
+from trl_storages.disk.words import State, Track, Words, remove
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Directory"]
+
+Found = TypeVar("Found")
 
 
 class Directory:
@@ -48,10 +51,9 @@ class Directory:
     """
 
     def __init__(
-        self, path: Path, lock: WriterLock, description: Description, words: Words, state: State
+        self, path: Path, lock: WriterLock, description: Description, words: Words
     ) -> None:
-        self.path, self._lock = path, lock
-        self.description, self.words, self._opened = description, words, state
+        self.path, self._lock, self.description, self.words = path, lock, description, words
         self.process = os.getpid()
         # Whether this writer has begun a history of its own.
         self._has_begun = False
@@ -70,23 +72,17 @@ class Directory:
         check_platform(path)
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        check_is_free(path)
-        lock = WriterLock(path)
-        try:
-            check_is_free(path)  # of what another process made until it let the lock go
-        except FileExistsError:
-            lock.release()
-            raise
-        description = Description.of_new(layout, num_rows, num_lanes)
-        try:
-            description.announce(path)
-            words = Words.create(path, description)
-            description.write(path)
-        except BaseException:
-            remove_files(path, and_directory=is_new)
-            lock.release()
-            raise
-        return cls(path, lock, description, words, words.commits.read())  # type: ignore[arg-type]
+        with _locked(path, check_is_free) as (lock, _):
+            spare, none = spare_steps(num_rows // num_lanes), (0,) * num_lanes
+            description = Description(layout, num_rows, num_lanes, spare, none, none)
+            try:
+                announce(path)
+                words = Words.create(path, description)
+                description.write(path)
+            except BaseException:
+                remove_files(path, and_directory=is_new)
+                raise
+        return cls(path, lock, description, words)
 
     @classmethod
     def open(cls, path: Path, *, check: bool | None = None, track: Track = iter) -> Self:
@@ -104,37 +100,24 @@ class Directory:
             OSError: it may not be written.
         """
         check_platform(path)
-        Description.read(path)  # before a lock is left where there is no storage
-        lock = WriterLock(path)
-        try:
-            description = Description.read(path)
+        with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
             state, num_lost = recover(path, words, description, check, track)
-            directory = cls(path, lock, description, words, state)
-            directory._remove_others()
+            # Of generations that a load has left, or never finished.
+            for name in own_files(path):
+                if not name.endswith(f".{description.generation}.bin"):
+                    (path / name).unlink(missing_ok=True)
+            directory = cls(path, lock, description, words)
             if num_lost is not None:
-                directory._go_on_after_loss(num_lost)
-        except BaseException:
-            lock.release()
-            raise
+                directory._begin(state)
+                warnings.warn(
+                    f"{path} was not closed, and what was written last is not whole, as after a loss of "
+                    f"power: {num_lost} rows or more that were not flushed were lost, "
+                    f"{int((state.cursors - state.tails).sum())} are there.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return directory
-
-    def _remove_others(self) -> None:
-        """Removes the files of generations that a load has left, or never finished."""
-        mine = f".{self.description.generation}.bin"
-        for name in own_files(self.path):
-            if not name.endswith(mine):
-                (self.path / name).unlink(missing_ok=True)
-
-    def _go_on_after_loss(self, num_lost: int) -> None:
-        self.begin_history()
-        warnings.warn(
-            f"{self.path} was not closed, and what was written last is not whole, as after a loss of "
-            f"power: {num_lost} rows or more that were not flushed were lost, "
-            f"{int((self.state.cursors - self.state.tails).sum())} are there.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     def episodes(self, track: Track = iter) -> EpisodeIndex:
         """Returns an index of the rows that are there.
@@ -142,11 +125,9 @@ class Directory:
         Raises:
             ValueError: they are not what they must be.
         """
-        description = self.description
-        index = EpisodeIndex(
-            description.num_rows, description.num_lanes, spare_steps=description.spare_steps
-        )
-        if not self.words.feed(index, self.state, description, track):
+        own = self.description
+        index = EpisodeIndex(own.num_rows, own.num_lanes, spare_steps=own.spare_steps)
+        if not self.words.feed(index, self.state, own, track):
             raise ValueError(
                 f"{self.path} is damaged: its marks are not those of its steps. Bring it back from a "
                 "copy; nothing was changed."
@@ -159,6 +140,11 @@ class Directory:
     def is_writer(self) -> bool:
         """Whether this process may write."""
         return self._lock.is_held
+
+    @property
+    def state(self) -> State:
+        """What was committed last."""
+        return self.words.committed(self.description)  # type: ignore[return-value]
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if this process may not write."""
@@ -181,7 +167,7 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        committed, known = self.words.commits.cursors, index.host_steps
+        committed, known = self.words.cursors, index.host_steps
         is_one = len(known) == 1
         if committed[0] > known[0] if is_one else (committed > known).any():
             # An interrupt came when they were committed already: they are written once more, and must
@@ -194,13 +180,10 @@ class Directory:
     def _make_room(self, written: Any, num_steps: int) -> None:
         """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
         state = self.state
-        lanes = state.lanes.copy()
-        cursors, tails = lanes[:2, written]
-        lanes[1, written] = np.clip(
-            cursors + num_steps - self.description.ring_steps, tails, cursors
-        )
-        if (lanes != state.lanes).any():
-            self._publish(state._replace(lanes=lanes))
+        kept, tails = state.cursors + num_steps - self.description.ring_steps, state.tails.copy()
+        tails[written] = np.clip(kept, tails, state.cursors)[written]
+        if (tails != state.tails).any():
+            self._publish(state._replace(tails=tails))
 
     def seal(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
         """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
@@ -220,17 +203,7 @@ class Directory:
         """
         self.begin_history()
         history = self.description.history
-        self.words.commits.publish_lanes(index, history, write_count, trajectories)
-
-    @property
-    def state(self) -> State:
-        """What was committed last, or is left of it."""
-        if not self._has_begun:
-            return self._opened
-        return self.words.commits.read()  # type: ignore[return-value]
-
-    def _publish(self, state: State) -> None:
-        self.words.commits.publish(state._replace(history=self.description.history))
+        self.words.commits.publish_lanes(index.ring, history, write_count, trajectories)
 
     def begin_history(self) -> None:
         """Says for good, before the first change, that what comes is this writer's.
@@ -241,16 +214,21 @@ class Directory:
         """
         self.check_writable()
         if not self._has_begun:
-            self._begin_history(self._opened.cursors, self._opened.tails)
+            self._begin(self.state)
 
-    def _begin_history(self, cursors: np.ndarray, tails: np.ndarray) -> None:
-        """Says for good that steps from now on are this writer's."""
-        description = self.description.begun(cursors.tolist(), tails.tolist())
+    def _begin(self, state: State, tails: np.ndarray | None = None) -> None:
+        """Begins a history after a state, of which the rows before `tails` are forgotten."""
+        tails = state.tails if tails is None else tails
+        self._say(self.description.begun(state.cursors, tails))
+        self._publish(state)
+        self._has_begun = True
+
+    def _say(self, description: Description) -> None:
         description.write(self.path)
         self.description = description
-        # What is left of a table is all that counts from now on.
-        self._publish(self._opened)
-        self._has_begun = True
+
+    def _publish(self, state: State) -> None:
+        self.words.publish(state._replace(history=self.description.history))
 
     def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Forgets all rows, for good.
@@ -264,14 +242,11 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.check_writable()
-        cursors = index.host_steps
-        if not self._has_begun:
-            self._begin_history(cursors, cursors)
+        if self._has_begun:
+            self._say(replace(self.description, tails=tuple(index.host_steps.tolist())))
         else:
-            description = replace(self.description, tails=tuple(cursors.tolist()))
-            description.write(self.path)
-            self.description = description
-        index.evict(cursors)
+            self._begin(self.state, index.host_steps)
+        index.evict(index.host_steps)
         self.commit(index, write_count, trajectories)
 
     def replace(
@@ -293,22 +268,23 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.check_writable()
-        old, lanes = self.description, _columns(index, trajectories)
-        cursors, tails = tuple(lanes[0].tolist()), tuple(lanes[1].tolist())
+        old, number = self.description, self.description.history + 1
+        cursors, tails = (tuple(it.tolist()) for it in (index.host_steps, index.host_tails))
+        histories: Any = ((number, *tails),)
         new = replace(
             old,
             generation=old.generation + 1,
-            histories=(History(old.history + 1, tails),),
+            histories=histories,
             tails=tails,
             flushed=cursors,
             is_clean=False,
         )
-        words, state = Words.create(self.path, new), State(new.history, write_count, lanes)
+        words = Words.create(self.path, new)
         try:
             fill(words)
             for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
-                words.marked.seal(index.ring, new.history, cursor - tail, [lane])
-            words.commits.publish(state)
+                words.marked.seal(index.ring, number, cursor - tail, [lane])
+            words.commits.publish_lanes(index.ring, number, write_count, trajectories)
             words.flush()
             sync_directory(self.path)
             new.write(self.path)
@@ -340,24 +316,25 @@ class Directory:
             OSError: the disk is full. What was written is there all the same.
         """
         self.check_writable()
-        state = self.state
+        state, words, old = self.state, self.words, self.description
         if not np.array_equal(state.open, index.is_open.numpy()):
             self.commit(index, state.write_count, state.trajectories)
-        self.words.flush()
+            old = self.description
+        words.flush()
         sync_directory(self.path)
         if progress is not None:
-            progress = {**progress, "number": self.words.commits.number}
-        live = index.slots_by_age(torch.arange(len(index)))
-        description = replace(
-            self.description,
-            flushed=tuple(state.cursors.tolist()),
-            tails=tuple(state.tails.tolist()),
-            is_clean=is_clean or self.description.is_clean,
-            has_priorities=is_clean and self.words.has_priorities(live),
-            progress=self.description.progress if progress is None else progress,
+            progress = {**progress, "number": words.commits.number}
+        slots = index.slots_by_age(torch.arange(len(index)))
+        self._say(
+            replace(
+                old,
+                flushed=tuple(state.cursors.tolist()),
+                tails=tuple(state.tails.tolist()),
+                is_clean=is_clean or old.is_clean,
+                has_priorities=is_clean and words.has_column and has_all(words, slots),
+                progress=old.progress if progress is None else progress,
+            )
         )
-        description.write(self.path)
-        self.description = description
 
     def abandon(self) -> None:
         """Lets another writer in, and leaves everything as a killed process would."""
@@ -385,8 +362,13 @@ class Directory:
                 lock.release()
 
 
-def _columns(index: EpisodeIndex, trajectories: np.ndarray) -> np.ndarray:
-    """Returns the lanes as a commit has them, `[4, E]`."""
-    return np.stack(
-        [index.host_steps, index.host_tails, index.is_open.long().numpy(), trajectories]
-    )
+@contextmanager
+def _locked(path: Path, look: Callable[[Path], Found]) -> Iterator[tuple[WriterLock, Found]]:
+    """Locks a directory if what `look` looks at is right; an error lets it go."""
+    look(path)  # before a lock is left where there must be none
+    lock = WriterLock(path)
+    try:
+        yield lock, look(path)  # once more: another process may have held it
+    except BaseException:
+        lock.release()
+        raise

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,6 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
-    "WORD",
     "MappedWords",
     "WriterLock",
     "check_platform",
@@ -38,11 +37,7 @@ __all__ = [
     "write_text",
 ]
 
-WORD = 8  # bytes
-_NO_FILE = (
-    "{} must be a file, and neither lead elsewhere nor wait for anybody: {}. Bring it back from a copy; "
-    "nothing was changed."
-)
+_WORD = 8  # bytes
 
 
 def check_platform(directory: Path) -> None:
@@ -55,6 +50,13 @@ def check_platform(directory: Path) -> None:
         )
 
 
+def _new(path: Path) -> int:
+    """Opens a file that is made under a name of its own, until it is `path`."""
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)  # whatever it is, it is not followed
+    return os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+
+
 def create_file(path: Path, num_words: int) -> None:
     """Makes a file of zeros whose space on disk is taken now.
 
@@ -64,19 +66,20 @@ def create_file(path: Path, num_words: int) -> None:
     Raises:
         OSError: there is no space, or the file can't be made. It does not exist then.
     """
-    nbytes = num_words * WORD
+    nbytes, new = num_words * _WORD, path.with_name(path.name + ".new")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINKS, 0o644)
+        descriptor = _new(path)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, nbytes)
             else:
-                _write_zeros(descriptor, nbytes)
-        except OSError:
-            path.unlink()
+                _write(descriptor, bytes(1 << 20), nbytes)
+        except BaseException:
+            new.unlink()
             raise
         finally:
             os.close(descriptor)
+        new.replace(path)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -85,26 +88,23 @@ def create_file(path: Path, num_words: int) -> None:
         ) from error
 
 
-def _write_zeros(descriptor: int, nbytes: int) -> None:
-    zeros = bytes(1 << 20)
-    while nbytes > 0:
-        nbytes -= os.write(descriptor, zeros[:nbytes])
+def _write(descriptor: int, data: bytes, nbytes: int) -> None:
+    """Writes so many bytes: data, as often as it takes."""
+    written = 0
+    while written < nbytes:
+        at = written % len(data)
+        written += os.write(descriptor, data[at : at + nbytes - written])
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file at once: it holds the old text or the new one, also after a crash."""
-    new = path.with_name(path.name + ".new")
-    data = text.encode()
-    with suppress(FileNotFoundError):
-        new.unlink()  # whatever it is, it is not followed
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+    data, descriptor = text.encode(), _new(path)
     try:
-        while data:
-            data = data[os.write(descriptor, data) :]
+        _write(descriptor, data, len(data))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    new.replace(path)
+    path.with_name(path.name + ".new").replace(path)
     sync_directory(path.parent)
 
 
@@ -134,18 +134,16 @@ class MappedWords:
     """
 
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
+        nbytes = num_words * _WORD
         with opened(path, writable=writable) as (descriptor, size):
-            if size != num_words * WORD:
+            if size != nbytes:
                 raise ValueError(
-                    f"{path} must hold {num_words * WORD} bytes, got {size}: it was truncated, or is of "
-                    "another storage. Bring it back from a copy; nothing was changed."
+                    f"{path} must hold {nbytes} bytes, got {size}: it was truncated, or is of another "
+                    "storage. Bring it back from a copy; nothing was changed."
                 )
-            self._map = mmap.mmap(
-                descriptor,
-                num_words * WORD,
-                flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
     def flush(self) -> None:
@@ -171,7 +169,10 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise ValueError(_NO_FILE.format(path, error.strerror)) from error
+        raise ValueError(
+            f"{path} must be a file, and neither lead elsewhere nor wait for anybody: "
+            f"{error.strerror}. Bring it back from a copy; nothing was changed."
+        ) from error
     try:
         yield descriptor, size
     finally:
@@ -184,56 +185,50 @@ class WriterLock:
     Args:
         directory: an existing directory.
 
+    Attributes:
+        is_held: whether this process may write.
+
     Raises:
         RuntimeError: another writer holds it, or has just deleted the directory.
         OSError: the directory may not be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor: int | None = None
-        path = directory / "lock"
+        self.is_held = False
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
+            descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"{directory} must be writable, to be written by this process: {error.strerror}. Open "
                 "it for reading with ReplayStorage.open(path, mode='r')",
             ) from error
-        self._descriptor = descriptor
-        try:
-            if not _lock(descriptor):
-                # Storages are parts of cycles: one that nobody uses may still be in memory.
-                gc.collect()
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._forget()
+        self._descriptor, self.is_held = descriptor, True
+        _HELD.add(self)
+        # Storages are parts of cycles: one that nobody uses may still be in memory.
+        if not (_locks(descriptor) or (gc.collect() >= 0 and _locks(descriptor))):
+            self.forget()
             raise RuntimeError(
                 f"the rows in {directory} have a writer already, and there can be one only: close() it, "
                 "or open them for reading with ReplayStorage.open(path, mode='r')."
-            ) from None
+            )
         if not os.fstat(descriptor).st_nlink:
-            self._forget()
+            self.forget()
             raise RuntimeError(
                 f"{directory} was being deleted by its writer when it was opened: try once more."
             )
-        _HELD.add(self)
 
-    def _forget(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this process may write."""
-        return self._descriptor is not None
+    def forget(self) -> None:
+        """Leaves the lock to the processes that share it."""
+        if self.is_held:
+            self.is_held = False
+            os.close(self._descriptor)
 
     def release(self) -> None:
         """Lets another writer in."""
-        if self._descriptor is not None:
+        if self.is_held:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._forget()
+            self.forget()
 
     def __del__(self) -> None:
         self.release()
@@ -247,17 +242,15 @@ def has_writer(directory: Path) -> bool:
         return False
     try:
         # Held for no time at all, so that nobody who comes to write finds it taken.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _locks(descriptor, shared=True)
     finally:
         os.close(descriptor)
-    return False
 
 
-def _lock(descriptor: int) -> bool:
+def _locks(descriptor: int, *, shared: bool = False) -> bool:
+    """Returns whether a lock can be had now, and takes it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -266,15 +259,15 @@ def _lock(descriptor: int) -> bool:
 _HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for lock in list(_HELD):
-        lock._forget()
-
-
 def in_forked_child(act: Callable[[], None]) -> None:
     """Calls something first in every child that this process forks, where processes can be forked."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
 
 
 # A forked child shares the locks; it must not keep them when this process ends.

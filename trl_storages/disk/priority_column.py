@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trl_storages.disk.words import Words
 from trl_storages.kernels import backend
 from trl_storages.kernels.marks import STEP_BIT
 
@@ -38,8 +39,8 @@ class PriorityColumn:
     def __init__(self, storage: Any) -> None:
         self._storage, self._words = storage, storage.words
         words = self._words.column(make=self.is_writable)
-        self._column, self._largest = words[:-1], torch.from_numpy(words[-1:])
-        self._marks = self._words.marks[:, 0]
+        self._column, self._largest = words[:-1].numpy(), words[-1:]
+        self._marks = self._words.marks[:, 0].numpy()
 
     @property
     def is_writable(self) -> bool:
@@ -54,8 +55,10 @@ class PriorityColumn:
     @property
     def must_be_whole(self) -> bool:
         """Whether each row had a priority when the directory was closed, and nothing came since."""
-        description = self._words.description
-        return self.is_writable and description.is_clean and description.has_priorities
+        if not self.is_writable:
+            return False
+        description = self._storage.directory.description
+        return description.is_clean and description.has_priorities
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns a number for the row in each slot, int32 `[n]`: another row has another one.
@@ -111,10 +114,10 @@ class PriorityColumn:
         self._largest.copy_(backend("cpu").seal_priorities(torch.tensor([value]), _NO_MARK))
 
 
-def has_all(words: np.ndarray, marks: np.ndarray, slots: torch.Tensor) -> bool:
-    """Returns whether each of some rows has a priority in a column."""
-    column, there = torch.from_numpy(words)[slots], torch.from_numpy(marks)[slots, 0]
-    return not bool(_unsealed(column, there).isnan().any())
+def has_all(words: Words, slots: torch.Tensor) -> bool:
+    """Returns whether each of some rows has a priority in the column that there is."""
+    column, marks = words.column(make=False), words.marks
+    return not bool(_unsealed(column[slots], marks[slots, 0]).isnan().any())
 
 
 def _unsealed(words: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import torch
 
-from trl_storages.disk.commits import State
 from trl_storages.disk.description import Description, stamp
+from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform, has_writer
-from trl_storages.disk.recovery import above_tails, check_whole
-from trl_storages.disk.words import Track, Words
+from trl_storages.disk.recovery import are_whole
+from trl_storages.disk.words import State, Track, Words
 from trl_storages.ring import EpisodeIndex
 
 __all__ = ["Reader"]
@@ -35,11 +35,16 @@ class Reader:
     Args:
         path: the directory.
         identity: of the storage that must be there; None takes any.
-        words: files that are mapped already, as those of a writer from which this process was forked.
-        description: of them.
+        directory: whose files are mapped already, of a writer from which this process was forked, or
+            that was closed.
         patience: seconds that a batch may take, with all rows that it loses to the writer.
         check: whether to look at the checksums of all rows at first; None does where the directory was
             not closed and has no writer, who would have looked.
+
+    Attributes:
+        description: of the directory.
+        words: the files that are read. Others take their place where the writer loads other rows.
+        seen: the slots of rows that were read since `read_intact` began; None outside of it.
 
     Raises:
         FileNotFoundError: the directory holds no storage.
@@ -51,26 +56,26 @@ class Reader:
         path: Path,
         *,
         identity: str | None = None,
-        words: Words | None = None,
-        description: Description | None = None,
+        directory: Directory | None = None,
         patience: float = _PATIENCE,
         check: bool | None = False,
     ) -> None:
         check_platform(path)
         self.path, self.patience = path, patience
-        self._stamp = None if words is not None else stamp(path)
-        self.description = description or Description.read(path)
+        self.description = Description.read(path) if directory is None else directory.description
         self._identity = identity or self.description.identity
-        self._check_identity(self.description)
-        #: The files that are read. Others take their place where the writer loads other rows.
-        self.words = words or Words(path, self.description, writable=False)
-        #: What was committed at the last look.
+        self._stamp: tuple[int, int, int] | None = None
+        #: What was committed at the last look, and the number of that commit.
         self.state: State | None = None
         self._number = -1
-        #: The slots of rows that were read since `read_intact` began; None outside of it.
         self.seen: list[torch.Tensor] | None = None
-        if check or (check is None and not self.description.is_clean and not has_writer(path)):
-            check_whole(path, self.words, self.description)
+        if directory is None:
+            self._map(self.description)
+        else:
+            self.words = directory.words
+        if check is None:
+            check = not (self.description.is_clean or has_writer(path))
+        self._must_check = check
 
     def check_writable(self) -> None:
         """Raises a RuntimeError: only one process may write."""
@@ -79,14 +84,44 @@ class Reader:
             "them without mode='r' to write."
         )
 
-    def _check_identity(self, description: Description) -> None:
+    # Following
+
+    def _map(self, description: Description) -> None:
+        """Takes up the files of a description, or of the one that has taken its place meanwhile."""
         if description.identity != self._identity:
             raise RuntimeError(
                 f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
                 "one."
             )
+        try:
+            self.words = Words(self.path, description, writable=False)
+        except FileNotFoundError:
+            now = Description.read(self.path)
+            if now == description:
+                raise
+            self._map(now)
+        else:
+            self.description = description
 
-    # Following
+    def _look_at_description(self, index: EpisodeIndex) -> None:
+        """Looks whether the directory is the same, and has the same generation and histories."""
+        now, old = stamp(self.path), self.description
+        if now == self._stamp:
+            return
+        if now is None:
+            raise RuntimeError(
+                f"the storage in {self.path} was deleted; there is nothing to be read."
+            )
+        new = Description.read(self.path)
+        if (new.identity, new.generation) != (old.identity, old.generation):
+            self._map(new)
+        else:
+            self.description = new
+        self._stamp, new = now, self.description
+        if (new.generation, new.histories) != (old.generation, old.histories):
+            # What is known may be of rows that a killed writer left behind.
+            index.clear()
+            self.state, self._number = None, -1
 
     def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
         """Takes in what was committed since the last look.
@@ -103,51 +138,30 @@ class Reader:
                 they are looked at.
             ValueError: it is damaged.
         """
-        until = time.monotonic() + self.patience
+        until, wrong = time.monotonic() + self.patience, None
         while True:
             self._look_at_description(index)
-            commits = self.words.commits
-            number = commits.number
+            words, description = self.words, self.description
+            number = words.commits.number
             if number == self._number:
                 return False
-            state = commits.read()
-            # A history is made known before its first commit.
-            if state is not None and state.history <= self.description.history:
-                state = above_tails(state, self.description)
-                if self.words.feed(index, state, self.description, track):
-                    self.state, self._number = state, number
-                    return True
-            else:
-                self._stamp = None
-            if commits.number == number and not has_writer(self.path):
+            state = words.committed(description)
+            if (
+                state is not None
+                and (not self._must_check or are_whole(words.steps(description, track), state))
+                and words.feed(index, state, description, track)
+            ):
+                self.state, self._number, self._must_check = state, number, False
+                return True
+            if number == wrong and (self._must_check or not has_writer(self.path)):
                 raise ValueError(
                     f"{self.path} is damaged, or was not closed before the power failed: open it for "
                     "writing once."
                 )
+            # A history is made known before its first commit.
+            self._stamp, wrong = None, number
             if time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
-
-    def _look_at_description(self, index: EpisodeIndex) -> None:
-        """Looks whether the directory is the same, and has the same generation and histories."""
-        now = stamp(self.path)
-        if now == self._stamp:
-            return
-        if now is None:
-            raise RuntimeError(
-                f"the storage in {self.path} was deleted; there is nothing to be read."
-            )
-        new, old = Description.read(self.path), self.description
-        self._check_identity(new)
-        if new.generation != old.generation:
-            try:
-                self.words = Words(self.path, new, writable=False)
-            except FileNotFoundError:
-                return  # another one still has taken its place
-        if (new.generation, new.histories) != (old.generation, old.histories):
-            # What is known may be of rows that a killed writer left behind.
-            index.clear()
-            self.state, self._number = None, -1
-        self.description, self._stamp = new, now
 
     # Reading
 
@@ -191,7 +205,7 @@ class Reader:
             index: the episodes.
             seen: int64 slots of rows that were there at the last look.
         """
-        if self.state is not None and self.words.commits.history != self.state.history:
+        if self.state is not None and self.words.history != self.state.history:
             return False
         return all(self.words.marked.hold(index.ring, slots) for slots in seen)
 

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trl_storages.disk.commits import State
 from trl_storages.disk.description import Description
-from trl_storages.disk.words import Track, Words
+from trl_storages.disk.words import State, Track, Words
 from trl_storages.kernels.marks import ENDS
 
-__all__ = ["above_tails", "check_whole", "recover"]
-
-_BRING_BACK = "Bring the directory back from a copy; nothing was changed."
+__all__ = ["are_whole", "recover"]
 
 
 def recover(
@@ -38,64 +35,33 @@ def recover(
     Raises:
         ValueError: something is damaged that no loss of power damages.
     """
-    committed = words.commits.read()
-    deeply = not description.is_clean if check is None else check
-    if committed is None and description.is_clean:
+    committed = words.committed(description)
+    if committed is not None and not (not description.is_clean if check is None else check):
+        return committed, None
+    steps = words.steps(description, track)
+    if committed is not None and are_whole(steps, committed):
+        return committed, None
+    if description.is_clean:
+        what = "its table of commits does" if committed is None else "rows that count do"
         raise ValueError(
-            f"{directory} is damaged: it was closed cleanly, and its table of commits does not match its "
-            f"checksum. {_BRING_BACK}"
+            f"{directory} is damaged: {what} not match the checksum, though it was closed cleanly. Bring "
+            "it back from a copy; nothing was changed."
         )
-    steps = words.steps(description, deeply=deeply, track=track)
-    if committed is not None:
-        state = above_tails(committed, description)
-        wrong = _num_wrong(description, state, steps)
-        if not wrong:
-            return state, None
-        if description.is_clean:
-            raise ValueError(
-                f"{directory} is damaged: {wrong} rows are not what was written, though it was closed "
-                f"cleanly. {_BRING_BACK}"
-            )
     state = _runs(words, description, committed, steps)
     lost = 0 if committed is None else int(np.maximum(committed.cursors - state.cursors, 0).sum())
     return state, lost
 
 
-def check_whole(directory: Path, words: Words, description: Description) -> None:
-    """Checks that every row that counts is whole, while another process may be writing.
+def are_whole(steps: np.ndarray, state: State) -> bool:
+    """Returns whether the rows that a commit names are there.
 
-    Raises:
-        ValueError: one is not.
+    Args:
+        steps: `[R, E]` as `Words.steps` finds them.
+        state: the commit.
     """
-    while True:
-        number, committed = words.commits.number, words.commits.read()
-        if committed is not None:
-            state = above_tails(committed, description)
-            steps = words.steps(description, deeply=True)
-            if not _num_wrong(description, state, steps):
-                return
-        if committed is None or words.commits.number == number:
-            raise ValueError(
-                f"{directory} is damaged, or was not closed before the power failed: open it for writing "
-                "once."
-            )
-
-
-def above_tails(state: State, description: Description) -> State:
-    """Forgets what was forgotten for good before it was committed."""
-    durable = np.array(description.tails)
-    lanes = state.lanes.copy()
-    lanes[:2] = np.maximum(lanes[:2], durable)
-    return state._replace(lanes=lanes)
-
-
-def _num_wrong(description: Description, state: State, steps: np.ndarray) -> int:
-    """Counts live rows that are not whole, or can't be live."""
-    place, newest = np.arange(description.ring_steps)[:, None], state.cursors - 1
-    live = newest - (newest - place) % description.ring_steps
-    is_live = live >= state.tails
-    too_many = state.cursors - state.tails - description.steps_per_lane
-    return int((is_live & (steps != live)).sum() + np.maximum(too_many, 0).sum())
+    place, newest = np.arange(len(steps))[:, None], state.cursors - 1
+    wanted = newest - (newest - place) % len(steps)
+    return bool(((wanted < state.tails) | (steps == wanted)).all())
 
 
 def _runs(
@@ -109,25 +75,20 @@ def _runs(
         committed: the table that is selected, if its checksum is right.
         steps: `[R, E]` as `Words.steps` finds them.
     """
-    flushed = np.array(description.flushed)
-    durable = np.array(description.tails)
+    durable, flushed = np.array(description.tails), np.array(description.flushed)
     # Where nothing is left, steps go on from where none was ever written.
     cursors = np.maximum(durable, flushed)
-    tails, is_open = cursors.copy(), np.zeros_like(cursors)
-    for lane in range(description.num_lanes):
-        found = np.sort(steps[:, lane])
+    tails, is_open, unknown = cursors.copy(), np.zeros_like(cursors), np.zeros_like(cursors)
+    for lane, found in enumerate(np.sort(steps, axis=0).T):
         run = _run(found[found >= durable[lane]], flushed.item(lane) - 1)
         if run is not None:
             tails[lane], cursors[lane] = run
-            last = (run[1] - 1) % description.ring_steps * description.num_lanes + lane
+            last = (run[1] - 1) % len(steps) * len(cursors) + lane
             is_open[lane] = not words.marks[last, 0] & ENDS
     tails = np.maximum(tails, cursors - description.steps_per_lane)
-    unknown = np.zeros_like(cursors)
-    lanes = np.stack([cursors, tails, is_open, unknown])
-    if committed is not None:
-        lanes[3] = committed.trajectories
-    write_count = int(cursors.sum()) if committed is None else committed.write_count
-    return State(description.history, write_count, lanes)
+    count = int(cursors.sum()) if committed is None else committed.write_count
+    numbers = unknown if committed is None else committed.trajectories
+    return State(description.history, count, cursors, tails, is_open, numbers)
 
 
 def _run(steps: np.ndarray, flushed: int) -> tuple[int, int] | None:
@@ -141,12 +102,9 @@ def _run(steps: np.ndarray, flushed: int) -> tuple[int, int] | None:
     >>> _run(steps, 5), _run(steps, 7), _run(steps[:0], 7)
     ((5, 7), (1, 4), None)
     """
-    if not len(steps):
-        return None
-    after = np.flatnonzero(np.diff(steps) != 1) + 1
-    starts, stops = steps[np.append(0, after)], steps[np.append(after, len(steps)) - 1] + 1
-    holds = (starts <= flushed) & (flushed < stops)
-    lengths = stops - starts
+    runs = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1) if len(steps) else []
     # The newest of equally long ones.
-    at = holds.argmax() if holds.any() else len(lengths) - 1 - lengths[::-1].argmax()
-    return int(starts[at]), int(stops[at])
+    found = max(
+        runs, key=lambda run: (run[0] <= flushed <= run[-1], len(run), run[0]), default=None
+    )
+    return None if found is None else (int(found[0]), int(found[-1]) + 1)

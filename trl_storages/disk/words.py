@@ -1,32 +1,48 @@
 """The files of one generation of a storage, as arrays.
 
-Letters: E lanes (environments), T live steps a lane at most, R ring steps, M = R E slots, W words a row.
+Letters: E lanes (environments), R ring steps, M = R E slots, W words a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trl_storages.disk.commits import Commits, State
 from trl_storages.disk.description import Description
 from trl_storages.disk.files import MappedWords, create_file
-from trl_storages.disk.priority_column import has_all
 from trl_storages.kernels import backend
 from trl_storages.kernels.marks import unpack_marks
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["Track", "Words", "remove"]
+__all__ = ["State", "Track", "Words", "remove"]
 
 #: Wraps a loop, to show how far it is.
 Track = Callable[[Iterable[Any]], Iterable[Any]]
 
 _PIECE = 1 << 24  # bytes of rows that are looked at one after another
-_KINDS = ("rows", "marks", "commits", "priorities")
+#: In the order in which they are brought to disk: what counts comes last.
+_KINDS = ("rows", "marks", "priorities", "commits")
+
+
+class State(NamedTuple):
+    """What one commit says. A file of commits has two of them, each with a checksum."""
+
+    history: int
+    """Of the last write."""
+    write_count: int
+    """Rows written, as TorchRL's writers count them."""
+    cursors: np.ndarray
+    """`[E]` steps written to each lane."""
+    tails: np.ndarray
+    """`[E]` the first live step of each lane."""
+    open: np.ndarray
+    """`[E]` 0 or 1, whether the next row of the lane continues its last episode."""
+    trajectories: np.ndarray
+    """`[E]` the collector's number of the last trajectory."""
 
 
 class Words:
@@ -40,6 +56,7 @@ class Words:
     Attributes:
         rows: `[M, W]` int64.
         marks: `[M, 2]` int64, mark and checksum of each row.
+        marked: the same rows and marks, for who reads and writes them.
         commits: which rows count.
 
     Raises:
@@ -48,19 +65,21 @@ class Words:
     """
 
     def __init__(self, directory: Path, description: Description, *, writable: bool) -> None:
-        self._directory, self.description = directory, description
-        self._writable = writable
-        sizes = _sizes(description)
-        self._maps = {
-            kind: MappedWords(description.file(directory, kind), size, writable=writable)
-            for kind, size in sizes.items()
-            if kind != "priorities"
-        }
-        self.rows = self._maps["rows"].array.reshape(description.num_slots, -1)
-        self.marks = self._maps["marks"].array.reshape(-1, 2)
-        #: The same rows and marks, for who reads and writes them.
-        self.marked = backend("cpu").MarkedRows(self.tensor(), torch.from_numpy(self.marks))
-        self.commits = Commits(self._maps["commits"].array)
+        self._directory, self._description, self._writable = directory, description, writable
+        self._sizes, self._maps = _sizes(description), dict[str, MappedWords]()
+        self.rows = self._array("rows").view(-1, description.layout.num_words)
+        self.marks = self._array("marks").view(-1, 2)
+        self.marked = backend("cpu").MarkedRows(self.rows, self.marks)
+        commits = self._array("commits")
+        self._tables = commits[1:].view(2, -1).numpy()
+        self.commits = backend("cpu").Commits(commits[:1], commits[1:].view(2, -1))
+
+    def _array(self, kind: str) -> torch.Tensor:
+        """Returns the words of a file."""
+        if kind not in self._maps:
+            path = self._description.file(self._directory, kind)
+            self._maps[kind] = MappedWords(path, self._sizes[kind], writable=self._writable)
+        return torch.from_numpy(self._maps[kind].array)
 
     @classmethod
     def create(cls, directory: Path, description: Description) -> Words:
@@ -75,17 +94,13 @@ class Words:
                     create_file(description.file(directory, kind), size)
             words = cls(directory, description, writable=True)
             nothing = np.zeros((4, description.num_lanes), np.int64)
-            words.commits.publish(State(description.history, 0, nothing))
+            words.publish(State(description.history, 0, *nothing))
         except BaseException:
             remove(directory, description)
             raise
         return words
 
-    def tensor(self) -> torch.Tensor:
-        """Returns the rows as a tensor that shares their memory."""
-        return torch.from_numpy(self.rows)
-
-    def column(self, *, make: bool) -> np.ndarray:
+    def column(self, *, make: bool) -> torch.Tensor:
         """Returns `[M + 1]` words of priorities.
 
         Args:
@@ -96,59 +111,89 @@ class Words:
             FileNotFoundError: there are none, and none shall be made.
             ValueError: the file is truncated, or no file.
         """
-        if "priorities" not in self._maps:
-            path = self.description.file(self._directory, "priorities")
-            size = _sizes(self.description)["priorities"]
-            if not path.exists():
-                if not make:
-                    raise FileNotFoundError(
-                        f"{self._directory} holds no priorities: its writer does not draw by priority. "
-                        "Read it with another sampler."
-                    )
-                new = path.with_name(path.name + ".new")
-                create_file(new, size)
-                new.replace(path)
-            self._maps["priorities"] = MappedWords(path, size, writable=self._writable)
-        return self._maps["priorities"].array
+        path = self._description.file(self._directory, "priorities")
+        if not self.has_column and not path.exists():
+            if not make:
+                raise FileNotFoundError(
+                    f"{self._directory} holds no priorities: its writer does not draw by priority. "
+                    "Read it with another sampler."
+                )
+            create_file(path, self._sizes["priorities"])
+        return self._array("priorities")
 
-    def has_priorities(self, slots: torch.Tensor) -> bool:
-        """Returns whether some sampler keeps priorities, and each of some rows has one."""
-        return "priorities" in self._maps and has_all(self.column(make=False), self.marks, slots)
+    @property
+    def has_column(self) -> bool:
+        """Whether some sampler has asked for priorities."""
+        return "priorities" in self._maps
 
     def flush(self) -> None:
         """Waits until everything is on disk, what counts last."""
-        for kind in ("rows", "marks", "priorities", "commits"):
+        for kind in _KINDS:
             if kind in self._maps:
                 self._maps[kind].flush()
 
+    # What counts
+
+    @property
+    def cursors(self) -> np.ndarray:
+        """`[E]` the committed cursors, in the memory of the file."""
+        return self._tables[self.commits.number & 1, 2 : 2 + self._description.num_lanes]
+
+    @property
+    def history(self) -> int:
+        """The history of the last commit."""
+        return self._tables.item(self.commits.number & 1, 0)
+
+    def publish(self, state: State) -> None:
+        """Makes a state the one that counts, with one store."""
+        self.commits.publish(torch.from_numpy(np.hstack(state)))
+
+    def committed(self, description: Description) -> State | None:
+        """Returns what was committed last, without what was forgotten for good; None if it is damaged.
+
+        Args:
+            description: says what was forgotten, and which history was the last one.
+        """
+        words = self.commits.read()
+        if words is None:
+            return None
+        history, write_count = words[:2].tolist()
+        cursors, tails, is_open, numbers = words[2:].view(4, -1).numpy()
+        cursors, tails = (np.maximum(steps, description.tails) for steps in (cursors, tails))
+        live = cursors - tails
+        if (
+            history > description.history
+            or live.min() < 0
+            or live.max() > description.steps_per_lane
+        ):
+            return None
+        return State(history, write_count, cursors, tails, is_open, numbers)
+
     # What is there
 
-    def steps(self, description: Description, *, deeply: bool, track: Track = iter) -> np.ndarray:
+    def steps(self, description: Description, track: Track = iter) -> np.ndarray:
         """Looks at every slot.
 
         Args:
             description: says which history owns which step.
-            deeply: whether to look at the checksums of rows too.
             track: shows how far it is.
 
         Returns:
             `[R, E]` int64, the step of the whole row in each slot, -1 where there is none.
         """
-        size, num_lanes = description.num_slots, description.num_lanes
+        size, num_lanes = len(self.rows), description.num_lanes
         numbers, firsts = description.owners()
-        piece = max(_PIECE // (8 * self.rows.shape[1] if deeply else 64), 1)
         steps = torch.empty(size, dtype=torch.int64)
+        piece = max(_PIECE // self.rows[0].nbytes, 1)
         for at in track(range(0, size, piece)):
             slots = torch.arange(at, min(at + piece, size))
-            history, step, right, _, _ = unpack_marks(torch.from_numpy(self.marks)[slots, 0])
+            history, step, _, _, _ = unpack_marks(self.marks[slots, 0])
             owner = torch.zeros_like(step)
             for number, first in zip(numbers, firsts, strict=True):
                 owner = torch.where(first[slots % num_lanes] <= step, number, owner)
-            right &= (history == owner) & (step % description.ring_steps == slots // num_lanes)
-            if deeply:
-                right &= self.marked.check(slots)
-            steps[slots] = torch.where(right, step, -1)
-        return steps.numpy().reshape(-1, num_lanes)
+            right = (history == owner) & (step % description.ring_steps == slots // num_lanes)
+            steps[slots] = torch.where(right & self.marked.check(slots), step, -1)
+        return steps.view(-1, num_lanes).numpy()
 
     def feed(
         self, index: EpisodeIndex, state: State, description: Description, track: Track = iter
@@ -196,10 +241,10 @@ class Words:
 
 def _sizes(description: Description) -> dict[str, int]:
     """Returns how many words each file has."""
-    slots = description.num_slots
-    sizes = (slots * description.layout.num_words, 2 * slots, 0, slots + 1)
-    commits = Commits.num_words(description.num_lanes)
-    return {**dict(zip(_KINDS, sizes, strict=True)), "commits": commits}
+    slots = description.ring_steps * description.num_lanes
+    table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
+    rows = slots * description.layout.num_words
+    return {"rows": rows, "marks": 2 * slots, "priorities": slots + 1, "commits": 1 + 2 * table}
 
 
 def remove(directory: Path, description: Description) -> None:

@@ -226,7 +226,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     def _write_to(self, directory: Directory) -> None:
         self.directory, self.refreshes = directory, 1
-        self._adopt(directory.description.layout, directory.words.tensor())
+        self._adopt(directory.description.layout, directory.words.rows)
 
     # Reading what another process may write
 
@@ -238,9 +238,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         """
         directory = self.directory
         if self._reader is None and directory is not None and not directory.is_writer:
-            self._reader = Reader(
-                directory.path, words=directory.words, description=directory.description
-            )
+            self._reader = Reader(directory.path, directory=directory)
             if directory.process != os.getpid():
                 # What is known may be half of what another thread was writing when this one forked.
                 self.episodes.clear()  # type: ignore[union-attr]
@@ -252,7 +250,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         description = reader.description
         self._reader, self.directory, self.scratch_dir = reader, None, reader.path
         self._fetch_every, self.refreshes = fetch_every, 1
-        self._adopt(description.layout, reader.words.tensor())
+        self._adopt(description.layout, reader.words.rows)
         self.episodes = EpisodeIndex(
             description.num_rows, description.num_lanes, spare_steps=description.spare_steps
         )
@@ -276,7 +274,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if not has_news:
             return
         if reader.words is not words:
-            self._adopt(reader.description.layout, reader.words.tensor())
+            self._adopt(reader.description.layout, reader.words.rows)
         self._len = len(index)  # type: ignore[arg-type]
         if self.on_new_rows is not None:
             self.on_new_rows()
@@ -743,11 +741,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):
                 moved.episodes,
                 moved.write_count,
                 moved.trajectories,
-                lambda new: fill(new.tensor()),
+                lambda new: fill(new.rows),
             )
         finally:
             if directory.words is not words:
-                self._adopt(directory.description.layout, directory.words.tensor())
+                self._adopt(directory.description.layout, directory.words.rows)
                 self.refreshes += 1
 
     def __getstate__(self) -> dict[str, Any]:

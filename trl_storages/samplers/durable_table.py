@@ -34,7 +34,7 @@ class DurableTable(PriorityTable):
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
-        capacity = storage.words.description.num_slots
+        capacity = len(storage.words.rows)
         super().__init__(capacity, **options, device=torch.device("cpu"))
         self._column = column = PriorityColumn(storage)
         #: `[E]` up to which steps rows are known to be evicted.
