@@ -32,6 +32,7 @@ __all__ = [
     "goal_entries",
     "nested",
     "next_key",
+    "shared_keys",
 ]
 
 OBSERVATION: NestedKey = "observation"
@@ -99,12 +100,22 @@ def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
     if OBSERVATION in keys and next_key(OBSERVATION) in keys:
         return [OBSERVATION]
     # A goal may be drawn anew within an episode.
+    return [key for key in shared_keys(keys) if key != DESIRED_GOAL]
+
+
+def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
+    """Returns the entries whose next value may be the value of the next row.
+
+    Args:
+        keys: of a row.
+
+    >>> shared_keys(["observation", ("next", "observation"), "desired_goal", ("next", "desired_goal")])
+    ['observation', 'desired_goal']
+    """
     return [
         key
         for key in keys
-        if key != DESIRED_GOAL
-        and (key if isinstance(key, str) else key[-1]) not in _OF_A_STEP
-        and next_key(key) in keys
+        if (key if isinstance(key, str) else key[-1]) not in _OF_A_STEP and next_key(key) in keys
     ]
 
 

@@ -148,6 +148,12 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         lane = self.num_envs - 1 if lanes is None else self.named_lanes(lanes)[-1]
         return (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
 
+    def newest_slots(self, lanes: Sequence[int] | None = None) -> torch.Tensor:
+        """Returns the slots `[L]` of the newest rows of lanes that are named; None is all."""
+        lane = np.arange(self.num_envs) if lanes is None else np.array(lanes)
+        slots = (self.host_steps[lane] - 1) % self.ring_steps * self.num_envs + lane
+        return torch.from_numpy(slots).to(self.device)
+
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written after so many steps.
 

@@ -225,7 +225,8 @@ def stored_fields(
     if collate is not None or not isinstance(storage, PackedStorage):
         return _BatchedFields(storage, slots, collate)
     # Rows that are sent to another device go there in one piece.
-    if storage.row_nbytes > _SHORT and not storage.is_sent_away:
+    row_nbytes = storage.layout.row_nbytes  # type: ignore[union-attr]
+    if row_nbytes > _SHORT and not storage.is_sent_away:
         return _SingleFields(storage, slots)
     return _WholeRows(storage, slots)
 

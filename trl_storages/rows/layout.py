@@ -6,7 +6,7 @@ Letters: N rows, W words a row, B any leading shape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import eq
@@ -17,11 +17,16 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages._torchrl import new_tensordict
+from trl_storages.kernels.sharing import Sharing
+from trl_storages.keys import next_key, shared_keys
 from trl_storages.rows.entries import Nested
 
 __all__ = ["Field", "Layout", "nest"]
 
 _WORD = 8  # bytes
+
+#: Key, dtype and shape of a field.
+_Described = tuple[NestedKey, torch.dtype, torch.Size]
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,18 @@ class Layout:
     Fields are sorted by the size of their elements, the largest first: each is aligned without gaps,
     and only the end of the row is padded, to whole words.
 
+    With `share_next` a row begins with the next values of its observations, and goes on with the
+    observations in the same order. As it is stored, a header stands in the place of the next values:
+    they are the observations of another row, or lie in a table of their own.
+
     Args:
         fields: key -> (dtype, shape) of one transition.
         nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
+        share_next: whether the next values of observations are not stored in the row.
 
     Raises:
-        ValueError: there is no field.
+        ValueError: there is no field, or, with `share_next`, no observation with a next value of the same
+            dtype and shape.
         TypeError: rows can't hold a dtype, as that of quantized tensors or of parts of a byte.
 
     >>> layout = Layout({"observation": (torch.float32, (3,)), ("next", "done"): (torch.bool, (1,))})
@@ -78,6 +89,8 @@ class Layout:
         self,
         fields: Mapping[NestedKey, tuple[torch.dtype, Iterable[int]]],
         nested: Nested = (),
+        *,
+        share_next: bool = False,
     ) -> None:
         if not fields:
             raise ValueError("a layout needs at least one field, got none.")
@@ -90,31 +103,38 @@ class Layout:
                     f"{key!r} must have a dtype that rows can hold, one of "
                     f"{sorted(map(_name, _STORABLE))}, got {_name(dtype)}."
                 )
-        described.sort(key=lambda field: -field[1].itemsize)
-        placed, offset = [], 0
-        for key, dtype, shape in described:
-            placed.append(Field(key, dtype, shape, offset // dtype.itemsize))
-            offset += shape.numel() * dtype.itemsize
-        self.fields = tuple(placed)
         # 16-byte elements (complex128) need rows that are a multiple of their size.
-        unit = max(_WORD, described[0][1].itemsize)
-        self.row_nbytes = max(unit, -(-offset // unit) * unit)
-        self.padding = self.row_nbytes - offset
+        unit = max(_WORD, *(dtype.itemsize for _, dtype, _ in described))
+        described.sort(key=lambda field: -field[1].itemsize)
+        parts = _shared_first(described) if share_next else [described]
+        placed, offset, starts = [], 0, []
+        for part in parts:
+            starts.append(offset)
+            for key, dtype, shape in part:
+                placed.append(Field(key, dtype, shape, offset // dtype.itemsize))
+                offset += shape.numel() * dtype.itemsize
+            offset = -(-offset // unit) * unit
+        self.fields = tuple(placed)
+        self.row_nbytes = max(unit, offset)
+        self.padding = self.row_nbytes - sum(field.num_bytes for field in placed)
+        #: What of a row is not stored in it; None where all of it is.
+        self.sharing: Sharing | None = None
+        if share_next:
+            self.sharing = Sharing(len(parts[0]), starts[1] // _WORD, unit // _WORD)
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
         self._by_key = {field.key: field for field in self.fields}
         #: `[n, 2]` int64, the first byte of each field and how many it takes.
         self.places = np.array([(it.start_byte, it.num_bytes) for it in self.fields], np.int64)
-        #: `[m, 2]` int64, the same of what lies under `next`, where neighbours are one.
-        self.following = _joined([it for it in self.fields if it.key[0] == "next"])
+        #: `[m, 2]` int64, the same of what is stored under `next`, where neighbours are one.
+        self.following = _joined([it for it in self._own if it.key[0] == "next"])
         #: As given.
         self.nested = nested
-        self._tree = _tree_of(self.keys, nested)
-        self._splits = [self._split_of(list(run)) for _, run in groupby(self.fields, _dtype_of)]
-        # The fields that are no vectors, by their place among all.
-        self._shapes = [
-            (place, field.shape) for place, field in enumerate(self.fields) if len(field.shape) != 1
-        ]
+        self._seen = self._stored = _Views(self.fields, self.row_nbytes, nested)
+        if self.sharing is not None:
+            moved = self.stored_nbytes - self.row_nbytes
+            stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
+            self._stored = _Views(stored, self.stored_nbytes, nested)
         # The fields of a batch like the last one that was written.
         self._wanted: tuple[torch.Size | None, list[Any]] = (None, [])
 
@@ -136,6 +156,24 @@ class Layout:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
 
+    @property
+    def stored_nbytes(self) -> int:
+        """The bytes that a row takes where it is stored."""
+        sharing = self.sharing
+        moved = 0 if sharing is None else sharing.header_words - sharing.shared_words
+        return self.row_nbytes + moved * _WORD
+
+    @property
+    def shared(self) -> Sequence[Field]:
+        """The fields whose next values are not stored in the row."""
+        first = 0 if self.sharing is None else self.sharing.num_shared
+        return self.fields[first : 2 * first]
+
+    @property
+    def _own(self) -> Sequence[Field]:
+        """The fields that are stored in the row."""
+        return self.fields if self.sharing is None else self.fields[self.sharing.num_shared :]
+
     def __contains__(self, key: object) -> bool:
         return key in self._by_key
 
@@ -152,35 +190,17 @@ class Layout:
             )
         return found
 
-    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], slice]:
-        """Returns how a row of elements of one dtype is split into fields that are neighbours.
-
-        Returns:
-            the dtype, the sizes of the parts of a row, and which of them are the fields.
-        """
-        dtype, start, stop = run[0].dtype, run[0].start, run[-1].start + run[-1].size
-        rest = self.row_nbytes // dtype.itemsize - stop
-        # What lies around them is a part as well, but an empty part takes as long as a field.
-        before, after = [start] if start else [], [rest] if rest else []
-        sizes = [*before, *(field.size for field in run), *after]
-        return dtype, sizes, slice(len(before), len(before) + len(run))
-
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
-        return dict(zip(self.keys, self._views(rows), strict=True))
-
-    def _views(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        views: list[torch.Tensor] = []
-        for dtype, sizes, fields in self._splits:
-            # One split makes nine views in the time of four.
-            views += rows.view(dtype).split_with_sizes(sizes, -1)[fields]
-        for place, shape in self._shapes:
-            views[place] = views[place].view(rows.shape[:-1] + shape)
-        return views
+        return dict(zip(self.keys, self._seen.of(rows), strict=True))
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
-        return _fill(self._tree, self._views(rows), rows.shape[:-1], rows.device)
+        return self._seen.tensordict(rows)
+
+    def stored_tensordict(self, rows: torch.Tensor) -> TensorDict:
+        """Does the same with rows as they are stored, and what is stored of them."""
+        return self._stored.tensordict(rows)
 
     def fit(
         self,
@@ -243,7 +263,8 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
-        return {
+        shares = {} if self.sharing is None else {"share_next": True}
+        return shares | {
             "row_nbytes": self.row_nbytes,
             "fields": [
                 {
@@ -272,6 +293,7 @@ class Layout:
                 tuple(
                     (tuple(path), torch.Size(size)) for path, size in description.get("nested", ())
                 ),
+                share_next=description.get("share_next", False) is True,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the description of the rows is damaged: {error!r}.") from error
@@ -320,6 +342,77 @@ def _joined(fields: Sequence[Field]) -> np.ndarray:
         else:
             runs.append([field.start_byte, field.num_bytes])
     return np.array(runs, np.int64).reshape(-1, 2)
+
+
+def _shared_first(fields: Sequence[_Described]) -> list[list[_Described]]:
+    """Returns the next values that are not stored, the values that they come back as, and the others."""
+    by_key = {field[0]: field for field in fields}
+    kinds = {key: field[1:] for key, field in by_key.items()}
+    shared = [key for key in shared_keys(by_key) if kinds[key] == kinds[next_key(key)]]
+    if not shared:
+        raise ValueError(
+            "share_next=True shares observations with their next values, of the same dtype and shape "
+            f"under 'next', and there are none: the keys are {sorted(map(str, by_key))}. Leave "
+            "share_next out, or store next observations."
+        )
+    twins = [next_key(key) for key in shared]
+    rest = [field for field in fields if field[0] not in {*shared, *twins}]
+    return [[by_key[key] for key in twins], [by_key[key] for key in shared], rest]
+
+
+class _Views:
+    """Sees the fields of rows as tensors that share their memory.
+
+    Args:
+        fields: in the order in which they lie in a row.
+        row_nbytes: of a row.
+        nested: as in `Layout`.
+    """
+
+    def __init__(self, fields: Sequence[Field], row_nbytes: int, nested: Nested) -> None:
+        self._row_nbytes = row_nbytes
+        self._tree = _tree_of(tuple(field.key for field in fields), nested)
+        self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
+        # The fields that are no vectors, by their place among all.
+        self._shapes = [
+            (place, field.shape) for place, field in enumerate(fields) if len(field.shape) != 1
+        ]
+
+    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
+        """Returns how a row of elements of one dtype is split into fields that follow one another.
+
+        Returns:
+            the dtype, the sizes of the parts of a row, and which of them are the fields.
+        """
+        dtype = run[0].dtype
+        sizes, places, end = [], [], 0
+        for field in run:
+            # What lies around fields is a part as well, but an empty part takes as long as a field.
+            if field.start > end:
+                sizes.append(field.start - end)
+            places.append(len(sizes))
+            sizes.append(field.size)
+            end = field.start + field.size
+        if rest := self._row_nbytes // dtype.itemsize - end:
+            sizes.append(rest)
+        if len(places) == places[-1] - places[0] + 1:
+            return dtype, sizes, slice(places[0], places[-1] + 1)
+        return dtype, sizes, places
+
+    def of(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the fields `[*B, *shape]` of `[*B, *]` int64 rows."""
+        views: list[torch.Tensor] = []
+        for dtype, sizes, fields in self._splits:
+            # One split makes nine views in the time of four.
+            parts = rows.view(dtype).split_with_sizes(sizes, -1)
+            views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
+        for place, shape in self._shapes:
+            views[place] = views[place].view(rows.shape[:-1] + shape)
+        return views
+
+    def tensordict(self, rows: torch.Tensor) -> TensorDict:
+        """Returns the fields as a TensorDict of batch size B."""
+        return _fill(self._tree, self.of(rows), rows.shape[:-1], rows.device)
 
 
 def _dtype_of(field: Field) -> torch.dtype:

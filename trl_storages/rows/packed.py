@@ -26,6 +26,7 @@ from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
+from trl_storages.kernels.sharing import SideTable
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
@@ -83,6 +84,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             the first write fixes it, and the layout with it.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
             one pinned block that crosses in one copy.
+        share_next: whether next observations are stored once, as the observations of the rows that
+            follow. Those that no row follows, at the ends of episodes and of lanes, lie in a table of
+            their own. What is read is the same, bit for bit; an `EpisodeWriter` must write the rows.
         check: whether to look at the checksum of every row that is there already; None does after
             anything but a clean close.
         progress: whether to show how far the rows that are there already are known.
@@ -90,7 +94,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
-            other than the CPU, or what it holds is damaged, or of another size or layout.
+            other than the CPU, or what it holds is damaged, or of another size or layout; or with
+            `share_next`, which has no files yet, or where no observation has a next value.
         RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
@@ -119,6 +124,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         existsok: bool = False,
         fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]] | None] | None = None,
         out_device: torch.device | str | None = None,
+        share_next: bool = False,
         check: bool | None = None,
         progress: bool = False,
         ndim: int = 1,
@@ -137,6 +143,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         device = arguments.device("device", device)
         if fields is not None:
             arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)")
+        #: Whether next observations are stored once.
+        self.share_next = arguments.flag("share_next", share_next)
+        if self.share_next and scratch_dir is not None:
+            raise ValueError(
+                f"share_next=True is for rows in memory, got scratch_dir={scratch_dir!r}: leave out one "
+                "of the two."
+            )
         super().__init__(max_size, device=device)
         if scratch_dir is not None and self.device.type != "cpu":
             raise ValueError(
@@ -156,6 +169,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         self._sharing_process: int | None = None
         #: Copies rows out of that memory and into it.
         self.table: RowTable | None = None
+        # Next observations that are not in other rows, with `share_next`.
+        self._side: SideTable | None = None
         #: The files of the rows, as this process writes them; None while they are in memory.
         self.directory: Directory | None = None
         # The files as they are read where another process may write them.
@@ -167,7 +182,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if self.scratch_dir is not None:
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
         if self.scratch_dir is None and fields is not None and None not in fields.values():
-            self._allocate(Layout(fields))  # type: ignore[arg-type]
+            self._allocate(self._layout_of(fields))
 
     @classmethod
     def open(
@@ -317,8 +332,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes a row takes, padding included; 0 until the layout is fixed."""
-        return 0 if self.layout is None else self.layout.row_nbytes
+        """Bytes a row takes, padding included; 0 until the layout is fixed.
+
+        With `share_next` it is without its next observations, see `side_nbytes`.
+        """
+        return 0 if self.layout is None else self.layout.stored_nbytes
+
+    @property
+    def side_nbytes(self) -> int:
+        """Bytes that next observations take besides the rows, with `share_next`."""
+        return 0 if self._side is None else self._side.num_used * self._side.entry_nbytes
 
     @property
     def is_durable(self) -> bool:
@@ -329,16 +352,20 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
-        self._allocate(Layout.of(tensors_of(data), data.ndim, nested_sizes(data, data.ndim)))
+        described = Layout.of(tensors_of(data), data.ndim, nested_sizes(data, data.ndim)).described
+        self._allocate(self._layout_of(described, nested_sizes(data, data.ndim)))
+
+    def _layout_of(self, fields: Mapping[NestedKey, Any], nested: Nested = ()) -> Layout:
+        """Lays fields out as they are stored here."""
+        return Layout(fields, nested, share_next=self.share_next)
 
     def _first_layout(
         self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
     ) -> Layout:
         """Returns the declared layout with what the first write adds to it."""
-        seen = Layout.of(entries, batch_dims, nested)
+        described = Layout.of(entries, batch_dims, nested).described
         if not self._declared:
-            return seen
-        described = {field.key: (field.dtype, field.shape) for field in seen.fields}
+            return self._layout_of(described, nested)
         missing = [
             key for key, known in self._declared.items() if not known and key not in described
         ]
@@ -348,13 +375,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):
                 f"{sorted(map(str, described))}."
             )
         fields = {key: known or described[key] for key, known in self._declared.items()}
-        return Layout(fields, nested)
+        return self._layout_of(fields, nested)
 
     def _allocate(self, layout: Layout) -> None:
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            self._adopt(layout, _zero_rows(self.max_size, layout.num_words, self.device))
+            words = layout.stored_nbytes // 8
+            if layout.sharing is not None:
+                size = layout.sharing.shared_words
+                self._side = SideTable(self.max_size, size, self.device)
+            self._adopt(layout, _zero_rows(self.max_size, words, self.device))
             return
         if self.episodes is None:
             raise RuntimeError(_NO_EPISODES)
@@ -381,10 +412,26 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def _adopt(self, layout: Layout, rows: torch.Tensor) -> None:
         if self._sharing_process is not None:
             rows.share_memory_()
+            if self._side is not None:
+                self._side.share_memory_()
         self.layout, self.rows = layout, rows
-        self.table = backend(rows.device).RowTable(rows)
-        self._storage = layout.tensordict(rows)
+        if layout.sharing is None:
+            self.table = backend(rows.device).RowTable(rows)
+        else:
+            self.table = backend(rows.device).SharedTable(rows, layout.sharing, self._side)
+        self._storage = layout.stored_tensordict(rows)
         self.initialized = True
+        self._tell_lanes()
+
+    def keep_episodes(self, episodes: EpisodeIndex) -> None:
+        """Takes over the index of the rows, from the `EpisodeWriter` that writes them."""
+        self.episodes = episodes
+        self._tell_lanes()
+
+    def _tell_lanes(self) -> None:
+        if self._side is not None and self.table is not None and self.episodes is not None:
+            lanes = self.episodes.num_envs, self.episodes.num_slots
+            self.table.lanes = lanes  # type: ignore[union-attr]
 
     # Writing
 
@@ -403,6 +450,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             IndexError: a slot lies beyond the last row. Nothing is written then.
         """
         self.check_in_memory()
+        if self.share_next and (self.episodes is None or set_cursor):
+            raise RuntimeError(
+                "with share_next=True rows are written by an EpisodeWriter, which knows what follows: "
+                "pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it."
+            )
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -526,6 +578,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             slots = torch.where(slots < 0, slots + self.max_size, slots)
         return slots.to(self.device), shape
 
+    def forget_links(self, num_slots: int) -> None:
+        """Forgets what the rows in the first slots share with those after them, with `share_next`."""
+        if self._side is not None:
+            self.table.clear(num_slots)  # type: ignore[union-attr]
+
     # Reading
 
     def get(self, index: Any) -> Any:
@@ -541,9 +598,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         is_plain = isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim
-        if self.is_durable and not is_plain:
-            # TorchRL would look below the length, and a directory has more slots than rows.
-            index = torch.arange(len(self.rows))[index]
+        if (self.is_durable or self.share_next) and not is_plain:
+            # TorchRL would look below the length, and a directory has more slots than rows; and at views,
+            # which show what is stored in the rows only.
+            index = torch.arange(len(self.rows if self.is_durable else self), device=self.device)[
+                index
+            ]
             return self.layout.tensordict(self.gather(index.reshape(-1))).reshape(index.shape)  # type: ignore
         if is_plain:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
@@ -618,7 +678,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def lay_out_early(self) -> None:
         """Makes room for the fields that were named, if all of them were, once it is known who writes."""
         if not self.initialized and self._declared and None not in self._declared.values():
-            self._allocate(Layout(self._declared))
+            self._allocate(self._layout_of(self._declared))
 
     def lay_out_anew(self, num_lanes: int) -> None:
         """Makes a directory for another number of lanes, if nothing was ever written to it."""
@@ -775,9 +835,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def __repr__(self) -> str:
         where = self.device if self.scratch_dir is None else self.scratch_dir
         fields = "no layout yet" if self.layout is None else f"{len(self.layout.fields)} fields"
+        size = f"row_nbytes={self.row_nbytes}"
+        if self._side is not None:
+            shared = [field.key for field in self.layout.shared]  # type: ignore[union-attr]
+            size += f", side_nbytes={self.side_nbytes}, sharing the next {shared}"
         return (
-            f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, "
-            f"row_nbytes={self.row_nbytes}, in {where})"
+            f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, {size}, in {where})"
         )
 
 

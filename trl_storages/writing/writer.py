@@ -148,7 +148,11 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._num_registered += 1
         self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
-            storage.episodes = _new_index(storage, self.num_envs)
+            index = _new_index(storage, self.num_envs)
+            if isinstance(storage, PackedStorage):
+                storage.keep_episodes(index)
+            else:
+                storage.episodes = index
         self._lanes, self._reopened = LaneNotes(storage.episodes), None
         if isinstance(storage, PackedStorage) and storage.is_durable:
             storage.lay_out_early()
@@ -511,6 +515,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         empty_write_count: bool,
         then: Then,
     ) -> torch.Tensor:
+        self._forget_links()
         self._episodes.restart(kept)
         if empty_write_count:
             self._write_count = 0
@@ -531,7 +536,13 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             directory.empty(self._episodes, write_count, numbers)
         super()._empty(empty_write_count)
         if directory is None:
+            self._forget_links()
             self._episodes.clear()
+
+    def _forget_links(self) -> None:
+        """Forgets what rows share, before the index forgets the rows."""
+        if isinstance(self._storage, PackedStorage):
+            self._storage.forget_links(self._episodes.num_slots_reached)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""

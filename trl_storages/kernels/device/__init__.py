@@ -13,6 +13,7 @@ from trl_storages.kernels.device.lane_order import LaneOrder
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.device.rows import RowTable, fold
+from trl_storages.kernels.device.sharing import SharedTable
 from trl_storages.kernels.device.tree import SumTree
 from trl_storages.kernels.device.writing import NewRows
 
@@ -24,6 +25,7 @@ __all__ = [
     "RawPriorities",
     "Ring",
     "RowTable",
+    "SharedTable",
     "SumTree",
     "checksums",
     "fence",

@@ -73,7 +73,7 @@ class Ring(RingTables):
         )
         if table is not None:
             # Of more than T steps, the last T find room.
-            table.rows[found[:, -room:]] = words[:, -room:]
+            table.write(self, lanes, found[:, -room:], words[:, -room:])
         cursor, begun, is_open, tail = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)

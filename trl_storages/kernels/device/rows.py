@@ -6,11 +6,15 @@ Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trl_storages.kernels.device.writing import NewRows
+
+if TYPE_CHECKING:
+    from trl_storages.kernels.device.ring import Ring
 
 __all__ = ["RowTable", "fold"]
 
@@ -67,6 +71,19 @@ class RowTable:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""
         flat = slots.reshape(-1)
         return torch.where(flat < 0, flat + self._num_rows, flat)
+
+    def write(
+        self, ring: Ring, lanes: torch.Tensor, slots: torch.Tensor, words: torch.Tensor
+    ) -> None:
+        """Copies steps of lanes to where they belong.
+
+        Args:
+            ring: of the rows that are there, as `append` finds it.
+            lanes: `[L]`.
+            slots: `[L, k]`.
+            words: `[L, k, W]`.
+        """
+        self.rows[slots] = words
 
     def put(self, slots: torch.Tensor, rows: NewRows) -> None:
         """Copies n rows to their slots `[n]`."""

@@ -13,6 +13,7 @@ from trl_storages.kernels.host.lane_order import LaneOrder
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.host.rows import RowTable, fold
+from trl_storages.kernels.host.sharing import SharedTable
 from trl_storages.kernels.host.tree import SumTree
 from trl_storages.kernels.host.writing import NewRows
 
@@ -24,6 +25,7 @@ __all__ = [
     "RawPriorities",
     "Ring",
     "RowTable",
+    "SharedTable",
     "SumTree",
     "checksums",
     "fence",

@@ -142,16 +142,19 @@ class Ring(RingTables):
         """
         written = self._all_lanes if lanes is None else lanes.numpy()
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
+        places, sources = _NO_ORDER if order is None else order.numpy(), rows.sources
+        if table is not None:
+            sources = table.sources(rows, self, num_steps, written, places)
         append_steps(
             *self._arrays,
             self.steps_per_lane,
             self.ring_steps,
             written,
             num_steps,
-            rows.sources,
+            sources,
             *rows.ends,
             _NO_CUTS if cut is None else cut.numpy(),
-            _NO_ORDER if order is None else order.numpy(),
+            places,
             _NO_TABLE if table is None else table.array,
             found,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
 from trl_storages.kernels.host.writing import NewRows, put_rows
+
+if TYPE_CHECKING:
+    from trl_storages.kernels.host.ring import Ring
 
 __all__ = ["RowTable", "fold"]
 
@@ -92,11 +96,31 @@ class RowTable:
 
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
         flat = slots.numpy().reshape(-1)
-        wrong = _pick(self.array, flat, start, size, out.data_ptr())
+        self._check(_pick(self.array, flat, start, size, out.data_ptr()), flat)
+
+    def _check(self, wrong: int, flat: np.ndarray) -> None:
+        """Raises an IndexError if one of the slots is that of no row, which is given by its place."""
         if wrong >= 0:
             raise IndexError(
                 f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
             )
+
+    def sources(
+        self, rows: NewRows, ring: Ring, num_steps: int, written: np.ndarray, order: np.ndarray
+    ) -> np.ndarray:
+        """Returns where what is stored of new rows comes from, and where it belongs.
+
+        Args:
+            rows: n of them.
+            ring: of the rows that are there, as `append` finds it.
+            num_steps: S.
+            written: `[L]` the lanes of the rows.
+            order: `[L, S]` which row is which step; empty if they come as they are written.
+
+        Returns:
+            `[*, 4]` int64, as `NewRows.sources`.
+        """
+        return rows.sources
 
     def put(self, slots: torch.Tensor, rows: NewRows) -> None:
         """Copies rows to where they belong.

@@ -1,0 +1,228 @@
+"""Rows that share their next observations are read like rows that store them, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from interrupter import Interrupter
+from tensordict import TensorDict
+from torchrl.data import RoundRobinWriter, TensorDictReplayBuffer
+
+import trl_storages
+from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage
+from trl_storages.rows import Layout
+
+
+def make(size: int, num_envs: int, *, share_next: bool) -> ReplayStorage:
+    return ReplayStorage(
+        storage=PackedStorage(size, share_next=share_next),
+        writer=EpisodeWriter(num_envs, on_gap="ignore"),
+        batch_size=8,
+    )
+
+
+class Stream:
+    """Steps of lanes whose next observations mostly come back, and sometimes do not."""
+
+    def __init__(self, num_envs: int, seed: int, nan: float = 0.0) -> None:
+        self.generator, self.nan = torch.Generator().manual_seed(seed), nan
+        self.last = self.noise(num_envs, 4)
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        noise = torch.randn(*shape, generator=self.generator)
+        return noise.masked_fill(torch.rand(shape, generator=self.generator) < self.nan, torch.nan)
+
+    def chance(self, *shape: int, of: float) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator) < of
+
+    def steps(self, lanes: list[int], num_steps: int) -> TensorDict:
+        """`[L, T]`."""
+        shape = len(lanes), num_steps
+        states = self.noise(*shape, 4)
+        done = self.chance(*shape, 1, of=0.2)
+        is_gap = done | self.chance(*shape, 1, of=0.1)
+        after = torch.where(is_gap, self.noise(*shape, 4), states)
+        before = torch.cat([self.last[lanes].unsqueeze(1), states[:, :-1]], 1)
+        self.last[lanes] = states[:, -1]
+        return TensorDict(
+            {
+                "observation": before[..., :3].contiguous(),
+                "achieved_goal": before[..., 3:].double(),
+                "action": self.noise(*shape, 2),
+                "next": {
+                    "observation": after[..., :3].contiguous(),
+                    "achieved_goal": after[..., 3:].double(),
+                    "reward": self.noise(*shape, 1),
+                    "done": done,
+                },
+            },
+            shape,
+        )
+
+
+def bits(data: Any) -> dict[Any, torch.Tensor]:
+    return {key: data[key].contiguous().view(torch.uint8) for key in data.keys(True, True)}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    one, other = bits(one), bits(other)
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+def check_side(storage: ReplayStorage) -> None:
+    """No entry is lost or named twice, and only rows that need one have one."""
+    packed, live = storage._storage, storage.episodes.slots_by_age(torch.arange(len(storage)))
+    entries = packed.rows[:, 0] >> 1
+    named = entries[entries > 0].tolist()
+    assert len(set(named)) == len(named) == packed._side.num_used
+    assert {*entries.nonzero().flatten().tolist()} <= {*live.tolist()}
+
+
+@given(
+    num_envs=st.integers(1, 3),
+    steps_per_lane=st.integers(1, 7),
+    seed=st.integers(0, 2**30),
+    acts=st.lists(st.integers(0, 99), min_size=1, max_size=20),
+)
+def test_what_is_read_is_what_was_written(
+    num_envs: int, steps_per_lane: int, seed: int, acts: list[int]
+) -> None:
+    size, stream = num_envs * steps_per_lane + 1, Stream(num_envs, seed, nan=0.05)
+    plain, shared = (make(size, num_envs, share_next=share) for share in (False, True))
+    for act in acts:
+        if act < 10:
+            for storage in (plain, shared):
+                storage.empty()
+            continue
+        lanes = [*range(num_envs)] if act % 3 else [act % num_envs]
+        data = stream.steps(lanes, 1 + act % 10)
+        for storage in (plain, shared):
+            storage.writer.extend(data if num_envs > 1 else data[0], lanes=lanes)
+        slots, others = plain.episodes.random_slots(10, stream.generator).view(2, 5)
+        if act % 7 == 0:
+            new = stream.steps([0], 5)[0]
+            new["next", "done"] = plain[slots]["next", "done"]
+            for storage in (plain, shared):
+                storage.writer.write_at(slots, new)
+        assert_same(plain[:], shared[:])
+        assert_same(plain._storage.get(slots), shared._storage.get(slots))
+        keys = plain._storage.layout.keys
+        one, other = (it._storage.read(slots.view(1, 5), keys) for it in (plain, shared))
+        assert_same(TensorDict(one, [1, 5]), TensorDict(other, [1, 5]))
+        one, other = (
+            it._storage.layout.tensordict(it._storage.gather(slots, others))
+            for it in (plain, shared)
+        )
+        assert_same(one, other)
+        check_side(shared)
+
+
+@pytest.mark.parametrize("index", [0, -1, slice(2, None), [1, 2], torch.tensor([True, False] * 3)])
+def test_any_index_reads_whole_rows(index: Any) -> None:
+    data = Stream(1, 0).steps([0], 6)[0]
+    storages = [make(6, 1, share_next=share) for share in (False, True)]
+    for storage in storages:
+        storage.extend(data)
+    assert_same(*(storage._storage.get(index) for storage in storages))
+    assert_same(*(storage._storage[index] for storage in storages))
+
+
+def test_a_continuous_stream_needs_one_entry_a_lane() -> None:
+    stream, storage = Stream(2, 0), make(100, 2, share_next=True)
+    data = stream.steps([0, 1], 60)
+    data["next", "observation"][:, :-1] = data["observation"][:, 1:]
+    data["next", "achieved_goal"][:, :-1] = data["achieved_goal"][:, 1:]
+    for step in range(60):
+        storage.extend(data[:, step : step + 1])
+    assert storage._storage._side.num_used == 2
+    assert storage._storage._side.counts[1] <= 4
+    assert "sharing the next ['achieved_goal', 'observation']" in repr(storage._storage)
+    assert storage._storage.side_nbytes == 2 * 24
+
+
+def test_rows_take_little_more_than_half() -> None:
+    fields: dict[Any, Any] = {"action": (torch.float32, (4,))}
+    for key, size in (("observation", 25), ("achieved_goal", 3), ("desired_goal", 3)):
+        fields[key] = fields["next", key] = torch.float32, (size,)
+    fields["next", "reward"] = torch.float32, (1,)
+    for flag in ("done", "terminated", "truncated"):
+        fields["next", flag] = torch.bool, (1,)
+    plain, shared = Layout(fields), Layout(fields, share_next=True)
+    assert shared.described == plain.described
+    assert shared.stored_nbytes <= 0.63 * plain.stored_nbytes
+    assert Layout.from_json(shared.to_json()) == shared != plain
+
+
+@pytest.mark.parametrize("kind", [torch.complex128, torch.float64, torch.uint8, torch.float32])
+def test_fields_of_any_kind_lie_where_they_are_looked_for(kind: torch.dtype) -> None:
+    data = TensorDict(
+        {
+            "a": torch.arange(12).view(4, 3).to(kind),
+            "pixels": torch.arange(20, dtype=torch.uint8).view(4, 5),
+            "number": torch.arange(4),
+            "next": {"done": torch.zeros(4, 1, dtype=torch.bool)},
+        },
+        [4],
+    )
+    data["next", "a"], data["next", "pixels"] = data["a"] + 3, data["pixels"] + 5
+    storages = [make(4, 1, share_next=share) for share in (False, True)]
+    for storage in storages:
+        storage.extend(data[:3])
+        storage.extend(data[3:])
+    assert_same(*(storage[:] for storage in storages))
+    assert storages[1]._storage._side.num_used == 1
+    assert_same(
+        storages[1]._storage._storage[:3].select("a", "number"), data[:3].select("a", "number")
+    )
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 30])
+def test_an_interrupted_write_is_done(num_steps: int) -> None:
+    stream, data = Stream(2, 5), []
+    storage = make(24, 2, share_next=True)
+    storage.extend(stream.steps([0, 1], 7))
+    data = stream.steps([0, 1], num_steps)
+    expected = copy.deepcopy(storage)
+    expected.extend(data)
+    with Interrupter(10**9, trl_storages) as counter:
+        copy.deepcopy(storage).extend(data)
+    num_lines = 10**9 - counter.left
+    for line in range(1, num_lines, max(1, num_lines // 25)):
+        cut_off = copy.deepcopy(storage)
+        try:
+            with Interrupter(line, trl_storages):
+                cut_off.extend(data)
+        except KeyboardInterrupt:
+            pass
+        if cut_off.writer._write_count == storage.writer._write_count:
+            cut_off.extend(data)
+        assert_same(cut_off[:], expected[:])
+        cut_off.extend(data)
+        assert_same(cut_off[-2:], data[:, -1:].reshape(-1))
+
+
+def test_other_writers_are_refused() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=PackedStorage(8, share_next=True), writer=RoundRobinWriter(), batch_size=2
+    )
+    with pytest.raises(RuntimeError, match=r"writer=EpisodeWriter\(num_envs\)"):
+        buffer.extend(Stream(1, 0).steps([0], 3)[0])
+
+
+def test_a_directory_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="share_next=True is for rows in memory"):
+        PackedStorage(8, scratch_dir=tmp_path, share_next=True)
+
+
+def test_rows_without_next_observations_are_refused() -> None:
+    storage = make(8, 1, share_next=True)
+    data = Stream(1, 0).steps([0], 3)[0].exclude(("next", "observation"), ("next", "achieved_goal"))
+    with pytest.raises(ValueError, match="Leave share_next out"):
+        storage.extend(data)

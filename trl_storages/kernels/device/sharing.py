@@ -1,0 +1,207 @@
+"""Rows that share observations with their neighbours, written and read in tensor operations.
+
+Letters: N rows, W words of 8 bytes a row, V of them as it is stored, S that are shared, B rows picked,
+n rows put, L lanes and k steps written now, E lanes, R ring steps of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.device.rows import RowTable
+from trl_storages.kernels.device.scattering import only_last
+from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
+
+if TYPE_CHECKING:
+    from trl_storages.kernels.device.ring import Ring
+
+__all__ = ["SharedTable"]
+
+_WORD = 8  # bytes
+_NO_SPANS = np.zeros((0, 2), np.int64)
+
+
+class SharedTable(RowTable):
+    """See `kernels.host.SharedTable`: the same methods, the same answers bit for bit.
+
+    Writes read nothing on the host. Where they must leave out some rows, these go to entry 0.
+
+    Args:
+        rows: `[N, V]` int64 as they are stored, contiguous.
+        sharing: what of a row is not stored in it.
+        side: has next values that are not in other rows.
+    """
+
+    def __init__(self, rows: torch.Tensor, sharing: Sharing, side: SideTable) -> None:
+        super().__init__(rows)
+        self.side, self._sharing = side, sharing
+        self._shared_bytes = sharing.shared_words * _WORD
+        # Bytes by which fields lie further on in a row as it is seen.
+        self._moved = (sharing.shared_words - sharing.header_words) * _WORD
+        #: E, and R * E slots, of the lanes that rows follow one another in.
+        self.lanes = (1, len(rows))
+
+    # Reading
+
+    def pick(
+        self,
+        slots: torch.Tensor,
+        following: torch.Tensor | None = None,
+        spans: np.ndarray = _NO_SPANS,
+        *,
+        pin_memory: bool = False,
+    ) -> torch.Tensor:
+        """Copies whole rows as they are seen, `[*B]` slots to `[*B, W]`."""
+        own = self.rows.index_select(0, self._counted(slots))
+        lent = own if following is None else self.rows.index_select(0, self._counted(following))
+        following = slots if following is None else following
+        header = self._sharing.header_words
+        after = self._next(following, lent[:, 0], self.rows, self.side.values, header)
+        picked = torch.cat([after, own[:, header:]], 1)
+        if lent is not own:
+            into, lent = picked.view(torch.uint8), lent.view(torch.uint8)
+            for start, size in spans.tolist():
+                at = start - self._moved
+                into[:, start : start + size] = lent[:, at : at + size]
+        picked = picked.view((*slots.shape, picked.shape[1]))
+        return picked.pin_memory() if pin_memory else picked
+
+    def pick_field(
+        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Copies one field of rows, `[*B]` slots to `[*B, *shape]`."""
+        if start_byte >= self._shared_bytes:
+            return super().pick_field(slots, start_byte - self._moved, dtype, shape)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        headers = self.rows[:, 0].index_select(0, self._counted(slots))
+        side = self.side.values.view(torch.uint8)[:, start_byte : start_byte + size]
+        start = self._sharing.header_words * _WORD + start_byte
+        picked = self._next(slots, headers, self._bytes, side, start)
+        return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
+
+    def _next(
+        self,
+        slots: torch.Tensor,
+        headers: torch.Tensor,
+        rows: torch.Tensor,
+        side: torch.Tensor,
+        start: int,
+    ) -> torch.Tensor:
+        """Returns what is next of some rows: columns of those after them, or of the side table.
+
+        Args:
+            slots: `[*B]`.
+            headers: `[B]` of these.
+            rows: the rows, in columns of any size.
+            side: `[*, s]` the columns of the side table that are wanted.
+            start: of the columns of the rows that are.
+        """
+        num_lanes, num_slots = self.lanes
+        after = self._counted(slots) + num_lanes
+        after = torch.where(after >= num_slots, after - num_slots, after)
+        continues = self.rows[:, 0].index_select(0, after) & 1
+        found = rows[:, start : start + side.shape[1]].index_select(0, after)
+        aside = side.index_select(0, headers >> 1)
+        return torch.where(continues.unsqueeze(1) == 1, found, aside)
+
+    # Writing
+
+    def write(
+        self, ring: Ring, lanes: torch.Tensor, slots: torch.Tensor, words: torch.Tensor
+    ) -> None:
+        """Copies steps to where they belong, and links them to those before; see `RowTable.write`.
+
+        Entries are given up after no row names them, and taken before one does: what was interrupted in
+        between may be done again.
+        """
+        num_steps, shared = words.shape[1], self._sharing.shared_words
+        after, now = words[..., :shared], words[..., shared : 2 * shared]
+        newest = (ring.cursors[lanes] - 1) % ring.ring_steps * ring.num_envs + lanes
+        first, before = self.rows[slots[:, 0], 0], self.rows[newest, 0]
+        # The newest row has no entry only where this was done before.
+        led_to = self.side.values.index_select(0, before >> 1)
+        follows = (led_to == now[:, 0]).all(1) & (before > 1) | (before <= 1) & (first & 1 == 1)
+        if num_steps < ring.steps_per_lane:
+            follows &= ring.fill[lanes] > 0
+        else:
+            follows = torch.zeros_like(follows)
+        continues = torch.cat([follows.unsqueeze(1), (after[:, :-1] == now[:, 1:]).all(2)], 1)
+        is_wanted = torch.ones_like(continues)
+        is_wanted[:, :-1] = ~continues[:, 1:]
+
+        self._forget(slots.reshape(-1), torch.ones_like(is_wanted).reshape(-1))
+        entries = self._taken(is_wanted.reshape(-1))
+        self.side.values[entries] = after.reshape(-1, shared)
+        headers = 2 * entries + continues.reshape(-1)
+        self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)
+        # What is behind the newest rows does not continue them.
+        last = slots[:, -1] + self.lanes[0]
+        self.rows[torch.where(last >= self.lanes[1], last - self.lanes[1], last), 0] &= -2
+        self._forget(newest, follows)
+
+    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
+        """Copies rows over others, whose neighbours stay as they were."""
+        slots, places = only_last(slots, spare=-1)
+        slots, places = slots[slots >= 0], places[slots >= 0]
+        words, shared = rows.words()[places], self._sharing.shared_words
+        num_lanes, num_slots = self.lanes
+        # What they were the next values of gets an entry first.
+        was_next = self.rows[slots, 0] & 1 == 1
+        follower = slots[was_next]
+        before = torch.where(follower < num_lanes, follower + num_slots, follower) - num_lanes
+        header = self._sharing.header_words
+        entries = self._taken(torch.ones_like(before, dtype=torch.bool))
+        self.side.values[entries] = self.rows[follower, header : header + shared]
+        self.rows[before, 0] += 2 * entries
+        self.rows[follower, 0] &= -2
+
+        headers = self.rows[slots, 0]
+        headers += 2 * self._taken(headers <= 1)
+        self.side.values[headers >> 1] = words[:, :shared]
+        self._put(slots, words, headers)
+        after = slots + num_lanes
+        self.rows[torch.where(after >= num_slots, after - num_slots, after), 0] &= -2
+
+    def _put(self, slots: torch.Tensor, words: torch.Tensor, headers: torch.Tensor) -> None:
+        """Copies what is stored of rows `[n, W]`, with their headers."""
+        stored = torch.zeros(len(words), self._num_words, dtype=torch.int64, device=words.device)
+        stored[:, 0] = headers
+        stored[:, self._sharing.header_words :] = words[:, self._sharing.shared_words :]
+        self.rows[slots] = stored
+
+    def _taken(self, is_wanted: torch.Tensor) -> torch.Tensor:
+        """Returns `[n]` entries that are in use from now on; 0 where none is wanted."""
+        self.side.make_room(len(is_wanted))
+        counts = self.side.counts
+        num_free, num_taken = counts[NUM_FREE].clone(), counts[NUM_TAKEN].clone()
+        number = is_wanted.cumsum(0)
+        place = num_free - number
+        entries = torch.where(place >= 0, self.side.free[place.clamp(min=0)], num_taken - place)
+        total = is_wanted.sum()
+        counts.copy_(
+            torch.stack(
+                [(num_free - total).clamp(min=0), num_taken + (total - num_free).clamp(min=0)]
+            )
+        )
+        return torch.where(is_wanted, entries, 0)
+
+    def _forget(self, slots: torch.Tensor, is_over: torch.Tensor) -> None:
+        """Gives up the entries of `[n]` rows, where they have one and need it no more."""
+        entries = self.rows[slots, 0] >> 1
+        is_over = is_over & (entries > 0)
+        self.rows[slots, 0] &= torch.where(is_over, 1, -1)
+        counts = self.side.counts
+        place = counts[NUM_FREE] + is_over.cumsum(0) - 1
+        # The others go behind the last.
+        self.side.free[torch.where(is_over, place, len(self.side.free) - 1)] = entries
+        counts[NUM_FREE] += is_over.sum()
+
+    def clear(self, num_slots: int) -> None:
+        """Forgets how the rows of the first slots hang together."""
+        self.rows[:num_slots, 0] = 0
+        self.side.clear()

@@ -1,0 +1,110 @@
+"""Rows whose next observations are stored once, as the observations of the rows that follow them.
+
+Letters: N rows, W words of 8 bytes a row as it is seen, S words of them that are shared.
+
+A row as it is seen is `[next S | S | others]`, all in words: the next values of its observations, the
+observations in the same order, and the other fields. As it is stored, a header stands in the place of
+the next values. Its first word is
+
+    2 * entry + continues
+
+`continues` is 1 where the next values of the row before it in its lane are its observations, bit for bit.
+Where they are not, or that row is not there yet, `entry` of the row before names those next values in a
+side table. So the next values of a row are the observations of the row after it in its lane where that
+one continues it, and lie in the side table otherwise. Entry 0 is that of rows which need none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["NUM_FREE", "NUM_TAKEN", "Sharing", "SideTable"]
+
+# Places of its counts.
+NUM_FREE, NUM_TAKEN = 0, 1
+# Entries that a GPU has room for at first.
+_FIRST_ROOM = 1024
+
+
+class Sharing(NamedTuple):
+    """How much of a row is not stored in it."""
+
+    num_shared: int
+    """Fields that are: the first ones of a row. As many follow that they come back as."""
+    shared_words: int
+    """S."""
+    header_words: int
+    """Words that stand in their place."""
+
+
+class SideTable:
+    """Next values that are not the observations of another row, and which of its entries are free.
+
+    Args:
+        num_rows: N, of which each needs an entry at most.
+        shared_words: S.
+        device: where it lives.
+    """
+
+    def __init__(self, num_rows: int, shared_words: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        # Memory of a GPU is taken at once. On the CPU it is where something was written.
+        self._room = num_rows if device.type == "cpu" else min(num_rows, _FIRST_ROOM)
+        # How many entries may be in use, as the host knows it without waiting for the device.
+        self._most_used = 0
+        self.device = device
+        #: `[N + 1, S]` int64; the first one is nobody's.
+        self.values = self._zeros(self._room + 1, shared_words)
+        #: `[N + 1]` int64, the entries that were given up, the last one last.
+        self.free = self._zeros(self._room + 1)
+        #: `[2]` int64: how many were given up, and how many were ever taken.
+        self.counts = self._zeros(2)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.zeros(shape, np.int64))
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by name."""
+        return {"values": self.values, "free": self.free, "counts": self.counts}
+
+    @property
+    def num_used(self) -> int:
+        """How many entries are in use."""
+        num_free, num_taken = self.counts.tolist()
+        return num_taken - num_free
+
+    @property
+    def entry_nbytes(self) -> int:
+        """The bytes of an entry."""
+        return self.values.shape[1] * self.values.itemsize
+
+    def make_room(self, num_entries: int) -> None:
+        """Makes sure that so many entries can be taken; a GPU is asked how many are free when it must."""
+        if self._room == self.num_rows:
+            return
+        self._most_used += num_entries
+        if self._most_used <= self._room:
+            return
+        self._most_used = min(self.num_used + num_entries, self.num_rows)
+        if self._most_used > self._room:
+            self._room = min(2 * self._most_used, self.num_rows)
+            for name in ("values", "free"):
+                old = getattr(self, name)
+                new = self._zeros(self._room + 1, *old.shape[1:])
+                new[: len(old)] = old
+                setattr(self, name, new)
+
+    def clear(self) -> None:
+        """Gives all entries up."""
+        self.counts.zero_()
+
+    def share_memory_(self) -> None:
+        """Moves it to memory that other processes see."""
+        for tensor in self.tensors.values():
+            tensor.share_memory_()
