@@ -248,11 +248,11 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "ReplayStorageEnsemble.update_tensordict_priority": {"data": "steps"},
     "ReplayStorage.as_remote": {"remote_config": "mapping?"},
-    "OnDisk.close": {"keep": "flag"},
-    "OnDisk.flush": {},
+    "ReplayStorage.close": {"keep": "flag"},
+    "ReplayStorage.flush": {},
     "ReplayStorage.load_state_dict": {"state_dict": "mapping"},
     "ReplayStorage.loads": {"path": "path", "progress": "flag"},
-    "OnDisk.loader": {
+    "ReplayStorage.loader": {
         "num_workers": "count",
         "batch_size": "count from 1?",
         "fetch_every": "count from 1",

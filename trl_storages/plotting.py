@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import PERSampler, WrappingSampler
+from trl_storages.samplers import layers_of, prioritized_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,12 +95,10 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     'priority'
     """
     _check(storage)
-    sampler = storage.sampler
-    while isinstance(sampler, WrappingSampler):
-        sampler = sampler.base
-    if not isinstance(sampler, PERSampler):
+    if (sampler := prioritized_of(storage.sampler)) is None:
         raise TypeError(
-            f"storage must draw by priority, got one that draws by {type(sampler).__name__}: pass "
+            f"storage must draw by priority, got one that draws by "
+            f"{type(layers_of(storage.sampler)[-1]).__name__}: pass "
             "sampler=PERSampler(...), or alpha=0.6 to a ready-made storage."
         )
     priorities = _array(sampler.priorities).astype(np.float64)

@@ -420,6 +420,5 @@ def take_in_rows(sampler: Sampler, storage: Any) -> bool:
     if episodes is None:
         return False
     if isinstance(sampler, PrioritizedSampler) and len(episodes):
-        ranks = torch.arange(len(episodes), device=episodes.device)
-        sampler.mark_update(episodes.slots_by_age(ranks), storage=storage)
+        sampler.mark_update(episodes.live_slots(), storage=storage)
     return True

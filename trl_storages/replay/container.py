@@ -5,6 +5,7 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
+from torch.utils.data import DataLoader
 from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
@@ -27,12 +29,12 @@ from trl_storages.gym.recorder import Memory
 from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
 from trl_storages.priorities import Normalization
+from trl_storages.replay import on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
-from trl_storages.replay.loader import batches_of
-from trl_storages.replay.on_disk import OnDisk, intact
-from trl_storages.replay.options import ONE_FORM, check_options, check_parts
+from trl_storages.replay.loader import batches_of, make_loader
+from trl_storages.replay.options import ONE_FORM, check_goals, check_options, check_parts, goal_keys
 from trl_storages.replay.parameters import Parameter
 from trl_storages.replay.remote import in_actor
 from trl_storages.replay.saving import (
@@ -44,10 +46,16 @@ from trl_storages.replay.saving import (
 )
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, stored_fields
-from trl_storages.samplers import GoalStrategy, PERSampler, UniformSampler, layers_of
+from trl_storages.samplers import (
+    GoalStrategy,
+    PERSampler,
+    UniformSampler,
+    layers_of,
+    prioritized_of,
+)
 from trl_storages.saved import read_state, write_state
 from trl_storages.signatures import SettledStorage
-from trl_storages.stock_parts import check_sampler, draw, expand
+from trl_storages.stock_parts import check_sampler, draw, expand, take_in_rows
 from trl_storages.transforms import (
     ReplayTransform,
     apply_transforms,
@@ -62,7 +70,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
+class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -130,7 +138,9 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
-        self._resume()
+        on_disk.resume(self._parts(), self._rng)
+        if getattr(self._storage, "scratch_dir", None) is not None:
+            on_disk.renew_locks_of(self)
 
     @classmethod
     def open(
@@ -171,30 +181,6 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             RuntimeError: it has another writer.
             OSError: it may not be written.
         """
-        return cls._open(
-            path,
-            mode=mode,
-            sampler=sampler,
-            transform=transform,
-            device=device,
-            fetch_every=fetch_every,
-            check=check,
-            progress=progress,
-            **options,
-        )
-
-    @classmethod
-    def _open(
-        cls,
-        path: str | Path,
-        *,
-        mode: str,
-        device: torch.device | str | None = None,
-        fetch_every: int = 1,
-        check: bool | None = None,
-        progress: bool = False,
-        **options: Any,
-    ) -> Self:
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
@@ -213,7 +199,8 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             num_envs, fields = episodes_of(rows).num_envs, rows.layout.keys  # type: ignore[union-attr]
             writer = EpisodeWriter(num_envs, keys=fields)
             # Ready-made storages are constructed otherwise.
-            ReplayStorage.__init__(storage, storage=rows, writer=writer, **options)
+            parts: Any = {"storage": rows, "writer": writer, "sampler": sampler}
+            ReplayStorage.__init__(storage, **parts, transform=transform, **options)
         storage._is_settled = True
         return storage
 
@@ -393,7 +380,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             RuntimeError: the rows are in a directory that this process may not write.
         """
         with self._replay_lock, self._write_lock:
-            self._check_writable()
+            on_disk.check_writable(self._storage)
             finish(partial(self._end_episodes, lanes))
 
     def _end_episodes(self, lanes: Any) -> None:
@@ -440,7 +427,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
 
     # Rows as they were stored
 
-    @intact
+    @on_disk.intact
     def __getitem__(self, index: Any) -> Any:
         """Reads rows as they were stored, without transforms, into new memory.
 
@@ -473,7 +460,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             overwrite_rows(self._storage, self._writer, index, value)
 
-    @intact
+    @on_disk.intact
     def query(
         self,
         predicate: Callable[[Trajectory], bool] | None = None,
@@ -498,6 +485,14 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
 
     # Priorities
 
+    def _initialize_prioritized_sampler(self) -> None:
+        # TorchRL would give rows that are there already new priorities, where these have their own.
+        # And rows that come are told to the sampler alone, which must be where they are by then.
+        if (sampler := prioritized_of(self._sampler)) is not None:
+            sampler.attach(self._storage)
+        elif not take_in_rows(layers_of(self._sampler)[-1], self._storage):
+            super()._initialize_prioritized_sampler()
+
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Gives the rows of a sampled batch the priorities that it holds as `priority_key`.
 
@@ -517,8 +512,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
                 arithmetic between `[B]` and `[B, 1]`. Nothing is changed then.
         """
         arguments.steps("data", data)
-        sampler = layers_of(self._sampler)[-1]
-        if not isinstance(sampler, PERSampler):
+        if (sampler := prioritized_of(self._sampler)) is None:
             super().update_tensordict_priority(data)
             return
         drawn = drawn_priorities(
@@ -627,13 +621,13 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         return ReplayBuffer.sample(self, batch_size, return_info)
 
     @pin_memory_output
-    @intact
+    @on_disk.intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
             if self.shared:
                 self._hear_of_writes()
             parts = parts_of(self._transform)
-            self._check_goals(parts)
+            check_goals(self._sampler, parts)
             storage = self._storage
             index, info = draw(self._sampler, storage, batch_size)
             if isinstance(index, tuple):
@@ -650,25 +644,6 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             rows = RowView(fields, storage, info)
             batch = apply_transforms(parts, rows)
         return batch, info
-
-    def _check_goals(self, parts: list[Transform]) -> None:
-        """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
-        main = keys.DESIRED_GOAL
-        for layer in layers_of(self._sampler):
-            if not getattr(layer, "draws_goals", False):
-                continue
-            key = getattr(layer, "goal_key", main)
-            writers = [part for part in parts if getattr(part, "uses_goals", False)]
-            # A transform of the user's own may write any goal.
-            if any((getattr(part, "goal_key", key) or main) == key for part in writers):
-                continue
-            named = "" if key == main else f", goal_key={key!r}"
-            raise RuntimeError(
-                "the goals that HERSampler draws must be written by a transform, got "
-                f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn"
-                f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
-                "own that reads goal_index declares it by uses_goals = True."
-            )
 
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.
@@ -687,7 +662,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         """
         return self._draw_episodes(arguments.integer("n", n, at_least=1))
 
-    @intact
+    @on_disk.intact
     def _draw_episodes(self, n: int) -> TensorDictBase:
         with self._replay_lock, self._write_lock:
             episodes = self.episodes
@@ -738,7 +713,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             # Batches that were drawn ahead show rows that are gone.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
-                self._check_writable()
+                on_disk.check_writable(self._storage)
                 self._heard = None
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
@@ -753,6 +728,96 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
     def _forget(self, empty_write_count: bool) -> None:
         super().empty(empty_write_count)
         self._recorder.reset()
+
+    # On disk
+
+    def flush(self) -> None:
+        """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
+
+        A killed process loses nothing that was written. A machine that loses its power, at whatever
+        time later, loses nothing that was flushed and is not evicted since. Rows in memory are left
+        alone.
+
+        Raises:
+            OSError: the disk is full. What was written is there all the same.
+        """
+        with self._replay_lock, self._write_lock:
+            on_disk.flush(self._parts(), self._rng)
+
+    def close(self, *, keep: bool = True) -> None:
+        """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
+
+        Args:
+            keep: whether the files stay; they are deleted otherwise.
+
+        Raises:
+            RuntimeError: files shall be deleted that this process may not write.
+            OSError: the disk is full. The rows are there all the same.
+        """
+        keep = arguments.flag("keep", keep)
+        with self._replay_lock, self._write_lock:
+            on_disk.close(self._parts(), self._rng, keep=keep)
+
+    def loader(
+        self,
+        num_workers: int = 0,
+        *,
+        batch_size: int | None = None,
+        fetch_every: int = 1,
+        pin_memory: bool = False,
+        seed: int | None = None,
+        **options: Any,
+    ) -> DataLoader[TensorDictBase]:
+        """Returns a `DataLoader` whose workers draw batches from the directory while this writes.
+
+        Each worker has a seed of its own and reads what is committed; sampler and transforms are copies
+        of this storage's as they are now. Priorities are those that this storage sets: rows are drawn
+        by what they were when a worker looked last.
+
+        Workers are started as `torch.multiprocessing` is set. TorchRL sets "spawn": a script then needs
+        its `if __name__ == "__main__":`, and reward functions must be importable;
+        `multiprocessing_context="fork"` asks for neither.
+
+        Args:
+            num_workers: processes that draw; 0 draws in this one.
+            batch_size: B; None is the one given to the constructor.
+            fetch_every: batches that a worker draws before it looks at new rows and priorities.
+            pin_memory: whether batches arrive in pinned memory.
+            seed: of the workers; None follows torch's default generator.
+            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, persistent_workers, ...
+
+        Raises:
+            RuntimeError: the rows are not in a directory, or none was made yet.
+            ValueError: a number is too small, or no batch size is known.
+        """
+        num_workers = arguments.integer("num_workers", num_workers)
+        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
+        pin_memory = arguments.flag("pin_memory", pin_memory)
+        seed = arguments.optional(arguments.integer, "seed", seed)
+        if not on_disk.has_files(self._storage):
+            raise RuntimeError(
+                "workers read rows from a directory, and these are in memory (or none was written yet): "
+                "make the storage with path=, or scratch_dir= and fields=."
+            )
+        if batch_size is None and self._batch_size is None:
+            raise ValueError(
+                "batch_size must be known: pass it here, or where the storage is made."
+            )
+        with self._replay_lock, self._write_lock:
+            sampler = on_disk.without_rows(self._sampler)
+        open_reader = partial(
+            _open_reader,
+            type(self),
+            self._storage.scratch_dir,
+            sampler=sampler,
+            transform=self._transform if len(self._transform) else None,
+            batch_size=batch_size or self._batch_size,
+            fetch_every=fetch_every,
+        )
+        return make_loader(
+            open_reader, num_workers=num_workers, pin_memory=pin_memory, seed=seed, **options
+        )
 
     # Saving
 
@@ -802,7 +867,7 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
         self._load(state_dict)
 
     def _load(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        self._check_writable()
+        on_disk.check_writable(self._storage)
         self.synchronize()
         with self._futures_lock:
             with self._replay_lock:
@@ -893,13 +958,12 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             ValueError: it is of rows that are not stored.
         """
         arguments.steps("batch", batch)
-        main = keys.DESIRED_GOAL
         with self._replay_lock, self._write_lock:
             # Also those of a batch that was drawn before its sampler was another.
-            drawn = [getattr(layer, "goal_key", main) for layer in layers_of(self._sampler)]
-            return explain(batch, self.episodes, dict.fromkeys([main, *drawn]))
+            goals = dict.fromkeys([keys.DESIRED_GOAL, *goal_keys(self._sampler)])
+            return explain(batch, self.episodes, goals)
 
-    @intact
+    @on_disk.intact
     def validate(self, *, progress: bool = False) -> None:
         """Checks what must hold of rows, index and priorities, and rows on disk by their checksums.
 
@@ -914,21 +978,18 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
             self.episodes.validate()
             if isinstance(self._writer, EpisodeWriter):
                 self._writer.validate()
-            self._check_priorities()
-            self._check_rows(progress)
+            if (sampler := prioritized_of(self._sampler)) is not None:
+                self._check_priorities(sampler)
+            on_disk.check_rows(self._storage, progress)
 
-    def _check_priorities(self) -> None:
+    def _check_priorities(self, sampler: PERSampler) -> None:
         """Raises a RuntimeError if priorities are not those of the rows, or such as can't be drawn by."""
-        sampler = layers_of(self._sampler)[-1]
-        if not isinstance(sampler, PERSampler):
-            return
         if self.shared:
             self._hear_of_writes()
-        if self._reads:
+        if on_disk.is_read(self._storage):
             sampler.attach(self._storage)  # it hears of what was read last
         sampler.validate()
-        episodes = self.episodes
-        live = episodes.slots_by_age(torch.arange(len(episodes), device=episodes.device)).cpu()
+        live = self.episodes.live_slots().cpu()
         if wrong := sampler.slots_amiss(sampler.state_dict()["priorities"], live):
             raise RuntimeError(
                 f"the slots {wrong[:5]} have a priority without a row, or a row without a priority."
@@ -944,6 +1005,12 @@ class ReplayStorage(SettledStorage, OnDisk, TensorDictReplayBuffer):
 def _holds(data: TensorDictBase, key: NestedKey) -> bool:
     # To ask for the keys takes a third of the time of `get`, but they are those of the root only.
     return key in data.keys() if isinstance(key, str) else data.get(key, None) is not None  # noqa: SIM118
+
+
+def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> ReplayStorage:
+    # Ready-made storages are constructed otherwise. One loader may be iterated several times at once.
+    open_rows = ReplayStorage.open.__func__  # type: ignore[attr-defined]
+    return open_rows(kind, path, mode="r", generator=generator, **copy.deepcopy(options))
 
 
 def _may_have_inverse(transform: Transform) -> bool:

@@ -20,7 +20,7 @@ from trl_storages.functional.shares import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.replay.loader import batches_of
-from trl_storages.samplers import PERSampler, WrappingSampler, layers_of
+from trl_storages.samplers import WrappingSampler, layers_of, prioritized_of
 from trl_storages.signatures import SettledEnsemble
 
 __all__ = ["ReplayStorageEnsemble"]
@@ -84,9 +84,10 @@ class ReplayStorageEnsemble(SettledEnsemble):
         if not storages or len({id(storage) for storage in storages}) < len(storages):
             raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
         self._storages = storages
-        self._samplers = [layers_of(storage.sampler)[-1] for storage in storages]
-        for sampler in self._samplers:
-            if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, PERSampler):
+        self._prioritized = [prioritized_of(storage.sampler) for storage in storages]
+        for storage, known in zip(storages, self._prioritized, strict=True):
+            sampler = layers_of(storage.sampler)[-1]
+            if isinstance(sampler, PrioritizedSampler) and known is None:
                 raise ValueError(
                     f"storages must draw by priority with PERSampler, got {type(sampler).__name__}: pass "
                     "sampler=PERSampler(capacity) where the storage is made."
@@ -201,9 +202,9 @@ class ReplayStorageEnsemble(SettledEnsemble):
 
     def _draw(self, number: int, count: int) -> tuple[TensorDictBase, dict[str, Any]]:
         """Draws from one storage, with weights that are not normalised."""
-        storage, sampler = self._storages[number], self._samplers[number]
+        storage, sampler = self._storages[number], self._prioritized[number]
         # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
-        if not isinstance(sampler, PERSampler):
+        if sampler is None:
             return storage._sample(count)
         with storage._replay_lock, sampler.plain_weights():
             return storage._sample(count)
@@ -315,7 +316,7 @@ class ReplayStorageEnsemble(SettledEnsemble):
         for number, storage in enumerate(self._storages):
             # Slot -1 is left alone. To pick rows out would wait for the device.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
-            if isinstance(self._samplers[number], PERSampler):
+            if self._prioritized[number] is not None:
                 storage.update_tensordict_priority(own)
 
     def update_priority(
@@ -342,8 +343,8 @@ class ReplayStorageEnsemble(SettledEnsemble):
                 f"{list(buffer_ids.shape)}."
             )
         self._check_rows(index, buffer_ids)
-        for number, sampler in enumerate(self._samplers):
-            if isinstance(sampler, PERSampler):
+        for number, sampler in enumerate(self._prioritized):
+            if sampler is not None:
                 own = torch.where(buffer_ids == number, index, -1)
                 self._storages[number].update_priority(own, priority)
 

@@ -6,16 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tensordict import NestedKey
 from torchrl.data import Storage, Writer
 from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
+from trl_storages.samplers import WrappingSampler, layers_of
 
-__all__ = ["ONE_FORM", "Check", "check_options", "check_parts", "check_sample_unit", "checked"]
+__all__ = [
+    "ONE_FORM",
+    "Check",
+    "check_goals",
+    "check_options",
+    "check_parts",
+    "check_sample_unit",
+    "checked",
+    "goal_keys",
+]
 
 #: Why dumps can't be changed.
 ONE_FORM = (
@@ -102,6 +113,28 @@ _OPTIONS: dict[str, Check] = {
     "transport": _as_given,
     "transport_options": _as_given,
 }
+
+
+def goal_keys(sampler: Sampler) -> list[NestedKey]:
+    """Returns the keys of the goals that a sampler draws."""
+    layers = [layer for layer in layers_of(sampler) if isinstance(layer, WrappingSampler)]
+    return [layer.goal_key for layer in layers if layer.draws_goals]
+
+
+def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
+    """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
+    for key in goal_keys(sampler):
+        writers = [part for part in parts if getattr(part, "uses_goals", False)]
+        # A transform of the user's own may write any goal.
+        if any((getattr(part, "goal_key", key) or keys.DESIRED_GOAL) == key for part in writers):
+            continue
+        named = "" if key == keys.DESIRED_GOAL else f", goal_key={key!r}"
+        raise RuntimeError(
+            "the goals that HERSampler draws must be written by a transform, got "
+            f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn"
+            f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
+            "own that reads goal_index declares it by uses_goals = True."
+        )
 
 
 def check_parts(**parts: Any) -> None:

@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Transform
 from trl_storages.gym import GymRecorder
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.rows import Moved, PackedStorage, StockRows, rows_part
-from trl_storages.samplers import PERSampler, layers_of
+from trl_storages.samplers import prioritized_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.writing import EpisodeWriter, num_slots
 
@@ -76,7 +76,7 @@ class Parts(NamedTuple):
     ) -> None:
         """Checks that rows and priorities are those of the episode index."""
         index = writer.read_state(saved["_writer"])
-        rows, live = rows_part(self.storage), index.slots_by_age(torch.arange(len(index)))
+        rows, live = rows_part(self.storage), index.live_slots()
         if isinstance(rows, PackedStorage | StockRows):
             num_rows = num_slots(self.storage, index)
             if saved["_storage"]["_len"] != num_rows:
@@ -85,11 +85,11 @@ class Parts(NamedTuple):
             done = rows.read_state(saved_rows).get(writer.done_key)
             if done is not None and len(live):
                 _check_ends(done, index, live, writer, saved)
-        state, (*wrapping, innermost) = saved["_sampler"], layers_of(self.sampler)
-        for _ in wrapping:
+        prioritized, state = prioritized_of(self.sampler), saved["_sampler"]
+        while "base" in state:
             state = state["base"]
-        if isinstance(innermost, PERSampler) and (
-            wrong := innermost.slots_amiss(state["priorities"], live)
+        if prioritized is not None and (
+            wrong := prioritized.slots_amiss(state["priorities"], live)
         ):
             raise saved.error(
                 "_sampler",
@@ -99,11 +99,11 @@ class Parts(NamedTuple):
 
     def take(self, state: dict[str, Any], *, progress: bool) -> None:
         """Takes over a state that was checked; `progress` shows how far the copying of rows is."""
-        state, innermost = self._fitted(state), layers_of(self.sampler)[-1]
+        state, prioritized = self._fitted(state), prioritized_of(self.sampler)
         for name, part in self._saved().items():
             part.take_state(state[name], progress=progress)
-            if name == "_storage" and isinstance(innermost, PERSampler):
-                innermost.attach(self.storage)  # to the files that there are now
+            if name == "_storage" and prioritized is not None:
+                prioritized.attach(self.storage)  # to the files that there are now
 
     def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns a state whose writer was checked, with its rows where this storage has room for them.
@@ -117,12 +117,12 @@ class Parts(NamedTuple):
         rows, sampler = state["_storage"], state["_sampler"]
         if saved.spare_steps == own and not storage.is_durable:
             return state
-        index, ranks = saved.moved(own), torch.arange(len(saved))
+        index = saved.moved(own)
         moved = Moved(
             index,
             saved.num_slots if saved.spare_steps else storage.max_size,
-            saved.slots_by_age(ranks),
-            index.slots_by_age(ranks),
+            saved.live_slots(),
+            index.live_slots(),
             state["_writer"]["_write_count"],
             state["_writer"]["last_trajectory"].cpu().numpy(),
         )

@@ -264,6 +264,10 @@ class EpisodeAnswers:
         """
         return self._ring.slots_by_age(_slots("ranks", ranks))
 
+    def live_slots(self) -> torch.Tensor:
+        """Returns the slots of all rows, `[num_rows]` int64, the newest first."""
+        return self.slots_by_age(torch.arange(len(self), device=self.device))
+
     def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
         """Counts how many of the `window` newest rows each lane holds.
 
@@ -359,7 +363,7 @@ class EpisodeAnswers:
             TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
             `finished` and `whole`.
         """
-        live = self.slots_by_age(torch.arange(len(self), device=self.device))
+        live = self.live_slots()
         is_first = self.behind(live) == 0
         first = live[is_first]
         lane, step = first % self.num_envs, self.steps(first)

@@ -3,7 +3,7 @@
 from trl_storages.samplers.base import WrappingSampler, layers_of
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalMixture, GoalStrategy, HERSampler, check_strategy
-from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler
+from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, prioritized_of
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.uniform import UniformSampler
 
@@ -20,4 +20,5 @@ __all__ = [
     "WrappingSampler",
     "check_strategy",
     "layers_of",
+    "prioritized_of",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from tensordict import NestedKey
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages.samplers.drawing import DrawingSampler, noise_of
 from trl_storages.samplers.uniform import UniformSampler
 from trl_storages.saved import SavedState, as_part
@@ -67,6 +68,11 @@ class WrappingSampler(DrawingSampler):
     def draws_goals(self) -> bool:
         """Whether this sampler names goal rows, which a transform must write into the batch."""
         return False
+
+    @property
+    def goal_key(self) -> NestedKey:
+        """Which goal of the batch those rows are for."""
+        return keys.DESIRED_GOAL
 
     def add(self, index: Any) -> None:
         """Tells the base of one new row."""

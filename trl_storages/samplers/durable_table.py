@@ -40,7 +40,7 @@ class DurableTable(PriorityTable):
         #: `[E]` up to which steps rows are known to be evicted.
         self._tails: np.ndarray
         self._episodes = episodes = storage.episodes
-        slots = episodes.slots_by_age(torch.arange(len(episodes)))
+        slots = episodes.live_slots()
         known, largest = column.get(slots), column.largest
         # A loss of power may have taken the largest one, and left those of rows.
         if len(known) and known.nan_to_num(nan=0.0).max() > max(largest, 1.0):

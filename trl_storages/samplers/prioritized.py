@@ -13,19 +13,20 @@ from typing import Any, ClassVar, SupportsFloat, get_args
 
 import torch
 from torchrl.data import Storage
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from trl_storages import arguments
 from trl_storages.interrupts import finish
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
+from trl_storages.samplers.base import layers_of
 from trl_storages.samplers.drawing import DrawingSampler, Noise
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.saved import SavedState
 
-__all__ = ["REDUCTIONS", "PERSampler"]
+__all__ = ["REDUCTIONS", "PERSampler", "prioritized_of"]
 
 # float32 priorities to this power, and their sum, stay within float64.
 _HIGHEST_ALPHA = 4.0
@@ -358,8 +359,8 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         if self._table.has_rows or not len(storage):
             return False
         episodes = getattr(storage, "episodes", None)
-        rows = torch.arange(len(storage if episodes is None else episodes), device=self.device)
-        self._table.write(rows if episodes is None else episodes.slots_by_age(rows))
+        every = torch.arange(len(storage), device=self.device)
+        self._table.write(every if episodes is None else episodes.live_slots())
         return True
 
     def attach(self, storage: Storage) -> None:
@@ -474,6 +475,12 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
             f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
             f"eps={self._eps}, normalize={self._normalize!r})"
         )
+
+
+def prioritized_of(sampler: Sampler) -> PERSampler | None:
+    """Returns what draws by priority, of a sampler and those it builds on; None draws otherwise."""
+    innermost = layers_of(sampler)[-1]
+    return innermost if isinstance(innermost, PERSampler) else None
 
 
 def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
