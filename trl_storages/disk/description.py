@@ -25,6 +25,7 @@ from trl_storages.saved import MOST_BYTES, SavedState, parse_json
 
 __all__ = [
     "Description",
+    "announce",
     "check_is_free",
     "holds_storage",
     "own_files",
