@@ -30,8 +30,11 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
     Returns:
         `[n]` float64.
     """
-    size = priorities.numel()
-    weights = priorities.new_ones(-(-size // _VECTOR) * _VECTOR, dtype=torch.float64)
-    weights[:size] = priorities
-    parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:size]
+    size, weights = priorities.numel(), priorities.double()
+    if left_over := -size % _VECTOR:
+        weights = torch.cat([weights, weights.new_ones(left_over)])
+    if size > _SERIAL:
+        parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]
+        return torch.cat(parts)[:size]
+    weights = draw_weight(weights, alpha=alpha, eps=eps)
+    return weights[:size] if left_over else weights
