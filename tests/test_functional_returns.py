@@ -19,8 +19,8 @@ gammas = st.floats(0, 1)
 
 def folded(rewards, length, gamma):
     """The returns of windows [n, B], as `NStep` folds them."""
-    sums = backend("cpu").fold(rewards.double(), length, discounts(len(rewards), gamma))
-    return sums.to(return_dtype(rewards.dtype))
+    dtype = return_dtype(rewards.dtype)
+    return backend("cpu").fold(rewards, length, discounts(len(rewards), gamma), dtype)
 
 
 @st.composite

@@ -88,7 +88,11 @@ def test_rows_are_put_where_they_belong(kernels):
 def test_a_fold_by_hand(kernels):
     rewards = torch.tensor([[1.0, 1.0], [2.0, float("inf")], [4.0, float("nan")]]).double()
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
-    assert kernels.fold(rewards, torch.tensor([3, 1]), weights).tolist() == [3.0, 1.0]
+    length = torch.tensor([3, 1])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        folded = kernels.fold(rewards.to(dtype), length, weights, dtype)
+        assert folded.dtype is dtype
+        assert folded.tolist() == [3.0, 1.0]
 
 
 @settings(max_examples=50)
@@ -98,20 +102,24 @@ def test_a_fold_by_hand(kernels):
     ),
     gamma=st.floats(0, 1),
     seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16]),
 )
-def test_folds_are_the_same_bit_for_bit(rewards, gamma, seed):
+def test_folds_are_the_same_bit_for_bit(rewards, gamma, seed, dtype):
+    rewards = rewards.to(dtype)
     num_steps, generator = len(rewards), torch.Generator().manual_seed(seed)
     length = torch.randint(1, num_steps + 1, (4,), generator=generator)
     weights = torch.tensor(gamma, dtype=torch.float64) ** torch.arange(num_steps)
-    compiled, tensors = host.fold(rewards, length, weights), device.fold(rewards, length, weights)
+    compiled, tensors = (it.fold(rewards, length, weights, dtype) for it in (host, device))
     # Of a NaN only that it is one is promised.
     assert torch.equal(compiled.isnan(), tensors.isnan())
+    compiled, tensors = compiled.double(), tensors.double()
     assert torch.equal(bits(compiled.nan_to_num(0.0)), bits(tensors.nan_to_num(0.0)))
     for sample in range(4):
-        total = float(weights[0] * rewards[0, sample])
-        for step in range(1, int(length[sample])):
+        total = 0.0
+        for step in range(int(length[sample])):
             total += float(weights[step] * rewards[step, sample])
-        np.testing.assert_equal(float(compiled[sample]), total)
+        rounded = torch.tensor(total, dtype=torch.float64).to(dtype)
+        np.testing.assert_equal(float(compiled[sample]), float(rounded))
 
 
 def test_on_a_simulated_gpu(simulated_gpu):
@@ -121,5 +129,5 @@ def test_on_a_simulated_gpu(simulated_gpu):
     table.put(slots, device.NewRows([words], places, 4, 5, None, simulated_gpu))
     assert table.pick_field(slots, 8, torch.float32, (3,)).shape == (4, 3)
     weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
-    rewards = torch.ones(2, 4, dtype=torch.float64, device=simulated_gpu)
-    assert device.fold(rewards, slots + 1, weights).shape == (4,)
+    rewards = torch.ones(2, 4, device=simulated_gpu)
+    assert device.fold(rewards, slots + 1, weights, torch.float32).shape == (4,)

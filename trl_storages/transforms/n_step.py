@@ -160,8 +160,7 @@ class NStep(ReplayTransform):
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: powers in the dtype of the rewards are off by percents, or 0.
         dtype, (fold, weights) = return_dtype(rewards.dtype), self._folding(rewards.device)
-        flat = rewards.flatten(1).double()
-        reward = fold(flat, length, weights).to(dtype).view(size)
+        reward = fold(rewards.flatten(1), length, weights, dtype).view(size)
         length = length.view(size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         rows.follow(

@@ -90,10 +90,11 @@ class RowTable:
         self.rows[slots] = rows.words()
 
 
-def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`, added in this order."""
+def fold(
+    rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`; see `kernels.host.fold`."""
     step = torch.arange(len(rewards), device=rewards.device).unsqueeze(1)
-    # To add -0.0 leaves every number as it is, 0.0 would turn -0.0 into 0.0.
-    taken = torch.where(step < length, rewards * weights.unsqueeze(1), -0.0)
-    # On the CPU a running sum adds from the first on, as the compiled loop does.
-    return taken.cumsum(0)[-1]
+    taken = torch.where(step < length, rewards.double() * weights.unsqueeze(1), 0.0)
+    # On the CPU a running sum adds to 0 from the first on, as the compiled loop does.
+    return taken.cumsum(0)[-1].to(dtype)

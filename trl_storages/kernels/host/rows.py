@@ -132,20 +132,25 @@ class RowTable:
         put_rows(self.array, rows.sources, slots.numpy())
 
 
-def fold(rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns Σ weights[i] · rewards[i] over i < length, added in this order in float64.
+def fold(
+    rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns Σ weights[i] · rewards[i] over i < length, added to 0 in this order in float64.
 
     Args:
-        rewards: `[n, B]` float64.
+        rewards: `[n, B]`.
         length: `[B]` int64, from 1 to n.
         weights: `[n]` float64.
+        dtype: of the sums, which are rounded once.
 
     Returns:
-        `[B]` float64.
+        `[B]` of that dtype.
     """
-    out = torch.empty(rewards.shape[1], dtype=torch.float64)
+    if rewards.dtype is not torch.float32 or dtype is not torch.float32:
+        rewards = rewards.double()
+    out = torch.empty(rewards.shape[1], dtype=rewards.dtype)
     _fold(rewards.contiguous().numpy(), length.numpy(), weights.numpy(), out.numpy())
-    return out
+    return out.to(dtype)
 
 
 @compiled
@@ -184,7 +189,7 @@ def _lend(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
 @compiled
 def _fold(rewards: np.ndarray, length: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
     for b in range(length.shape[0]):
-        total = weights[0] * rewards[0, b]
-        for i in range(1, length[b]):
+        total = 0.0
+        for i in range(length[b]):
             total += weights[i] * rewards[i, b]
         out[b] = total
