@@ -27,7 +27,7 @@ from trl_storages import (
     ReplayStorage,
     ReplayStorageEnsemble,
 )
-from trl_storages.functional.shares import even_order, num_of_each
+from trl_storages.functional.draws import even_order, num_of_each
 
 pytestmark = pytest.mark.requirement("ensembles")
 

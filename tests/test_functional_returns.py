@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.returns import discounts, returns_to_go, window_length
-from trl_storages.functional.rewards import relabelled_dtype, return_dtype
+from trl_storages.functional.returns import (
+    discounts,
+    relabelled_dtype,
+    return_dtype,
+    returns_to_go,
+    window_length,
+)
 from trl_storages.kernels import backend
 
 pytestmark = pytest.mark.requirement("n-step")

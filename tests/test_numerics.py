@@ -25,7 +25,7 @@ from trl_storages import (
     ReplayTransform,
     UniformReplayStorage,
 )
-from trl_storages.functional.rewards import relabelled_dtype, return_dtype
+from trl_storages.functional.returns import relabelled_dtype, return_dtype
 
 pytestmark = [
     pytest.mark.requirement("numerics"),

@@ -20,7 +20,7 @@ from trl_storages.datasets.filling import (
     filled,
     grouped,
 )
-from trl_storages.datasets.paths import join_paths
+from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.gym.fields import info_key_names, key_path, transition_fields
 from trl_storages.keys import REWARD
 from trl_storages.recipes import UniformReplayStorage

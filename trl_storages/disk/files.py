@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trl_storages.saved.regular_files import NO_LINKS, NO_RESERVE, open_regular
+from trl_storages.saved.untrusted import NO_LINKS, NO_RESERVE, open_regular
 
 try:
     import fcntl

@@ -1,8 +1,13 @@
-"""Random numbers from which a batch is drawn."""
+"""Random numbers of a batch, and how it is shared out, among storages or kinds of goals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
-__all__ = ["random_noise"]
+__all__ = ["even_order", "even_turns", "num_of_each", "random_noise"]
 
 
 def random_noise(
@@ -26,3 +31,58 @@ def random_noise(
     """
     size = (size,) if isinstance(size, int) else size
     return torch.empty(size, dtype=torch.int64, device=device).random_(generator=generator)
+
+
+def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
+    """Splits a number by shares, each part rounded down and the largest remainders up.
+
+    Of equal remainders the first are rounded up.
+
+    Args:
+        total: the number.
+        shares: at least 0, 1 together.
+
+    >>> num_of_each(7, [0.5, 0.3, 0.2])
+    [4, 2, 1]
+    """
+    # What is whole but for the rounding of a product is no remainder.
+    parts = [round(total * share, 9) for share in shares]
+    counts = [math.floor(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
+    for at in by_remainder[: total - sum(counts)]:
+        counts[at] += 1
+    return counts
+
+
+def even_turns(counts: Sequence[int]) -> list[int]:
+    """Lets groups take turns, so that every part of the whole has about as much of each.
+
+    Args:
+        counts: how many there are of each group.
+
+    Returns:
+        the group of each place, `sum(counts)` of them.
+
+    >>> even_turns([2, 4])
+    [1, 0, 1, 1, 0, 1]
+    """
+    # The m-th of c lies about (m + 1/2) / c of the way through.
+    turns = sorted(
+        ((m + 0.5) / count, group) for group, count in enumerate(counts) for m in range(count)
+    )
+    return [group for _, group in turns]
+
+
+def even_order(counts: Sequence[int]) -> torch.Tensor:
+    """Puts what lies one group after another in the order of `even_turns`.
+
+    Args:
+        counts: how many there are of each group.
+
+    Returns:
+        `[sum(counts)]` int64, which of all of them stands at each place; a group keeps its order.
+
+    >>> even_order([2, 4]).tolist()
+    [2, 0, 3, 4, 1, 5]
+    """
+    return torch.tensor(even_turns(counts)).argsort(stable=True).argsort()

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from trl_storages.functional.shares import even_turns, num_of_each
+from trl_storages.functional.draws import even_turns, num_of_each
 
 __all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch"]
 

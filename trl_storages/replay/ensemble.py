@@ -16,7 +16,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import new_tensordict, set_entry
-from trl_storages.functional.shares import even_order, num_of_each
+from trl_storages.functional.draws import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.replay.loader import batches_of

@@ -1,9 +1,8 @@
 """What was saved: looked at as a whole before any of it is taken over."""
 
-from trl_storages.saved.bounded_json import MOST_BYTES, parse_json
 from trl_storages.saved.files import copy_in_pieces, read_state, write_state
-from trl_storages.saved.parts import SavedPart, StockPart, as_part
-from trl_storages.saved.state import SavedState
+from trl_storages.saved.parts import SavedPart, SavedState, StockPart, as_part
+from trl_storages.saved.untrusted import MOST_BYTES, parse_json
 
 __all__ = [
     "MOST_BYTES",

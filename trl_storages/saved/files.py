@@ -20,8 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.progress_bar import tracker
-from trl_storages.saved.bounded_json import MOST_BYTES, parse_json
-from trl_storages.saved.regular_files import NO_RESERVE, open_regular
+from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, parse_json
 
 __all__ = ["copy_in_pieces", "read_state", "write_state"]
 

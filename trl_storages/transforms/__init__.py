@@ -1,11 +1,14 @@
 """How what was drawn is seen."""
 
-from trl_storages.transforms.apply import apply_transforms, parts_of, transform_batch
-from trl_storages.transforms.base import ReplayTransform
+from trl_storages.transforms.base import (
+    ReplayTransform,
+    apply_transforms,
+    parts_of,
+    transform_batch,
+)
 from trl_storages.transforms.flatten_goal import FlattenGoal
-from trl_storages.transforms.gym_reward import gym_reward
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit
+from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit, gym_reward
 
 __all__ = [
     "FlattenGoal",

@@ -1,18 +1,19 @@
-"""Transforms that look at other rows of the storage than the sampled ones."""
+"""Transforms that look at other rows of the storage than the sampled ones, and how all are applied."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
-from torchrl.envs.transforms import Transform
+from torchrl.envs.transforms import Compose, Transform
 
+from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.rows import RowView
 from trl_storages.saved import SavedState
 
-__all__ = ["ReplayTransform"]
+__all__ = ["ReplayTransform", "apply_transforms", "parts_of", "transform_batch"]
 
 
 class ReplayTransform(Transform):
@@ -70,3 +71,42 @@ class ReplayTransform(Transform):
         saved.one_of("kind", [kind])
         for name in self.live_parameters.values():
             setattr(self, name, saved[name])
+
+
+def apply_transforms(parts: Iterable[Transform], rows: RowView) -> TensorDictBase:
+    """Applies transforms to drawn rows.
+
+    Args:
+        parts: the transforms, as `parts_of` lists them.
+        rows: what was drawn.
+
+    Returns:
+        the batch as the last transform shows it.
+    """
+    for part in parts:
+        if isinstance(part, ReplayTransform):
+            part.replay(rows)
+        else:
+            with dispatch_td_nn_modules(True):
+                rows.transform(part)
+    return rows.tensordict()
+
+
+def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> TensorDictBase:
+    """Applies those transforms to a batch that need no further rows."""
+    for part in parts:
+        if not isinstance(part, ReplayTransform):
+            with dispatch_td_nn_modules(True):
+                batch = part(batch)
+    return batch
+
+
+def parts_of(transform: Transform) -> list[Transform]:
+    """Returns the transforms that a `Compose` is made of, nested ones included."""
+    if not isinstance(transform, Compose):
+        return [transform]
+    parts: list[Transform] = []
+    # To ask a module for its modules takes several times as long.
+    for part in transform._modules["transforms"]._modules.values():
+        parts += parts_of(part)
+    return parts

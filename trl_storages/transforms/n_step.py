@@ -12,8 +12,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages.functional.returns import discounts, window_length
-from trl_storages.functional.rewards import return_dtype
+from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
 from trl_storages.rows import RowView
 from trl_storages.transforms.base import ReplayTransform

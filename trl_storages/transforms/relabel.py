@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, unravel_key
+from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
 from trl_storages import arguments, keys
-from trl_storages.functional.rewards import relabelled_dtype
+from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, read_fields
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalRelabel", "RelabelAudit"]
+__all__ = ["GoalRelabel", "RelabelAudit", "gym_reward"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, Mapping[NestedKey, torch.Tensor]], Any]
 
@@ -342,3 +343,51 @@ def _judge(
     if result.is_complex():
         raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
     return result
+
+
+class gym_reward:  # noqa: N801  (it is used as a function)
+    """Adapts the `compute_reward` of a gymnasium goal environment.
+
+    The goals cross to NumPy and the rewards back, so on a GPU each batch waits for the host: write
+    the reward with torch operations there.
+
+    Args:
+        env: a gymnasium environment, wrapped or not, or one of TorchRL's wrappers around one.
+
+    Raises:
+        TypeError: the environment computes no rewards for other goals.
+
+    >>> import gymnasium, trl_storages
+    >>> reward_fn = gym_reward(gymnasium.make("BitFlipping-v0", n_bits=2))
+    >>> reward_fn(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2), {})
+    tensor([-1., 0.])
+    """
+
+    def __init__(self, env: Any) -> None:
+        base = env.base_env if isinstance(env, TransformedEnv) else env
+        if isinstance(base, (ParallelEnv, SerialEnv)):
+            raise TypeError(
+                f"{type(base).__name__} holds several environments, maybe in other processes: give "
+                "gym_reward one made alike."
+            )
+        unwrapped = getattr(env, "unwrapped", env)
+        # TorchRL's wrappers hold gymnasium's environment as `_env`.
+        while not hasattr(unwrapped, "compute_reward") and hasattr(unwrapped, "_env"):
+            unwrapped = getattr(unwrapped._env, "unwrapped", unwrapped._env)
+        if not callable(getattr(unwrapped, "compute_reward", None)):
+            raise TypeError(
+                f"{env} has no compute_reward(achieved_goal, desired_goal, info): give GoalRelabel a "
+                "reward_fn of your own."
+            )
+        self.compute_reward = unwrapped.compute_reward
+
+    def __call__(
+        self,
+        achieved_goal: torch.Tensor,
+        desired_goal: torch.Tensor,
+        transition: Mapping[NestedKey, torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns the rewards `[B]` for goals `[B, *G]`."""
+        info = {key: value.cpu().numpy() for key, value in transition.items()}
+        reward = self.compute_reward(achieved_goal.cpu().numpy(), desired_goal.cpu().numpy(), info)
+        return torch.as_tensor(reward, device=achieved_goal.device)
