@@ -24,10 +24,10 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler, SchedulerList
 from trl_storages.functional.emphasis import linear_eta
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage
+from trl_storages.samplers.base import UniformSampler
 from trl_storages.samplers.emphasis import ERESampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
-from trl_storages.samplers.uniform import UniformSampler
 from trl_storages.writing import EpisodeWriter
 
 

@@ -14,7 +14,7 @@ from trl_storages import (
     UniformSampler,
 )
 from trl_storages.samplers import WrappingSampler
-from trl_storages.samplers.drawing import DrawingSampler
+from trl_storages.samplers.base import DrawingSampler
 
 CAPACITY = 40
 SAMPLERS = {

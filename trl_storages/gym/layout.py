@@ -10,8 +10,8 @@ from trl_storages.gym.fields import OUTCOME_FIELDS, Field, check_free, key_path
 from trl_storages.keys import ACTION, OBSERVATION, REWARD, TERMINATED, TRUNCATED, nested, next_key
 
 __all__ = [
-    "Layout",
     "Leaf",
+    "StepLayout",
     "Tree",
     "TreeReader",
     "add_field",
@@ -127,7 +127,7 @@ def _gather(tree: dict[str, Any], value: Any, argument: str, found: list[Any]) -
         )
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     """The fields of a transition, how each is read, and how the arguments are nested."""
 
     fields: Mapping[NestedKey, Field]
@@ -154,7 +154,7 @@ def entries(observations: Any) -> Any:
 
 def layout_of(
     fields: Mapping[NestedKey, Field], info_keys: Sequence[NestedKey], num_envs: int
-) -> Layout:
+) -> StepLayout:
     """Returns the layout of known fields.
 
     An observation is what is there now and one step later; the rest, infos aside, is the action.
@@ -178,7 +178,7 @@ def layout_of(
             for leaf in seen.leaves
         ),
     ]
-    return Layout(fields, columns, seen, done, pairs, places)
+    return StepLayout(fields, columns, seen, done, pairs, places)
 
 
 def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[NestedKey, Field]:

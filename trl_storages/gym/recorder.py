@@ -19,16 +19,15 @@ from trl_storages import arguments
 from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys, info_key_names, key_path
 from trl_storages.gym.infos import info_values
-from trl_storages.gym.layout import Layout, add_field, entries, layout_of, learn_fields
+from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
-    Ends,
+    LastBits,
     ResetWatch,
     check_last_observations,
     last_observations,
 )
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
-from trl_storages.rows import Layout as RowLayout
-from trl_storages.rows import StepBlock, as_array
+from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
 
 __all__ = ["GymRecorder", "Memory", "RecordedStep"]
@@ -41,11 +40,11 @@ _NONE = object()
 class Memory(NamedTuple):
     """What a recorder knows of the loop once a step is written."""
 
-    layout: Layout | None
+    layout: StepLayout | None
     """Where the arguments hold the fields; None until the first step."""
     ended: NDArray[np.bool_]
     """`[E]` whether the next step of an environment only resets it."""
-    last: Ends | None
+    last: LastBits | None
     """As `ResetWatch.last`."""
 
 
@@ -105,7 +104,7 @@ class GymRecorder(SavedPart):
         self.info_keys = info_key_names(info_keys)
         self._given = fields
         #: Where the arguments hold the fields; None until the first step.
-        self.layout: Layout | None = None
+        self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
         self._watch = ResetWatch(num_envs)
@@ -159,7 +158,7 @@ class GymRecorder(SavedPart):
         return step.tensordict().clone(), lanes
 
     def read(
-        self, step: Sequence[Any], rows: RowLayout | None = None
+        self, step: Sequence[Any], rows: Layout | None = None
     ) -> tuple[RecordedStep | None, Memory | None]:
         """Reads a step as `rows` does.
 
@@ -244,7 +243,7 @@ class GymRecorder(SavedPart):
         terminated = self._flag.read(terminateds, "terminateds", "", is_vector)
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
 
-    def _desk_for(self, layout: Layout, rows: RowLayout | None, value: Any) -> _Desk:
+    def _desk_for(self, layout: StepLayout, rows: Layout | None, value: Any) -> _Desk:
         """Returns where the values of a step go, on the device of one of them."""
         device = value.device if isinstance(value, Tensor) else _CPU
         desk = self._desk
@@ -347,7 +346,7 @@ class GymRecorder(SavedPart):
 
     def _plan(
         self, observations: Any, actions: Any, found: Mapping[NestedKey, Any], is_vector: bool
-    ) -> Layout:
+    ) -> StepLayout:
         """The layout of the fields given, or of those of this first step."""
         if self._given is None:
             fields = learn_fields(observations, actions, is_vector=is_vector)
@@ -389,10 +388,10 @@ class _Desk:
     """
 
     def __init__(
-        self, layout: Layout, rows: RowLayout | None, num_envs: int, device: torch.device
+        self, layout: StepLayout, rows: Layout | None, num_envs: int, device: torch.device
     ) -> None:
         self.layout, self.rows, self.device = layout, rows, device
-        known = RowLayout(layout.fields)
+        known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
         block = StepBlock(known, num_envs, device)

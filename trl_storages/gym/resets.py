@@ -12,18 +12,18 @@ from tensordict import NestedKey
 
 from trl_storages.callers import warn_caller
 from trl_storages.gym.infos import final_observation
-from trl_storages.gym.layout import Layout, entries
+from trl_storages.gym.layout import StepLayout, entries
 from trl_storages.keys import DONE, REWARD
 from trl_storages.rows import as_array
 
-__all__ = ["Ends", "ResetWatch", "check_last_observations", "last_observations"]
+__all__ = ["LastBits", "ResetWatch", "check_last_observations", "last_observations"]
 
 #: The bits of the observations that episodes ended with, by environment.
-Ends = dict[int, list[bytes]]
+LastBits = dict[int, list[bytes]]
 
 
 def last_observations(
-    layout: Layout, infos: Any, lane: int, *, is_vector: bool, needed: bool
+    layout: StepLayout, infos: Any, lane: int, *, is_vector: bool, needed: bool
 ) -> Iterator[tuple[NestedKey, torch.Tensor]]:
     """Yields the entries of the last observation of an environment that ended, checked.
 
@@ -48,7 +48,7 @@ def last_observations(
 
 
 def check_last_observations(
-    columns: Mapping[NestedKey, Any], layout: Layout, infos: Any, is_vector: bool
+    columns: Mapping[NestedKey, Any], layout: StepLayout, infos: Any, is_vector: bool
 ) -> None:
     """Refuses first observations of new episodes in the place of last ones, where infos tell.
 
@@ -88,13 +88,13 @@ class ResetWatch:
         self._num_envs = num_envs
         #: What the episodes that ended with the last step ended with, by environment; None once
         #: nobody looks any more.
-        self.last: Ends | None = {}
+        self.last: LastBits | None = {}
 
     def look(
         self,
         columns: Mapping[NestedKey, Any],
         pairs: Sequence[tuple[NestedKey, NestedKey]],
-    ) -> Ends | None:
+    ) -> LastBits | None:
         """Compares the beginnings of episodes with the ends before them.
 
         Args:

@@ -11,7 +11,7 @@ from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 
 from trl_storages import keys
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.ring.history import is_key, slots_of
+from trl_storages.ring.naming import is_key, slots_of
 
 __all__ = ["list_trajectories", "overwrite_rows", "read_rows"]
 

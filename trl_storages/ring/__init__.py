@@ -2,6 +2,6 @@
 
 from trl_storages.kernels.ring_tables import GOAL_KINDS
 from trl_storages.ring.index import EpisodeIndex, episodes_of
-from trl_storages.ring.lanes import Lanes
+from trl_storages.ring.naming import Lanes
 
 __all__ = ["GOAL_KINDS", "EpisodeIndex", "Lanes", "episodes_of"]

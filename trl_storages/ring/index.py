@@ -21,7 +21,7 @@ from trl_storages import arguments
 from trl_storages.kernels import backend
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
-from trl_storages.ring.lanes import Lanes, named_lanes
+from trl_storages.ring.naming import Lanes, named_lanes
 from trl_storages.saved import SavedPart, SavedState
 
 if TYPE_CHECKING:

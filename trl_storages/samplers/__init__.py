@@ -1,11 +1,10 @@
 """Who is drawn."""
 
-from trl_storages.samplers.base import WrappingSampler, layers_of
+from trl_storages.samplers.base import UniformSampler, WrappingSampler, layers_of
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalMixture, GoalStrategy, HERSampler, check_strategy
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, prioritized_of
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
-from trl_storages.samplers.uniform import UniformSampler
 
 __all__ = [
     "REDUCTIONS",

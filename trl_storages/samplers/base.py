@@ -1,20 +1,195 @@
-"""What samplers that build on another sampler have in common."""
+"""What samplers have in common, and the plainest of them.
+
+Letters: B batch.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey
-from torchrl.data import Storage
+from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
-from trl_storages.samplers.drawing import DrawingSampler, noise_of
-from trl_storages.samplers.uniform import UniformSampler
-from trl_storages.saved import SavedState, as_part
+from trl_storages.functional.draws import random_noise
+from trl_storages.ring import episodes_of
+from trl_storages.saved import SavedPart, SavedState, as_part
+from trl_storages.signatures import SettledSampler
+from trl_storages.stock_parts import draw
 
-__all__ = ["WrappingSampler", "layers_of"]
+__all__ = [
+    "DrawingSampler",
+    "UniformSampler",
+    "WrappingSampler",
+    "check_not_empty",
+    "draw_from",
+    "layers_of",
+    "noise_of",
+]
+
+Noise = Sequence[torch.Tensor]
+
+
+class DrawingSampler(SavedPart, SettledSampler, Sampler):
+    """A sampler that is handed its random numbers, so that those of a batch are made at once."""
+
+    #: Which of `sample` and `sample_window` a subclass has overridden without `draw`.
+    overridden: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for kind in cls.__mro__:
+            if methods := vars(kind).keys() & {"draw", "sample", "sample_window"}:
+                cls.overridden = frozenset() if "draw" in methods else frozenset(methods)
+                return
+
+    @property
+    def noise_per_sample(self) -> int:
+        """How many random numbers a sample is drawn with."""
+        return 1
+
+    @abstractmethod
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws a batch.
+
+        Args:
+            storage: holds rows.
+            batch_size: B.
+            noise: `noise_per_sample` rows `[B]` of `random_noise`.
+            window: `[]` int64, how many of the newest rows to draw from; None is all. Only samplers
+                that have `sample_window` are handed one.
+
+        Returns:
+            `[B]` int64 slots, and the info that goes with them.
+        """
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws a batch.
+
+        Args:
+            storage: holds the rows and their episode index.
+            batch_size: B.
+
+        Returns:
+            `[B]` int64 slots, and the info that goes with them.
+
+        Raises:
+            RuntimeError: the storage is empty, or has no episode index.
+        """
+        return self._sample(storage, batch_size)
+
+    def _sample(
+        self, storage: Storage, batch_size: int, *window: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        check_not_empty(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        size, device = (self.noise_per_sample, batch_size), self._noise_device(storage)
+        noise: Noise = ()
+        if size[0]:
+            noise = random_noise(size, generator=self._rng, device=device).unbind()
+        return self.draw(storage, batch_size, noise, *window)
+
+    def _noise_device(self, storage: Storage) -> torch.device:
+        return episodes_of(storage).device
+
+
+def noise_of(sampler: Sampler) -> int:
+    """Returns how many random numbers a sampler is handed for a sample.
+
+    Those of TorchRL make their own, as do subclasses that override `sample`.
+    """
+    if isinstance(sampler, DrawingSampler) and not sampler.overridden:
+        return sampler.noise_per_sample
+    return 0
+
+
+def draw_from(
+    sampler: Any, storage: Storage, batch_size: int, noise: Noise, *window: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Draws a batch from a sampler of any kind; the arguments are those of `DrawingSampler.draw`."""
+    if isinstance(sampler, DrawingSampler) and not sampler.overridden:
+        return sampler.draw(storage, batch_size, noise, *window)
+    if window:
+        return sampler.sample_window(storage, batch_size, *window)
+    return draw(sampler, storage, batch_size)
+
+
+def check_not_empty(storage: Storage) -> None:
+    """Raises a RuntimeError that says what to do if there is nothing to draw from."""
+    # Anything with an episode index and a length will do.
+    if getattr(storage, "episodes", None) is None:
+        arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+    if not len(storage):
+        raise RuntimeError(
+            "the storage is empty: write transitions with record(), add() or extend() before sampling."
+        )
+
+
+class UniformSampler(DrawingSampler, RandomSampler):
+    """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
+
+    TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
+    ring are filled unequally. Over a storage without an episode index the two are the same.
+    """
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws rows with replacement.
+
+        Returns:
+            `[B]` int64 slots, and an empty dict.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        if getattr(storage, "episodes", None) is not None:
+            return self._sample(storage, batch_size)
+        check_not_empty(storage)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        return RandomSampler.sample(self, storage, batch_size)
+
+    def sample_window(
+        self, storage: Storage, batch_size: int, window: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws among the newest rows, with replacement.
+
+        Args:
+            storage: holds the rows and their episode index.
+            batch_size: B.
+            window: `[]` int64 on the storage's device: how many of the newest rows to draw from, at
+                least 1 and at most the rows stored.
+
+        Returns:
+            `[B]` int64 slots, and an empty dict.
+        """
+        arguments.tensor("window", window, dtype=torch.int64)
+        return self._sample(storage, batch_size, window)
+
+    def draw(
+        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draws rows with replacement, see `DrawingSampler.draw`."""
+        return episodes_of(storage).draw(noise[0], window), {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing, as each draw is as likely as any other."""
+        return {}
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Checks that a state is that of such a sampler, which has none: it must be empty.
+
+        Raises:
+            TypeError, ValueError: it is not.
+        """
+        SavedState(state_dict, f"the saved {type(self).__name__}", ())
+
+    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
+        """Takes over a state, of which there is none."""
 
 
 class WrappingSampler(DrawingSampler):

@@ -16,8 +16,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.samplers.base import WrappingSampler
-from trl_storages.samplers.drawing import DrawingSampler, Noise, draw_from
+from trl_storages.samplers.base import DrawingSampler, Noise, WrappingSampler, draw_from
 from trl_storages.saved import SavedState
 
 __all__ = ["ERESampler", "WindowSampler"]

@@ -17,8 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments, keys
 from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
-from trl_storages.samplers.base import WrappingSampler
-from trl_storages.samplers.drawing import Noise, draw_from
+from trl_storages.samplers.base import Noise, WrappingSampler, draw_from
 from trl_storages.saved import SavedState
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]

@@ -12,7 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, SupportsFloat, get_args
 
 import torch
-from torchrl.data import Storage
+from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from trl_storages import arguments
@@ -20,13 +20,11 @@ from trl_storages.interrupts import finish
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
-from trl_storages.samplers.base import layers_of
-from trl_storages.samplers.drawing import DrawingSampler, Noise
+from trl_storages.samplers.base import DrawingSampler, Noise, layers_of
 from trl_storages.samplers.durable_table import DurableTable
-from trl_storages.samplers.elsewhere import ElsewhereSampler
 from trl_storages.saved import SavedState
 
-__all__ = ["REDUCTIONS", "PERSampler", "prioritized_of"]
+__all__ = ["REDUCTIONS", "ElsewhereSampler", "PERSampler", "prioritized_of"]
 
 # float32 priorities to this power, and their sum, stay within float64.
 _HIGHEST_ALPHA = 4.0
@@ -475,6 +473,28 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
             f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
             f"eps={self._eps}, normalize={self._normalize!r})"
         )
+
+
+class ElsewhereSampler(RandomSampler):
+    """The sampler of a process that writes to a shared storage, where only one process can draw.
+
+    Priorities live in the process that shared the storage; writing needs none of them.
+    """
+
+    def sample(
+        self, storage: Storage, batch_size: int, *window: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Refuses to draw.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "draws by priority must be made in the process that shared the storage, this is one that it "
+            "was sent to: sample there, or use a storage with alpha=0."
+        )
+
+    sample_window = sample
 
 
 def prioritized_of(sampler: Sampler) -> PERSampler | None:

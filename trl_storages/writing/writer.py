@@ -20,8 +20,8 @@ from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
 from trl_storages.ring import EpisodeIndex, Lanes
-from trl_storages.ring.history import slots_of
 from trl_storages.ring.index import Kept
+from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter

@@ -1,17 +1,57 @@
-"""Which rows an index names: slices of the history by age, slots, masks.
+"""Which lanes of a ring are meant, and which rows: slices of the history by age, slots, masks.
 
 Letters: N capacity, B any shape of slots.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from trl_storages.ring.index import EpisodeIndex
+if TYPE_CHECKING:
+    from trl_storages.ring.index import EpisodeIndex
 
-__all__ = ["is_key", "slots_of"]
+__all__ = ["Lanes", "is_key", "named_lanes", "slots_of"]
+
+Lanes = Sequence[int] | torch.Tensor | None
+
+
+def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
+    """Returns the numbers of the lanes that `lanes` names, checked on the host.
+
+    Args:
+        lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
+        num_envs: number of lanes E.
+
+    Raises:
+        ValueError: `lanes` is something else, or names an unknown lane or one twice.
+    """
+    if lanes is None:
+        return range(num_envs)
+    try:
+        ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+    except ValueError:  # lists of unequal lengths
+        ids = np.asarray(None)
+    if ids.dtype == bool:
+        if ids.shape != (num_envs,):
+            raise ValueError(
+                f"a mask of lanes must have shape [{num_envs}], got {list(ids.shape)}."
+            )
+        ids = ids.nonzero()[0]
+    values = ids.reshape(-1).tolist() if ids.dtype.kind in "iu" else []
+    if (
+        ids.ndim != 1
+        or not values
+        or len(set(values)) != len(values)
+        or not all(0 <= lane < num_envs for lane in values)
+    ):
+        raise ValueError(
+            f"lanes must be a list of distinct numbers in 0..{num_envs - 1}, got {lanes}."
+        )
+    return values
 
 
 def is_key(index: Any) -> bool:
@@ -40,6 +80,7 @@ def slots_of(episodes: EpisodeIndex, index: Any) -> torch.Tensor:
         IndexError: a slot holds no row.
         TypeError: it is none of these.
 
+    >>> from trl_storages import EpisodeIndex
     >>> episodes = EpisodeIndex(4)
     >>> _ = episodes.append(torch.zeros(1, 6, dtype=torch.bool))
     >>> slots_of(episodes, slice(None)).tolist(), slots_of(episodes, slice(-1, None)).tolist()
