@@ -151,6 +151,16 @@ def _wrapped(slot: int, num_slots: int) -> int:
     return slot + num_slots if slot < 0 else slot
 
 
+@inlined
+def _ask_for(table: Any, start: int, size: int) -> None:
+    """Asks for bytes that will be read soon, if they are not too many."""
+    asked = min(size, _MOST_AHEAD)
+    for byte in range(0, asked, _LINE):
+        prefetch(table, start + byte)
+    # It may be in a further line.
+    prefetch(table, start + asked - 1)
+
+
 @compiled
 def _pick(
     table: Any,
@@ -194,17 +204,14 @@ def _pick(
     address, side = table.ctypes.data, values.ctypes.data
     own_bytes = row_bytes - header_bytes if with_own else 0
     pitch, moved = size + own_bytes, shared_bytes - header_bytes
-    asked, asked_next = min(own_bytes, _MOST_AHEAD), min(size, _MOST_AHEAD)
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
-            at = slots[ahead] * row_bytes
-            for byte in range(0, asked, _LINE):
-                prefetch(table, at + byte)
-            at = _wrapped(lenders[ahead] + num_lanes, num_slots) * row_bytes
-            prefetch(table, at)
-            for byte in range(header_bytes + start, header_bytes + start + asked_next, _LINE):
-                prefetch(table, at + byte)
+            after = _wrapped(lenders[ahead] + num_lanes, num_slots) * row_bytes
+            prefetch(table, after)
+            _ask_for(table, after + header_bytes + start, size)
+            if with_own:
+                _ask_for(table, slots[ahead] * row_bytes, row_bytes)
         slot, lender = slots[i], lenders[i]
         slot = slot + num_rows if slot < 0 else slot
         lender = lender + num_rows if lender < 0 else lender
