@@ -80,6 +80,7 @@ class Options(TypedDict, total=False):
     extra_fields: Annotated[
         Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
     ]
+    share_next: Annotated[bool, Option(False, arguments.flag)]
     sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
     autoreset_mode: Annotated[AutoresetMode | str | None, Option(None)]
     on_gap: Annotated[OnGap, Option("warn")]

@@ -87,6 +87,8 @@ class UniformReplayStorage(ReplayStorage):
         extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
             has, such as hidden states or log-probabilities. `record` can't know them. That of
             `("next", "reward")` is in the place of (float32, [1]).
+        share_next: whether next observations are stored once, as the observations of the rows that
+            follow: little more than half the memory, for batches that are the same.
         sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments by themselves.
@@ -187,6 +189,7 @@ class UniformReplayStorage(ReplayStorage):
             device=given["device"] if path is None else "cpu",
             scratch_dir=path,
             out_device=given["device"],
+            share_next=given["share_next"],
         )
         generator = None
         if (seed := given["seed"]) is not None:

@@ -111,6 +111,11 @@ class RingTables:
         """`[E]` int64, the live rows of each lane."""
         return self.cursors - self.tails
 
+    def heads(self) -> torch.Tensor:
+        """Returns the slots `[E]` of the next rows of all lanes."""
+        lane = torch.arange(self.num_envs, device=self.device)
+        return self.cursors % self.ring_steps * self.num_envs + lane
+
     def evict(self, tails: torch.Tensor) -> None:
         """Evicts rows: `[E]` int64 the new tails, from the old ones up to the cursors, on any device."""
         self.tails.copy_(tails)

@@ -534,7 +534,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         """
         self.lay_out(layout)
         length = min(len(self) + len(slots), self.max_size) if set_cursor else 0
-        self.table.put(slots, rows)  # type: ignore[union-attr, arg-type]
+        ring = None if self.episodes is None else self.episodes.ring
+        self.table.put(slots, rows, ring)  # type: ignore[union-attr, arg-type]
         if set_cursor:
             self._set_last_cursor(slots)
             self._len = length

@@ -15,6 +15,7 @@ from trl_storages.kernels.device.writing import NewRows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring
+    from trl_storages.kernels.ring_tables import RingTables
 
 __all__ = ["RowTable", "fold"]
 
@@ -85,7 +86,7 @@ class RowTable:
         """
         self.rows[slots] = words
 
-    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
+    def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies n rows to their slots `[n]`."""
         self.rows[slots] = rows.words()
 

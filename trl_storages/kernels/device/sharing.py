@@ -15,6 +15,7 @@ import torch
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.scattering import only_last
 from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.ring_tables import RingTables
 from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["SharedTable"]
 
 _WORD = 8  # bytes
+# Rows that are overwritten at a time.
+_PIECE = 4096
 _NO_SPANS = np.zeros((0, 2), np.int64)
 
 
@@ -101,9 +104,7 @@ class SharedTable(RowTable):
             side: `[*, s]` the columns of the side table that are wanted.
             start: of the columns of the rows that are.
         """
-        num_lanes, num_slots = self.lanes
-        after = self._counted(slots) + num_lanes
-        after = torch.where(after >= num_slots, after - num_slots, after)
+        after = self._wrapped(self._counted(slots) + self.lanes[0])
         continues = self.rows[:, 0].index_select(0, after) & 1
         found = rows[:, start : start + side.shape[1]].index_select(0, after)
         aside = side.index_select(0, headers >> 1)
@@ -140,32 +141,51 @@ class SharedTable(RowTable):
         headers = 2 * entries + continues.reshape(-1)
         self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)
         # What is behind the newest rows does not continue them.
-        last = slots[:, -1] + self.lanes[0]
-        self.rows[torch.where(last >= self.lanes[1], last - self.lanes[1], last), 0] &= -2
+        self.rows[self._wrapped(slots[:, -1] + self.lanes[0]), 0] &= -2
         self._forget(newest, follows)
 
-    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
-        """Copies rows over others, whose neighbours stay as they were."""
+    def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
+        """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
+        assert ring is not None
         slots, places = only_last(slots, spare=-1)
         slots, places = slots[slots >= 0], places[slots >= 0]
-        words, shared = rows.words()[places], self._sharing.shared_words
-        num_lanes, num_slots = self.lanes
-        # What they were the next values of gets an entry first.
-        was_next = self.rows[slots, 0] & 1 == 1
-        follower = slots[was_next]
-        before = torch.where(follower < num_lanes, follower + num_slots, follower) - num_lanes
-        header = self._sharing.header_words
+        words, heads = rows.words()[places], ring.heads().to(slots.device)
+        # In pieces, as each row has an entry of its own at first.
+        for some, put in zip(slots.split(_PIECE), words.split(_PIECE), strict=True):
+            self._overwrite(some, put)
+            self._join(some, heads)
+            self._join(self._wrapped(some - self.lanes[0]), heads)
+
+    def _overwrite(self, slots: torch.Tensor, words: torch.Tensor) -> None:
+        """Copies rows `[n, W]` over others; what these were the next values of is kept."""
+        header, shared = self._sharing.header_words, self._sharing.shared_words
+        num_lanes = self.lanes[0]
+        follower = slots[self.rows[slots, 0] & 1 == 1]
+        before = self._wrapped(follower - num_lanes)
         entries = self._taken(torch.ones_like(before, dtype=torch.bool))
         self.side.values[entries] = self.rows[follower, header : header + shared]
         self.rows[before, 0] += 2 * entries
         self.rows[follower, 0] &= -2
-
         headers = self.rows[slots, 0]
         headers += 2 * self._taken(headers <= 1)
         self.side.values[headers >> 1] = words[:, :shared]
         self._put(slots, words, headers)
-        after = slots + num_lanes
-        self.rows[torch.where(after >= num_slots, after - num_slots, after), 0] &= -2
+        self.rows[self._wrapped(slots + num_lanes), 0] &= -2
+
+    def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
+        """Gives up the entries of rows whose next values are the observations of the rows after them."""
+        header, shared = self._sharing.header_words, self._sharing.shared_words
+        after, entries = self._wrapped(slots + self.lanes[0]), self.rows[slots, 0] >> 1
+        is_same = self.side.values[entries] == self.rows[after, header : header + shared]
+        is_same = is_same.all(1) & (entries > 0) & (after != heads[after % self.lanes[0]])
+        self.rows[after, 0] |= is_same.long()
+        self._forget(slots, is_same)
+
+    def _wrapped(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns slots beyond either end of the ring as those within it."""
+        num_slots = self.lanes[1]
+        slots = torch.where(slots < 0, slots + num_slots, slots)
+        return torch.where(slots >= num_slots, slots - num_slots, slots)
 
     def _put(self, slots: torch.Tensor, words: torch.Tensor, headers: torch.Tensor) -> None:
         """Copies what is stored of rows `[n, W]`, with their headers."""

@@ -18,6 +18,7 @@ from trl_storages.kernels.host.writing import NewRows, put_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
+    from trl_storages.kernels.ring_tables import RingTables
 
 __all__ = ["RowTable", "fold"]
 
@@ -122,12 +123,13 @@ class RowTable:
         """
         return rows.sources
 
-    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
+    def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies rows to where they belong.
 
         Args:
             slots: `[n]` int64, from 0 to N - 1; rows of negative ones are left out.
             rows: n of them.
+            ring: of the rows, where it matters which ones follow one another.
         """
         put_rows(self.array, rows.sources, slots.numpy())
 

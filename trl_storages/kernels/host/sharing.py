@@ -16,8 +16,8 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes
 from trl_storages.kernels.host.rows import RowTable
-from trl_storages.kernels.host.writing import NewRows, put_rows
-from trl_storages.kernels.ring_tables import CURSOR, TAIL
+from trl_storages.kernels.host.writing import NewRows
+from trl_storages.kernels.ring_tables import CURSOR, TAIL, RingTables
 from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
 
 if TYPE_CHECKING:
@@ -128,14 +128,11 @@ class SharedTable(RowTable):
         self._headers = headers
         return sources
 
-    def put(self, slots: torch.Tensor, rows: NewRows) -> None:
-        """Copies rows over others, whose neighbours stay as they were; see `RowTable.put`."""
-        where = slots.numpy()
-        headers = np.zeros(rows.num_rows, np.int64)
-        self.side.make_room(2 * rows.num_rows)
+    def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
+        """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
+        assert ring is not None
         table = self.array, *self._side, *self.lanes, *self._sharing
-        _part(rows.sources, where, *table, headers)
-        put_rows(self.array, self._stored(rows, headers), where)
+        _put(rows.words().numpy(), slots.numpy(), ring.heads().numpy(), *table)
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
@@ -351,9 +348,10 @@ def _link(
 
 
 @compiled
-def _part(
-    sources: Any,
+def _put(
+    words: Any,
     slots: Any,
+    heads: Any,
     table: Any,
     values: Any,
     free: Any,
@@ -363,15 +361,13 @@ def _part(
     num_shared: int,
     shared_words: int,
     header_words: int,
-    headers: Any,
 ) -> None:
-    """Parts rows that are overwritten from their neighbours.
-
-    What they were the next values of gets an entry, and so do their own next values.
+    """Copies rows over others, one by one, and links them to their neighbours.
 
     Args:
-        sources: as in `_link`.
-        slots: `[n]` where rows go; those of negative slots are left out.
+        words: `[n, W]` the rows as they are seen.
+        slots: `[n]` where they go; those of negative slots are left out.
+        heads: `[E]` where the next row of each lane will lie.
         table: as in `_link`, as all that is not named here.
         values: likewise.
         free: likewise.
@@ -381,24 +377,33 @@ def _part(
         num_shared: likewise.
         shared_words: S.
         header_words: of `Sharing`.
-        headers: `[n]` the answer.
     """
-    row_bytes, shared_bytes = table.shape[1] * _WORD, shared_words * _WORD
     for i in range(len(slots)):
         slot = slots[i]
         if slot < 0:
             continue
+        before = _wrapped(slot - num_lanes, num_slots)
+        after = _wrapped(slot + num_lanes, num_slots)
         if table[slot, 0] & 1:
-            before, entry = _wrapped(slot - num_lanes, num_slots), _take_entry(free, counts)
-            at = table.ctypes.data + slot * row_bytes + header_words * _WORD
-            copy_bytes(values.ctypes.data + entry * shared_bytes, at, shared_bytes)
+            # What it was the next value of is kept.
+            entry = _take_entry(free, counts)
+            for word in range(shared_words):
+                values[entry, word] = table[slot, header_words + word]
             table[before, 0] += 2 * entry
             table[slot, 0] -= 1
+        if table[slot, 0] >> 1 == 0:
+            table[slot, 0] += 2 * _take_entry(free, counts)
+        table[after, 0] &= -2
         entry = table[slot, 0] >> 1
-        if entry == 0:
-            entry = _take_entry(free, counts)
-            table[slot, 0] += 2 * entry
-        _copy_next(sources, i, values, entry, num_shared)
-        table[_wrapped(slot + num_lanes, num_slots), 0] &= -2
-    for i in range(len(slots)):
-        headers[i] = table[slots[i], 0] if slots[i] >= 0 else 0
+        for word in range(shared_words):
+            values[entry, word] = words[i, word]
+        for word in range(words.shape[1] - shared_words):
+            table[slot, header_words + word] = words[i, shared_words + word]
+        for one, other in ((before, slot), (slot, after)):
+            entry = table[one, 0] >> 1
+            is_same = entry > 0 and other != heads[other % num_lanes]
+            for word in range(shared_words):
+                is_same = is_same and values[entry, word] == table[other, header_words + word]
+            if is_same:
+                table[other, 0] += 1
+                _give_up(table, one, free, counts)
