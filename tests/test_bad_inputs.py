@@ -143,6 +143,7 @@ RECIPE = {
     "seed": "count?",
     "info_keys": "keys",
     "extra_fields": "mapping",
+    "share_next": "flag",
     "sample_unit": "object?",
     "autoreset_mode": "choice?",
     "on_gap": "choice",

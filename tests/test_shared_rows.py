@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from interrupter import Interrupter
@@ -14,7 +17,7 @@ from tensordict import TensorDict
 from torchrl.data import RoundRobinWriter, TensorDictReplayBuffer
 
 import trl_storages
-from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage
+from trl_storages import EpisodeWriter, NStepReplayStorage, PackedStorage, ReplayStorage
 from trl_storages.rows import Layout
 
 
@@ -226,3 +229,124 @@ def test_rows_without_next_observations_are_refused() -> None:
     data = Stream(1, 0).steps([0], 3)[0].exclude(("next", "observation"), ("next", "achieved_goal"))
     with pytest.raises(ValueError, match="Leave share_next out"):
         storage.extend(data)
+
+
+def written(size: int, num_envs: int, num_steps: int, **options: Any) -> ReplayStorage:
+    storage = make(size, num_envs, **options)
+    data = Stream(num_envs, 3).steps([*range(num_envs)], num_steps)
+    for step in range(0, num_steps, 3):
+        storage.extend(data[:, step : step + 3] if num_envs > 1 else data[0, step : step + 3])
+    return storage
+
+
+def test_rows_that_are_overwritten_by_their_like_share_again() -> None:
+    plain, shared = (written(20, 2, 30, share_next=share) for share in (False, True))
+    num_used = shared._storage._side.num_used
+    for storage in (plain, shared):
+        storage["next", "reward"] = storage["next", "reward"] + 1
+    assert_same(plain[:], shared[:])
+    assert shared._storage._side.num_used == num_used
+    check_side(shared)
+
+
+@pytest.mark.parametrize("keep_steps", [1, 4, 50])
+def test_rows_that_are_kept_share_as_before(keep_steps: int) -> None:
+    plain, shared = (written(20, 2, 30, share_next=share) for share in (False, True))
+    for storage in (plain, shared):
+        storage.empty(keep_steps=keep_steps)
+    assert_same(plain[:], shared[:])
+    check_side(shared)
+    data = Stream(2, 9).steps([0, 1], 5)
+    for storage in (plain, shared):
+        storage.extend(data)
+    assert_same(plain[:], shared[:])
+    check_side(shared)
+
+
+@pytest.mark.parametrize("from_shared", [False, True])
+@pytest.mark.parametrize("to", ["plain", "shared", "directory"])
+@pytest.mark.parametrize("num_steps", [7, 30])
+def test_dumps_are_loaded_whatever_shares(
+    from_shared: bool, to: str, num_steps: int, tmp_path: Any
+) -> None:
+    saved = written(21, 2, num_steps, share_next=from_shared)
+    saved.dumps(tmp_path / "dump")
+    if to == "directory":
+        loaded = ReplayStorage(
+            storage=PackedStorage(21, scratch_dir=tmp_path / "rows"),
+            writer=EpisodeWriter(2, on_gap="ignore"),
+            batch_size=8,
+        )
+    else:
+        loaded = written(21, 2, 12, share_next=to == "shared")
+    loaded.loads(tmp_path / "dump")
+    data = Stream(2, 9).steps([0, 1], 5)
+    for _ in range(2):
+        assert_same(loaded[:], saved[:])
+        for storage in (saved, loaded):
+            storage.extend(data)
+    if to == "shared":
+        check_side(loaded)
+    loaded.close()
+
+
+def test_a_state_of_the_storage_itself_is_taken_back() -> None:
+    storage = written(21, 2, 30, share_next=True)
+    expected = storage[:]
+    storage.load_state_dict(storage.state_dict())
+    assert_same(storage[:], expected)
+    check_side(storage)
+
+
+def test_damaged_states_are_refused() -> None:
+    storage = written(21, 2, 30, share_next=True)
+    expected = storage[:]
+    for change in ("side", "rows", "shape"):
+        state = copy.deepcopy(storage.state_dict())
+        rows = state["_storage"]
+        if change == "side":
+            del rows["side"]
+        elif change == "rows":
+            rows["_storage"][3, 0] = 2 * len(rows["side"])
+        else:
+            rows["side"] = rows["side"][:, 1:]
+        with pytest.raises((KeyError, ValueError), match=r"side|entries"):
+            storage.load_state_dict(state)
+        assert_same(storage[:], expected)
+    with pytest.raises(RuntimeError, match="together with their episodes"):
+        storage._storage.load_state_dict(storage._storage.state_dict())
+
+
+def test_copies_and_processes_read_the_same() -> None:
+    storage = written(21, 2, 30, share_next=True)
+    expected = storage[:]
+    assert_same(pickle.loads(pickle.dumps(storage))[:], expected)
+    storage.share()
+    assert_same(storage[:], expected)
+    assert storage._storage._side.values.is_shared()
+    process = torch.multiprocessing.get_context("fork").Process(
+        target=storage.extend, args=(Stream(2, 4).steps([0, 1], 3),)
+    )
+    process.start()
+    process.join()
+    check_side(storage)
+    assert_same(storage[:-6], expected[6:])
+    assert_same(storage[-6:], Stream(2, 4).steps([0, 1], 3).transpose(0, 1).reshape(-1))
+
+
+def test_ready_made_storages_share() -> None:
+    env = gymnasium.make("CartPole-v1")
+    plain, shared = (
+        NStepReplayStorage(
+            env.observation_space, env.action_space, storage_size=50, seed=1, share_next=share
+        )
+        for share in (False, True)
+    )
+    observation, _ = env.reset(seed=0)
+    for step in range(120):
+        after, reward, terminated, truncated, info = env.step(step % 2)
+        for storage in (plain, shared):
+            storage.record(observation, step % 2, reward, terminated, truncated, info, after)
+        observation = env.reset()[0] if terminated or truncated else after
+    assert_same(plain.sample(), shared.sample())
+    assert shared._storage.row_nbytes < plain._storage.row_nbytes

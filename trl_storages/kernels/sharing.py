@@ -63,15 +63,17 @@ class SideTable:
         #: `[2]` int64: how many were given up, and how many were ever taken.
         self.counts = self._zeros(2)
 
+    @classmethod
+    def of(cls, values: torch.Tensor) -> SideTable:
+        """Returns a table that is only read, of `[*, S]` values."""
+        side = cls(0, values.shape[1], values.device)
+        side.values = values
+        return side
+
     def _zeros(self, *shape: int) -> torch.Tensor:
         if self.device.type == "cpu":
             return torch.from_numpy(np.zeros(shape, np.int64))
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All that it holds, by name."""
-        return {"values": self.values, "free": self.free, "counts": self.counts}
 
     @property
     def num_used(self) -> int:
@@ -104,7 +106,20 @@ class SideTable:
         """Gives all entries up."""
         self.counts.zero_()
 
+    @property
+    def taken(self) -> torch.Tensor:
+        """`[*, S]` the entries that were ever taken, and entry 0."""
+        return self.values[: int(self.counts[NUM_TAKEN]) + 1]
+
     def share_memory_(self) -> None:
         """Moves it to memory that other processes see."""
-        for tensor in self.tensors.values():
-            tensor.share_memory_()
+        if self.values.is_shared():
+            return
+        num_taken = len(self.taken)
+        for name in ("values", "free", "counts"):
+            old = getattr(self, name)
+            # Memory of no file takes none before it is written to, unlike a copy of all of it.
+            memory = torch.UntypedStorage._new_shared(old.nbytes, device="cpu")
+            new = torch.empty(0, dtype=torch.int64).set_(memory).view(old.shape)
+            new[:num_taken] = old[:num_taken]
+            setattr(self, name, new)

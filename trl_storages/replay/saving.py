@@ -115,7 +115,8 @@ class Parts(NamedTuple):
             return state
         saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
         rows, sampler = state["_storage"], state["_sampler"]
-        if saved.spare_steps == own and not storage.is_durable:
+        is_shared = storage.share_next or (isinstance(rows, dict) and "side" in rows)
+        if saved.spare_steps == own and not storage.is_durable and not is_shared:
             return state
         index = saved.moved(own)
         moved = Moved(
@@ -123,6 +124,7 @@ class Parts(NamedTuple):
             saved.num_slots if saved.spare_steps else storage.max_size,
             saved.live_slots(),
             index.live_slots(),
+            saved.num_slots,
             state["_writer"]["_write_count"],
             state["_writer"]["last_trajectory"].cpu().numpy(),
         )

@@ -157,11 +157,16 @@ class Layout:
         return self.row_nbytes // _WORD
 
     @property
-    def stored_nbytes(self) -> int:
-        """The bytes that a row takes where it is stored."""
+    def stored_words(self) -> int:
+        """The width of a row in 64-bit words where it is stored."""
         sharing = self.sharing
         moved = 0 if sharing is None else sharing.header_words - sharing.shared_words
-        return self.row_nbytes + moved * _WORD
+        return self.num_words + moved
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The bytes that a row takes where it is stored."""
+        return self.stored_words * _WORD
 
     @property
     def shared(self) -> Sequence[Field]:

@@ -40,6 +40,8 @@ __all__ = ["Moved", "PackedStorage"]
 
 Batch = TypeVar("Batch")
 
+_PIECE = 1 << 24  # bytes that are loaded at once
+
 _NO_EPISODES = (
     "the rows of a directory are written by an EpisodeWriter, which keeps their episodes: pass "
     "writer=EpisodeWriter(num_envs) to the replay buffer, and write through it."
@@ -61,6 +63,8 @@ class Moved(NamedTuple):
     """`[n]` int64, the slots of the live rows as they were saved."""
     new: torch.Tensor
     """`[n]` int64, where they are to lie."""
+    num_slots: int
+    """Of the ring that they were saved from."""
     write_count: int
     """Rows written, as TorchRL's writers count them."""
     trajectories: np.ndarray
@@ -381,11 +385,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            words = layout.stored_nbytes // 8
             if layout.sharing is not None:
                 size = layout.sharing.shared_words
                 self._side = SideTable(self.max_size, size, self.device)
-            self._adopt(layout, _zero_rows(self.max_size, words, self.device))
+            self._adopt(layout, _zero_rows(self.max_size, layout.stored_words, self.device))
             return
         if self.episodes is None:
             raise RuntimeError(_NO_EPISODES)
@@ -415,10 +418,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
             if self._side is not None:
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
-        if layout.sharing is None:
-            self.table = backend(rows.device).RowTable(rows)
-        else:
-            self.table = backend(rows.device).SharedTable(rows, layout.sharing, self._side)
+        self.table = _table_of(layout, rows, self._side, (1, self.max_size))
         self._storage = layout.stored_tensordict(rows)
         self.initialized = True
         self._tell_lanes()
@@ -705,12 +705,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
-        return {
+        state = {
             "layout": None if self.layout is None else self.layout.to_json(),
             "_storage": self.rows,
             "initialized": self.initialized,
             "_len": self._len,
         }
+        return state if self._side is None else {**state, "side": self._side.taken}
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -723,11 +724,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
         """Returns the fields `[N, ...]` of a saved state, which share its memory; none if it has no rows.
 
+        Next observations that are not stored in the rows are not among them.
+
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
         keys = ("layout", "_storage", "initialized", "_len")
-        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved",))
+        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved", "side"))
         if saved["layout"] is None:
             if saved.flag("initialized") or saved["_storage"] is not None:
                 raise saved.error("layout", "that of the rows, as there are some", None)
@@ -741,9 +744,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         num_rows = self.max_size if self.directory is None else len(self.directory.words.rows)
         if "moved" in saved:
             num_rows = saved["moved"].num_slots_saved
-        shape = num_rows, layout.num_words
+        shape = num_rows, layout.stored_words
         hint = "the size of the storage must be that of the saved one"
-        return tensors_of(layout.tensordict(saved.tensor("_storage", torch.int64, shape, hint)))
+        rows = saved.tensor("_storage", torch.int64, shape, hint)
+        if layout.sharing is not None:
+            SavedState(state_dict, "the saved PackedStorage", (*keys, "side"), ("moved",))
+            side = saved.tensor("side", torch.int64)
+            if side.ndim != 2 or side.shape[1] != layout.sharing.shared_words:
+                raise saved.error("side", f"[*, {layout.sharing.shared_words}]", list(side.shape))
+            entries = rows[:, 0] >> 1
+            if not bool(((entries >= 0) & (entries < len(side))).all()):
+                raise saved.error("_storage", f"of rows that name {len(side)} entries", "others")
+        return tensors_of(layout.stored_tensordict(rows))
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
@@ -772,28 +784,46 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         """
         fields, moved = self.read_state(state), state.get("moved")
         self.check_writable()
-        if self.is_durable and moved is None:
+        if moved is None and (self.is_durable or self.share_next or "side" in state):
+            where = self.scratch_dir or "a storage with share_next=True"
             raise RuntimeError(
-                f"the rows in {self.scratch_dir} are loaded together with their episodes: load what a "
+                f"the rows in {where} are saved and loaded together with their episodes: load what a "
                 "ReplayStorage saved into a ReplayStorage, by its loads() or load_state_dict()."
             )
         if fields and self.rows is None:
-            self._allocate(Layout.from_json(state["layout"]))
-        slots = None if moved is None else (moved.old, moved.new)
-
-        def fill(rows: torch.Tensor) -> None:
-            if fields:
-                target = tensors_of(self.layout.tensordict(rows))  # type: ignore[union-attr]
-                copy_in_pieces(fields, target, progress=progress, slots=slots)
-
+            layout = Layout.from_json(state["layout"])
+            self._allocate(self._layout_of(layout.described, layout.nested))
         if self.directory is not None:
-            self._replace(moved, fill)  # type: ignore[arg-type]
+            self._replace(moved, partial(self._fill, state, progress=progress))  # type: ignore[arg-type]
+        elif fields and moved is not None:
+            self._fill(state, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
-            fill(self.rows)
+            target = tensors_of(self.layout.tensordict(self.rows))  # type: ignore[union-attr]
+            copy_in_pieces(fields, target, progress=progress)
         self._len = state["_len"]
         self._bump_mutation_revision()
 
-    def _replace(self, moved: Moved, fill: Callable[[torch.Tensor], None]) -> None:
+    def _fill(self, state: dict[str, Any], table: RowTable, *, progress: bool = False) -> None:
+        """Copies the rows of a saved state to where they are to lie."""
+        if state["layout"] is None:
+            return
+        saved, moved, rows = Layout.from_json(state["layout"]), state["moved"], state["_storage"]
+        values = state.get("side")
+        if self.share_next and rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
+            # What is loaded are the rows of this storage themselves.
+            rows, values = rows.clone(), values.clone()  # type: ignore[union-attr]
+        if self.episodes is not None:
+            self.forget_links(self.episodes.num_slots_reached)
+        side = None if values is None else SideTable.of(values)
+        source = _table_of(saved, rows, side, (moved.episodes.num_envs, moved.num_slots))
+        piece = max(_PIECE // saved.row_nbytes, 1)
+        old, new = moved.old.to(rows.device), moved.new.to(self.device)
+        pieces = [*zip(old.split(piece), new.split(piece), strict=True)]
+        for some, slots in tracker("loading rows", progress)(pieces):
+            _, put = self.stage(saved.views(source.pick(some)), some.shape)
+            table.put(slots, put, moved.episodes.ring)  # type: ignore[arg-type]
+
+    def _replace(self, moved: Moved, fill: Callable[[RowTable], None]) -> None:
         """Puts other rows in the place of those of a directory, at once."""
         directory: Directory = self.directory  # type: ignore[assignment]
         words = directory.words
@@ -802,7 +832,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
                 moved.episodes,
                 moved.write_count,
                 moved.trajectories,
-                lambda new: fill(new.rows),
+                lambda new: fill(backend(self.device).RowTable(new.rows)),
             )
         finally:
             if directory.words is not words:
@@ -843,6 +873,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, {size}, in {where})"
         )
+
+
+def _table_of(
+    layout: Layout, rows: torch.Tensor, side: SideTable | None, lanes: tuple[int, int]
+) -> RowTable:
+    """Returns what copies rows of a layout; the others are as in `SharedTable`."""
+    kernels = backend(rows.device)
+    if layout.sharing is None:
+        return kernels.RowTable(rows)
+    return kernels.SharedTable(rows, layout.sharing, side, lanes)
 
 
 def _zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:

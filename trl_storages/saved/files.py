@@ -90,7 +90,6 @@ def copy_in_pieces(
     target: Mapping[Any, torch.Tensor],
     *,
     progress: bool = False,
-    slots: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Copies fields `[N, ...]` piece by piece, as they may come from files.
 
@@ -98,19 +97,11 @@ def copy_in_pieces(
         source: key -> where they are.
         target: the same keys -> where they go.
         progress: whether to show how far it is.
-        slots: `[n]` int64 which rows are copied, and `[n]` where to; None copies all.
     """
     if not target:
         return
     num_rows = len(next(iter(target.values())))
     piece = max(_PIECE * num_rows // max(sum(field.nbytes for field in target.values()), 1), 1)
-    if slots is not None:
-        pairs = list(zip(*(some.split(piece) for some in slots), strict=True))
-        for old, new in tracker("loading rows", progress)(pairs):
-            for key, place in target.items():
-                rows = source[key]
-                place[new.to(place.device)] = rows[old.to(rows.device)].to(place.device)
-        return
     for start in tracker("loading rows", progress)(range(0, num_rows, piece)):
         size = min(piece, num_rows - start)
         for key, place in target.items():

@@ -38,16 +38,19 @@ class SharedTable(RowTable):
         rows: `[N, V]` int64 as they are stored, contiguous.
         sharing: what of a row is not stored in it.
         side: has next values that are not in other rows.
+        lanes: E and R * E, of the ring that says which rows follow one another.
     """
 
-    def __init__(self, rows: torch.Tensor, sharing: Sharing, side: SideTable) -> None:
+    def __init__(
+        self, rows: torch.Tensor, sharing: Sharing, side: SideTable, lanes: tuple[int, int]
+    ) -> None:
         super().__init__(rows)
         self.side, self._sharing = side, sharing
         self._shared_bytes = sharing.shared_words * _WORD
         # Bytes by which fields lie further on in a row as it is seen.
         self._moved = (sharing.shared_words - sharing.header_words) * _WORD
-        #: E, and R * E slots, of the lanes that rows follow one another in.
-        self.lanes = (1, len(rows))
+        #: As given.
+        self.lanes = lanes
 
     # Reading
 

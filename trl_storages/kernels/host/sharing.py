@@ -40,9 +40,12 @@ class SharedTable(RowTable):
         rows: `[N, *]` int64 as they are stored, contiguous, on the CPU.
         sharing: what of a row is not stored in it.
         side: has next values that are not in other rows.
+        lanes: E and R * E, of the ring that says which rows follow one another.
     """
 
-    def __init__(self, rows: torch.Tensor, sharing: Sharing, side: SideTable) -> None:
+    def __init__(
+        self, rows: torch.Tensor, sharing: Sharing, side: SideTable, lanes: tuple[int, int]
+    ) -> None:
         super().__init__(rows)
         self.side, self._sharing = side, sharing
         self._side = (side.values.numpy(), side.free.numpy(), side.counts.numpy())
@@ -50,8 +53,8 @@ class SharedTable(RowTable):
         self._shared_bytes = sharing.shared_words * _WORD
         # Bytes by which fields lie further on in a row as it is seen.
         self._moved = (sharing.shared_words - sharing.header_words) * _WORD
-        #: E, and R * E slots, of the lanes that rows follow one another in.
-        self.lanes = (1, len(rows))
+        #: As given.
+        self.lanes = lanes
 
     def pick(
         self,
