@@ -152,9 +152,13 @@ class Lanes:
             for kernels in KERNELS
         ]
         self.tables = [Table(kernels, self.rings[0].num_slots, 2) for kernels in KERNELS]
+        self.commits = [
+            kernels.Commits(ints([0]), torch.zeros(2, 3 + 4 * num_envs, dtype=torch.int64))
+            for kernels in KERNELS
+        ]
         self.marks, self.is_open = [[] for _ in range(num_envs)], [False] * num_envs
 
-    def write(self, history, done, cut, lanes):
+    def write(self, history, done, cut, lanes, priorities=(None, None)):
         which = [*range(len(self.marks))] if lanes is None else lanes
         flags = torch.tensor(done)
         for i, lane in enumerate(which):
@@ -164,16 +168,17 @@ class Lanes:
                 self.marks[lane].append(mark)
                 self.is_open[lane] = not ends
         rows = torch.randint(2**40, (*flags.shape, 2))
-        for ring, table in zip(self.rings, self.tables, strict=True):
+        every = self.rings, self.tables, priorities, self.commits
+        for ring, table, kept, commits in zip(*every, strict=True):
             before = table.marks.clone()
-            table.marked.clear(ring, flags.shape[1], lanes)
+            table.marked.clear(ring, flags.shape[1], lanes, commits)
             some = None if lanes is None else ints(lanes)
             slots = append(ring, flags, None if cut is None else torch.tensor(cut), some)
             written = slots[slots >= 0]
             before[written, 0] = 0
             assert torch.equal(table.marks, before)
             table.rows[written] = rows[slots >= 0]
-            table.marked.seal(ring, history, flags.shape[1], lanes)
+            table.marked.seal(ring, history, flags.shape[1], lanes, kept)
             expected = ints([self.marks[lane][-flags.shape[1] :] for lane in which])[slots >= 0]
             assert torch.equal(table.marks[written, 0], expected)
             assert table.marked.check(written).all()
@@ -232,6 +237,18 @@ def test_an_index_is_fed_from_marks(data):
     assert both(ask)[2].tolist() == [place != slot for place in at]
 
 
+@BACKENDS
+def test_what_is_committed_keeps_its_marks(kernels):
+    """A write that is done once more, of which some lanes were committed."""
+    ring = kernels.Ring(6, 2, CPU, spare_steps=1)
+    selector, tables = ints([0]), torch.zeros(2, 3 + 4 * 2, dtype=torch.int64)
+    commits, table = kernels.Commits(selector, tables), Table(kernels, 8)
+    commits.publish(ints([1, 0, 0, 2, 0, 0, 0, 0, 0, 0]))
+    table.marks[:, 0] = 1
+    table.marked.clear(ring, 2, None, commits)
+    assert table.marks[:, 0].tolist() == [0, 1, 0, 1, 1, 1, 1, 1]
+
+
 def test_a_history_that_goes_on_further_back_than_the_one_before():
     """After a power cut: steps from 3 on are written once more."""
     lanes = Lanes(1, 8, 2)
@@ -286,24 +303,168 @@ def test_backends_read_each_others_commits():
     assert one.read().tolist() == [4, 5, 6]
 
 
-@given(st.lists(st.tuples(st.floats(width=32), words), max_size=8))
+def sealed(bits, mark):
+    """A word of a priority, in Python integers."""
+    check = splitmix(
+        0x9E3779B97F4A7C15
+        + sum(factor(i) * (w ^ w >> 31) for i, w in enumerate((bits, mark & ALL)))
+        & ALL
+    )
+    word = check >> 32 << 32 | bits
+    return word - 2**64 if word >> 63 else word
+
+
+class Priorities:
+    """Words of priorities of both backends, of rows with these marks."""
+
+    def __init__(self, marks):
+        self.marks = torch.stack([ints(marks), torch.zeros(len(marks), dtype=torch.int64)], 1)
+        self.words = {
+            kernels: torch.zeros(len(marks) + 1, dtype=torch.int64) for kernels in KERNELS
+        }
+        self.kept = {
+            kernels: kernels.PriorityWords(words, self.marks)
+            for kernels, words in self.words.items()
+        }
+
+    def put(self, slots, priorities):
+        for kept in self.kept.values():
+            kept.put(ints(slots), torch.tensor(priorities, dtype=torch.float32))
+        return both(lambda kernels: self.words[kernels])
+
+    def get(self, slots):
+        return both(lambda kernels: self.kept[kernels].get(ints(slots)).view(torch.int32)).view(
+            torch.float32
+        )
+
+
+@given(st.lists(st.tuples(st.floats(width=32), words), min_size=1, max_size=8))
 def test_priorities_are_sealed(pairs):
-    priorities = torch.tensor([value for value, _ in pairs], dtype=torch.float32)
-    marks = ints([mark for _, mark in pairs])
-    sealed = both(lambda kernels: kernels.seal_priorities(priorities, marks))
-    for kernels in KERNELS:
-        found, valid = kernels.unseal_priorities(sealed, marks)
-        assert torch.equal(found.view(torch.int32), priorities.view(torch.int32))
-        assert valid.all()
-    for damaged, of in ((sealed ^ 1, marks), (sealed ^ 2**40, marks), (sealed, marks ^ 8)):
-        for kernels in KERNELS:
-            assert not kernels.unseal_priorities(damaged, of)[1].any()
+    priorities, marks = map(list, zip(*pairs, strict=True))
+    table, slots = Priorities(marks), [*range(len(pairs))]
+    bits = torch.tensor(priorities, dtype=torch.float32).view(torch.int32).long() & 2**32 - 1
+    assert table.put(slots, priorities)[:-1].tolist() == [*map(sealed, bits.tolist(), marks)]
+    found = table.get(slots)
+    for value, priority in zip(found.tolist(), priorities, strict=True):
+        # What is no priority is never there.
+        assert value == priority if 0 <= priority < np.inf else np.isnan(value)
+    for damage in (1, 2**40):
+        for words in table.words.values():
+            words.bitwise_xor_(damage)
+        assert table.get(slots).isnan().all()
+        for words in table.words.values():
+            words.bitwise_xor_(damage)
+    table.marks[:, 0] ^= 8
+    assert table.get(slots).isnan().all()
 
 
-def test_a_word_that_was_never_written_holds_no_priority():
-    nothing = torch.zeros(1, dtype=torch.int64)
-    for kernels in KERNELS:
-        assert not kernels.unseal_priorities(nothing, nothing)[1].item()
+def test_the_largest_priority_lies_behind_the_others():
+    table = Priorities([1 << 44 | 1, 0])
+    assert all(kept.is_new for kept in table.kept.values())
+    assert table.get([0, 1, 2]).isnan().all()
+    table.put([2], [7.5])
+    assert table.get([2]).item() == 7.5
+    assert not any(kept.is_new for kept in table.kept.values())
+    table.put([2], [0.0])
+    assert not any(kept.is_new for kept in table.kept.values())
+
+
+@given(words)
+def test_rows_have_their_own_generations(mark):
+    table = Priorities([mark, mark ^ 8, mark ^ 1 << 44])
+    found = both(lambda kernels: table.kept[kernels].generations(ints([0, 1, 2])))
+    assert found.min() >= 1
+    assert len(found.unique()) == 3
+
+
+@given(st.data())
+def test_priorities_follow_the_rows(data):
+    """A ring that is written, and another process that looks at what is said of its rows."""
+    num_envs, places = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    lanes = Lanes(num_envs, places, data.draw(st.sampled_from([1, 3])))
+    size = lanes.rings[0].num_slots
+    raw = [kernels.RawPriorities(size) for kernels in KERNELS]
+    kept = [
+        kernels.PriorityWords(torch.zeros(size + 1, dtype=torch.int64), table.marks)
+        for kernels, table in zip(KERNELS, lanes.tables, strict=True)
+    ]
+    tails, known = np.zeros(num_envs, np.int64), [torch.full((size,), -1) for _ in KERNELS]
+    largest, given_to, seen = 1.0, {}, {}
+    for _ in range(data.draw(st.integers(1, 6))):
+        steps = data.draw(st.integers(1, places + 2))
+        before = lanes.rings[0].cursors.tolist()
+        lanes.write(1, [[False] * steps] * num_envs, None, None, kept)
+        newest = [
+            (lane, step)
+            for lane, cursor in enumerate(before)
+            for step in range(cursor + steps - min(steps, places), cursor + steps)
+        ]
+        slots = [step % lanes.rings[0].ring_steps * num_envs + lane for lane, step in newest]
+        # They have the largest priority before anybody says so.
+        for words in kept:
+            assert words.get(ints(slots)).tolist() == [largest] * len(slots)
+        touched = [
+            words.renew(table, ints([*slots, -1]), ring, tails)
+            for words, table, ring in zip(kept, raw, lanes.rings, strict=True)
+        ]
+        live = {slot: step for slot, (_, step) in zip(slots, newest, strict=True)}
+        tail = lanes.rings[0].tails.tolist()
+        gone = {slot for slot, step in given_to.items() if step[0] < tail[slot % num_envs]}
+        gone -= live.keys()
+        for priority, changed in touched:
+            assert float(priority) == largest
+            assert changed.tolist()[: len(slots) + 1] == [*slots, -1]
+            assert gone <= set(changed.tolist())
+        assert torch.equal(touched[0][1], touched[1][1])
+        tails[:] = lanes.rings[0].tails
+        given_to = {slot: it for slot, it in given_to.items() if slot not in gone}
+        given_to |= {slot: (step, largest) for slot, step in live.items()}
+        if data.draw(st.booleans()):
+            slot = data.draw(st.sampled_from([*given_to]))
+            value = data.draw(st.sampled_from([0.5, 2.0, 8.0]))
+            largest = max(largest, value) if largest > 1 or value > 1 else largest
+            for words, table in zip(kept, raw, strict=True):
+                table.report(ints([slot]), torch.tensor([value]))
+                table.largest.fill_(largest if largest > 1 else 0.0)
+                words.put(ints([size]), table.largest.reshape(1))
+                words.put(ints([slot]), torch.tensor([value]))
+            given_to[slot] = given_to[slot][0], value
+        expected = torch.full((size,), torch.inf)
+        for slot, (_, value) in given_to.items():
+            expected[slot] = value
+        for table in raw:
+            assert torch.equal(table.priorities, expected)
+        assert torch.equal(raw[0].generations, raw[1].generations)
+        if data.draw(st.booleans()):
+            news = [
+                words.news(ring, last)
+                for words, ring, last in zip(kept, lanes.rings, known, strict=True)
+            ]
+            for one, other in zip(*news, strict=True):
+                assert torch.equal(one, other)
+            found = dict(zip(news[0][0].tolist(), news[0][2].tolist(), strict=True))
+            assert found == {
+                slot: value
+                for slot, (step, value) in given_to.items()
+                if seen.get(slot) != (step, value)
+            }
+            seen = dict(given_to)
+            for last, (slots, words, _) in zip(known, news, strict=True):
+                last[slots] = words
+    for words, ring in zip(kept, lanes.rings, strict=True):
+        assert len(words.news(ring, None)[0]) == len(given_to)
+
+
+@BACKENDS
+def test_no_priority_is_written_to_a_slot_that_there_is_not(kernels):
+    ring, table = kernels.Ring(4, 1, CPU, spare_steps=1), kernels.RawPriorities(5)
+    words = torch.zeros(6, dtype=torch.int64)
+    kept = kernels.PriorityWords(words, torch.zeros(5, 2, dtype=torch.int64))
+    priority, touched = kept.renew(table, ints([0, 5]), ring, np.zeros(1, np.int64))
+    assert priority < 0
+    assert not len(touched)
+    assert not words.any()
+    assert table.priorities.isinf().all()
 
 
 @BACKENDS
@@ -368,8 +529,10 @@ def test_the_loops_are_python():
     commits.publish(ints([1, -2, 2**62]))
     assert commits.read().tolist() == [1, -2, 2**62]
     both(lambda kernels: kernels.checksums(ints([[1, -2]]), ints([2**61]), ints([5])))
-    sealed = both(lambda kernels: kernels.seal_priorities(torch.ones(3), torch.arange(3)))
-    both(lambda kernels: kernels.unseal_priorities(sealed, torch.arange(3)))
+    table = Priorities([9, 1 << 44 | 1, 2**62])
+    table.put([0, 1, 2, 3], [0.5, 1.0, 2.0, 2.0])
+    assert table.get([3, 2, 0]).tolist() == [2.0, 2.0, 0.5]
+    both(lambda kernels: table.kept[kernels].generations(ints([0, 1, 2])))
     ring, table = lanes.rings[0], lanes.tables[0]
     flags = table.marked.flags(ring.tails, ring.cursors, ints([3]), ints([[0, 0]]))
     assert flags[2].all()

@@ -38,12 +38,10 @@ that was not there while it was read is drawn anew.
 
 from trl_storages.disk.description import holds_storage, spare_steps
 from trl_storages.disk.directory import Directory
-from trl_storages.disk.priority_column import PriorityColumn
 from trl_storages.disk.reader import Reader
 
 __all__ = [
     "Directory",
-    "PriorityColumn",
     "Reader",
     "holds_storage",
     "spare_steps",

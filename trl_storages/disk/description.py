@@ -28,8 +28,8 @@ __all__ = [
     "announce",
     "check_is_free",
     "holds_storage",
-    "own_files",
     "remove_files",
+    "remove_other_files",
     "spare_steps",
     "stamp",
 ]
@@ -63,7 +63,6 @@ class Description:
         histories: of each writer that still owns live steps a number, and `[E]` its first step in each
             lane; the newest last.
         is_clean: whether nothing was written since everything was flushed.
-        has_priorities: whether each row had a priority when it was closed.
         progress: what else goes on where it was: generator, sampler, recorder.
     """
 
@@ -77,7 +76,6 @@ class Description:
     generation: int = 1
     histories: tuple[Steps, ...] = ()
     is_clean: bool = True
-    has_priorities: bool = False
     progress: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,12 +121,6 @@ class Description:
         changes: Any = {"histories": tuple(kept), "flushed": flushed, "is_clean": False}
         return replace(self, tails=tuple(tails.tolist()), **changes)
 
-    # Files
-
-    def file(self, directory: Path, kind: str) -> Path:
-        """Returns where words of a kind are: rows, marks, commits or priorities."""
-        return directory / f"{kind}.{self.generation}.bin"
-
     def write(self, directory: Path) -> None:
         """Replaces what a directory says of itself, at once and for good.
 
@@ -150,8 +142,7 @@ class Description:
         """
         path = directory / _NAME
         if not holds_storage(directory):
-            is_one = directory.is_dir()
-            found = f"got one with {sorted(os.listdir(directory))[:5]}" if is_one else "got none"
+            found = f"got one with {_names(directory)[:5]}" if directory.is_dir() else "got none"
             raise FileNotFoundError(
                 f"{directory} must be a directory that holds a storage (with {_NAME}), {found}; make "
                 "one with path= or scratch_dir=."
@@ -159,7 +150,8 @@ class Description:
         with opened(path) as (descriptor, size):
             if size > MOST_BYTES:
                 raise ValueError(f"{path} must have at most {MOST_BYTES} bytes, got {size}.")
-            text = os.read(descriptor, MOST_BYTES)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                text = file.read(MOST_BYTES)
         try:
             return cls._from_words(parse_json(text))
         except (KeyError, TypeError, ValueError) as error:
@@ -194,8 +186,7 @@ class Description:
             raise saved.error("histories", "numbered upwards", str(numbers)[:50])
         saved.integer("spare_steps", 1, num_rows // num_lanes)
         saved.integer("generation", 1, 10**9 - 1)
-        for name in ("is_clean", "has_priorities"):
-            saved.flag(name)
+        saved.flag("is_clean")
         lanes = {name: _numbers(own[name], num_lanes) for name in ("tails", "flushed")}
         return cls(
             **{**own, **lanes, "layout": Layout.from_json(own["layout"]), "histories": histories}
@@ -230,12 +221,16 @@ def holds_storage(directory: Path) -> bool:
 
 def own_files(directory: Path) -> list[str]:
     """Returns the names of the files of words in a directory, of whatever generation."""
-    return [name for name in sorted(os.listdir(directory)) if _OWN.fullmatch(name)]
+    return [name for name in _names(directory) if _OWN.fullmatch(name)]
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def check_is_free(directory: Path) -> None:
     """Raises a FileExistsError if there is more than what is left of an interrupted making."""
-    known, found = {"lock"}, sorted(os.listdir(directory))
+    known, found = {"lock"}, _names(directory)
     if _CREATING in found and _NAME not in found:
         known |= {_CREATING, _NAME + ".new", *own_files(directory)}
     if not known.issuperset(found):
@@ -249,6 +244,13 @@ def announce(directory: Path) -> None:
     """Says that the files of a directory are ours, until it is a storage."""
     (directory / _CREATING).unlink(missing_ok=True)
     (directory / _CREATING).touch(exist_ok=False)
+
+
+def remove_other_files(directory: Path, description: Description) -> None:
+    """Removes what loads have left, finished or not: files of other generations."""
+    for name in own_files(directory):
+        if not name.endswith(f".{description.generation}.bin"):
+            (directory / name).unlink(missing_ok=True)
 
 
 def remove_files(directory: Path, *, and_directory: bool) -> None:

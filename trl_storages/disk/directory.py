@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
 from trl_storages.disk.description import (
     Description,
     announce,
     check_is_free,
     holds_storage,
-    own_files,
     remove_files,
+    remove_other_files,
     spare_steps,
 )
-from trl_storages.disk.files import WriterLock, check_platform, sync_directory
-from trl_storages.disk.priority_column import has_all
+from trl_storages.disk.files import WriterLock, sync_directory
 from trl_storages.disk.recovery import recover
-from trl_storages.disk.words import State, Track, Words, remove
+from trl_storages.disk.words import State, Track, Words
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 
@@ -67,9 +65,8 @@ class Directory:
         Raises:
             FileExistsError: there is anything but what is left of an interrupted making.
             OSError: the disk is full or may not be written. Nothing is left then.
-            RuntimeError: another process is making or writing it, or the platform has no file locks.
+            RuntimeError: another process is making or writing it.
         """
-        check_platform(path)
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
@@ -96,17 +93,13 @@ class Directory:
         Raises:
             FileNotFoundError: it holds no storage, or lacks a file.
             ValueError: it is damaged or of another format. Nothing was changed.
-            RuntimeError: there is a writer already, or the platform has no file locks.
+            RuntimeError: there is a writer already.
             OSError: it may not be written.
         """
-        check_platform(path)
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
             state, num_lost = recover(path, words, description, check, track)
-            # Of generations that a load has left, or never finished.
-            for name in own_files(path):
-                if not name.endswith(f".{description.generation}.bin"):
-                    (path / name).unlink(missing_ok=True)
+            remove_other_files(path, description)
             directory = cls(path, lock, description, words)
             if num_lost is not None:
                 directory._begin(state)
@@ -167,27 +160,22 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        committed, known = self.words.cursors, index.host_steps
-        is_one = len(known) == 1
-        if committed[0] > known[0] if is_one else (committed > known).any():
-            # An interrupt came when they were committed already: they are written once more, and must
-            # stay where they are meanwhile.
-            return
         if num_steps > self.description.spare_steps:
-            self._make_room(slice(None) if lanes is None else [*lanes], num_steps)
-        self.words.marked.clear(index.ring, num_steps, lanes)
+            self._make_room(index, num_steps, slice(None) if lanes is None else [*lanes])
+        self.words.marked.clear(index.ring, num_steps, lanes, self.words.commits)
 
-    def _make_room(self, written: Any, num_steps: int) -> None:
+    def _make_room(self, index: EpisodeIndex, num_steps: int, written: Any) -> None:
         """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
         state = self.state
-        kept, tails = state.cursors + num_steps - self.description.ring_steps, state.tails.copy()
+        kept, tails = index.host_steps + num_steps - self.description.ring_steps, state.tails.copy()
         tails[written] = np.clip(kept, tails, state.cursors)[written]
         if (tails != state.tails).any():
             self._publish(state._replace(tails=tails))
 
     def seal(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
         """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
-        self.words.marked.seal(index.ring, self.description.history, num_steps, lanes)
+        words, history = self.words, self.description.history
+        words.marked.seal(index.ring, history, num_steps, lanes, words.priorities)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Makes what an index says count.
@@ -279,8 +267,8 @@ class Directory:
             flushed=cursors,
             is_clean=False,
         )
-        words = Words.create(self.path, new)
         try:
+            words = Words.create(self.path, new)
             fill(words)
             for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
                 words.marked.seal(index.ring, number, cursor - tail, [lane])
@@ -290,11 +278,9 @@ class Directory:
             new.write(self.path)
         finally:
             # An interrupt may have come when the directory had changed already.
-            if Description.read(self.path).generation == new.generation:
+            if (now := Description.read(self.path)).generation == new.generation:
                 self.description, self.words, self._has_begun = new, words, True
-                remove(self.path, old)
-            else:
-                remove(self.path, new)
+            remove_other_files(self.path, now)
 
     # Keeping
 
@@ -324,14 +310,12 @@ class Directory:
         sync_directory(self.path)
         if progress is not None:
             progress = {**progress, "number": words.commits.number}
-        slots = index.slots_by_age(torch.arange(len(index)))
         self._say(
             replace(
                 old,
                 flushed=tuple(state.cursors.tolist()),
                 tails=tuple(state.tails.tolist()),
                 is_clean=is_clean or old.is_clean,
-                has_priorities=is_clean and words.has_column and has_all(words, slots),
                 progress=old.progress if progress is None else progress,
             )
         )
@@ -353,7 +337,6 @@ class Directory:
         Raises:
             RuntimeError: it has a writer.
         """
-        check_platform(path)
         if holds_storage(path):
             lock = WriterLock(path)
             try:

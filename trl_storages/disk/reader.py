@@ -23,7 +23,7 @@ __all__ = ["Reader"]
 
 Batch = TypeVar("Batch")
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds that a batch may take, with all rows that it loses to the writer
 
 
 class Reader:
@@ -37,7 +37,6 @@ class Reader:
         identity: of the storage that must be there; None takes any.
         directory: whose files are mapped already, of a writer from which this process was forked, or
             that was closed.
-        patience: seconds that a batch may take, with all rows that it loses to the writer.
         check: whether to look at the checksums of all rows at first; None does where the directory was
             not closed and has no writer, who would have looked.
 
@@ -57,11 +56,10 @@ class Reader:
         *,
         identity: str | None = None,
         directory: Directory | None = None,
-        patience: float = _PATIENCE,
         check: bool | None = False,
     ) -> None:
         check_platform(path)
-        self.path, self.patience = path, patience
+        self.path = path
         self.description = Description.read(path) if directory is None else directory.description
         self._identity = identity or self.description.identity
         self._stamp: tuple[int, int, int] | None = None
@@ -138,7 +136,7 @@ class Reader:
                 they are looked at.
             ValueError: it is damaged.
         """
-        until, wrong = time.monotonic() + self.patience, None
+        until, wrong = time.monotonic() + _PATIENCE, None
         while True:
             self._look_at_description(index)
             words, description = self.words, self.description
@@ -181,7 +179,7 @@ class Reader:
         """
         if self.seen is not None:
             return read()  # within another call, which will look
-        until = time.monotonic() + self.patience
+        until = time.monotonic() + _PATIENCE
         while True:
             self.seen = []
             try:

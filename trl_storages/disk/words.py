@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from trl_storages.kernels import backend
 from trl_storages.kernels.marks import unpack_marks
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["State", "Track", "Words", "remove"]
+if TYPE_CHECKING:
+    from trl_storages.kernels import PriorityWords
+
+__all__ = ["State", "Track", "Words"]
 
 #: Wraps a loop, to show how far it is.
 Track = Callable[[Iterable[Any]], Iterable[Any]]
@@ -29,20 +32,23 @@ _KINDS = ("rows", "marks", "priorities", "commits")
 
 
 class State(NamedTuple):
-    """What one commit says. A file of commits has two of them, each with a checksum."""
+    """What one commit says. A file of commits has two of them, each with a checksum.
+
+    Args:
+        history: of the last write.
+        write_count: rows written, as TorchRL's writers count them.
+        cursors: `[E]` steps written to each lane.
+        tails: `[E]` the first live step of each lane.
+        open: `[E]` 0 or 1, whether the next row of the lane continues its last episode.
+        trajectories: `[E]` the collector's number of the last trajectory.
+    """
 
     history: int
-    """Of the last write."""
     write_count: int
-    """Rows written, as TorchRL's writers count them."""
     cursors: np.ndarray
-    """`[E]` steps written to each lane."""
     tails: np.ndarray
-    """`[E]` the first live step of each lane."""
     open: np.ndarray
-    """`[E]` 0 or 1, whether the next row of the lane continues its last episode."""
     trajectories: np.ndarray
-    """`[E]` the collector's number of the last trajectory."""
 
 
 class Words:
@@ -58,6 +64,7 @@ class Words:
         marks: `[M, 2]` int64, mark and checksum of each row.
         marked: the same rows and marks, for who reads and writes them.
         commits: which rows count.
+        priorities: of the rows; None where no sampler has asked for them.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -71,37 +78,38 @@ class Words:
         self.marks = self._array("marks").view(-1, 2)
         self.marked = backend("cpu").MarkedRows(self.rows, self.marks)
         commits = self._array("commits")
-        self._tables = commits[1:].view(2, -1).numpy()
-        self.commits = backend("cpu").Commits(commits[:1], commits[1:].view(2, -1))
+        self._tables = commits[1:].view(2, -1)
+        self.commits = backend("cpu").Commits(commits[:1], self._tables)
+        self.priorities: PriorityWords | None = None
+        if writable and self._path("priorities").exists():
+            self.keep_priorities(make=False)
 
     def _array(self, kind: str) -> torch.Tensor:
         """Returns the words of a file."""
-        if kind not in self._maps:
-            path = self._description.file(self._directory, kind)
-            self._maps[kind] = MappedWords(path, self._sizes[kind], writable=self._writable)
-        return torch.from_numpy(self._maps[kind].array)
+        words = MappedWords(self._path(kind), self._sizes[kind], writable=self._writable)
+        self._maps[kind] = words
+        return torch.from_numpy(words.array)
+
+    def _path(self, kind: str) -> Path:
+        return self._directory / f"{kind}.{self._description.generation}.bin"
 
     @classmethod
     def create(cls, directory: Path, description: Description) -> Words:
         """Makes the files, with all the space that they will need.
 
         Raises:
-            OSError: the disk is full, or may not be written. None of them is left then.
+            OSError: the disk is full, or may not be written.
         """
-        try:
-            for kind, size in _sizes(description).items():
-                if kind != "priorities":
-                    create_file(description.file(directory, kind), size)
-            words = cls(directory, description, writable=True)
-            nothing = np.zeros((4, description.num_lanes), np.int64)
-            words.publish(State(description.history, 0, *nothing))
-        except BaseException:
-            remove(directory, description)
-            raise
+        for kind, size in _sizes(description).items():
+            if kind != "priorities":
+                create_file(directory / f"{kind}.{description.generation}.bin", size)
+        words = cls(directory, description, writable=True)
+        nothing = np.zeros((4, description.num_lanes), np.int64)
+        words.publish(State(description.history, 0, *nothing))
         return words
 
-    def column(self, *, make: bool) -> torch.Tensor:
-        """Returns `[M + 1]` words of priorities.
+    def keep_priorities(self, *, make: bool) -> PriorityWords:
+        """Takes up the priorities of the rows, or makes room for them; rows that come get one then.
 
         Args:
             make: whether to make the file if it is missing.
@@ -111,20 +119,17 @@ class Words:
             FileNotFoundError: there are none, and none shall be made.
             ValueError: the file is truncated, or no file.
         """
-        path = self._description.file(self._directory, "priorities")
-        if not self.has_column and not path.exists():
-            if not make:
-                raise FileNotFoundError(
-                    f"{self._directory} holds no priorities: its writer does not draw by priority. "
-                    "Read it with another sampler."
-                )
-            create_file(path, self._sizes["priorities"])
-        return self._array("priorities")
-
-    @property
-    def has_column(self) -> bool:
-        """Whether some sampler has asked for priorities."""
-        return "priorities" in self._maps
+        if self.priorities is None:
+            path = self._path("priorities")
+            if not path.exists():
+                if not make:
+                    raise FileNotFoundError(
+                        f"{self._directory} holds no priorities: its writer does not draw by priority. "
+                        "Read it with another sampler."
+                    )
+                create_file(path, self._sizes["priorities"])
+            self.priorities = backend("cpu").PriorityWords(self._array("priorities"), self.marks)
+        return self.priorities
 
     def flush(self) -> None:
         """Waits until everything is on disk, what counts last."""
@@ -135,14 +140,9 @@ class Words:
     # What counts
 
     @property
-    def cursors(self) -> np.ndarray:
-        """`[E]` the committed cursors, in the memory of the file."""
-        return self._tables[self.commits.number & 1, 2 : 2 + self._description.num_lanes]
-
-    @property
     def history(self) -> int:
         """The history of the last commit."""
-        return self._tables.item(self.commits.number & 1, 0)
+        return int(self._tables[self.commits.number & 1, 0])
 
     def publish(self, state: State) -> None:
         """Makes a state the one that counts, with one store."""
@@ -245,9 +245,3 @@ def _sizes(description: Description) -> dict[str, int]:
     table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
     rows = slots * description.layout.num_words
     return {"rows": rows, "marks": 2 * slots, "priorities": slots + 1, "commits": 1 + 2 * table}
-
-
-def remove(directory: Path, description: Description) -> None:
-    """Removes the files of a generation."""
-    for kind in _KINDS:
-        description.file(directory, kind).unlink(missing_ok=True)

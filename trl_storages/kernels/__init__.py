@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     # Both have the same methods.
     RowTable = device.RowTable | host.RowTable
     NewRows = device.NewRows | host.NewRows
+    PriorityWords = device.PriorityWords | host.PriorityWords
 
 __all__ = ["backend"]
 

@@ -26,11 +26,17 @@ __all__ = [
     "BEGINS",
     "ENDS",
     "FINISH",
-    "HALF_BITS",
+    "GENERATION_BIT",
+    "GENERATION_FACTOR",
     "HISTORY_BIT",
+    "INFINITY_BITS",
     "LOWER_HALF",
+    "MOST_GENERATION",
     "MOST_HISTORIES",
     "MOST_STEPS",
+    "NAN_BITS",
+    "NEGATIVE_ZERO_BITS",
+    "ONE_BITS",
     "PRESENT",
     "START",
     "STEP_BIT",
@@ -43,7 +49,11 @@ __all__ = [
 PRESENT, BEGINS, ENDS = 1, 2, 4
 STEP_BIT, HISTORY_BIT = 3, 44
 MOST_STEPS, MOST_HISTORIES = 2 ** (HISTORY_BIT - STEP_BIT), 2 ** (63 - HISTORY_BIT)
-HALF_BITS, LOWER_HALF = 32, 2**32 - 1
+LOWER_HALF = 2**32 - 1
+#: Of float32 numbers, as whole ones.
+ONE_BITS, INFINITY_BITS, NAN_BITS, NEGATIVE_ZERO_BITS = 0x3F800000, 0x7F800000, 0x7FC00000, 2**31
+#: Of the multiplication that spreads history and step of a row over the 31 bits of its generation.
+GENERATION_FACTOR, GENERATION_BIT, MOST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
 #: As int64: the golden ratio, and the shifts, masks of what is left, and factors of splitmix64's end.
 START = 0x9E3779B97F4A7C15 - 2**64
 FINISH = (

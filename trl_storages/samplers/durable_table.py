@@ -1,102 +1,132 @@
 """Priorities of rows that are on disk, kept there as well.
 
-Letters: B batch, N slots.
+Letters: B batch, N slots, E lanes (environments).
 """
 
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from trl_storages.disk import PriorityColumn
 from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
 
 __all__ = ["DurableTable"]
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+# A word that holds no priority.
+_UNSEEN = 0x2545F4917FC00001
+# Of which share of the rows on the tree is added up anew, rather than changed leaf by leaf.
+_MANY = 0.05
 
 
 class DurableTable(PriorityTable):
     """A `PriorityTable` that begins with what a directory holds, and writes it through.
 
     The generation of a row is the same in every process that has the directory open, so that
-    priorities of batches which another process drew come to the right rows.
+    priorities of batches which another process drew come to the right rows. Once there are priorities,
+    whoever writes a row gives it one before the row counts: one that has none is damaged.
 
     Args:
         storage: whose rows are on disk.
         **options: as in `PriorityTable`, which is on the CPU.
 
     Raises:
-        OSError, ValueError: as in `PriorityColumn`.
+        OSError: the disk is full.
+        FileNotFoundError: there are no priorities, and this process only reads.
+        ValueError: their file is truncated, or no file.
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
-        capacity = len(storage.words.rows)
-        super().__init__(capacity, **options, device=torch.device("cpu"))
-        self._column = column = PriorityColumn(storage)
+        self._storage, self._files = storage, storage.reader or storage.directory
+        words, self._histories = self._files.words, self._files.description.histories
+        self._words = words.keep_priorities(make=storage.reader is None)
+        super().__init__(len(words.rows), **options, device=torch.device("cpu"))
+        # Behind those of the rows.
+        self._largest_at = torch.tensor([self.capacity])
         #: `[E]` up to which steps rows are known to be evicted.
-        self._tails: np.ndarray
-        self._episodes = episodes = storage.episodes
-        slots = episodes.live_slots()
-        known, largest = column.get(slots), column.largest
-        # A loss of power may have taken the largest one, and left those of rows.
-        if len(known) and known.nan_to_num(nan=0.0).max() > max(largest, 1.0):
-            largest = known.nan_to_num(nan=0.0).max().item()
-        num_missing = int(known.isnan().sum()) + (not column.knows_largest)
-        if num_missing and column.must_be_whole:
+        self._tails = storage.episodes.host_tails.copy()
+        #: `[N]` the word of each row as it was seen last. A writer hears of all that changes.
+        self._known = None if storage.reader is None else torch.full((self.capacity,), _UNSEEN)
+        damaged = finish(self._follow)
+        if storage.reader is None:
+            self._mend(damaged)
+
+    def _mend(self, damaged: torch.Tensor) -> None:
+        """Gives rows whose priority is damaged the largest one, for good."""
+        num_damaged = len(damaged) + int(self._words.get(self._largest_at).isnan())
+        if num_damaged and not self._words.is_new:
             warnings.warn(
-                f"the priorities of {num_missing} rows in {storage.scratch_dir} are damaged: they get "
-                "the largest one, as if they were written now.",
+                f"the priorities of {num_damaged} rows in {self._storage.scratch_dir} are damaged: they "
+                "get the largest one, as if they were written now.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # Rows that were committed by a writer which was killed then have no priority yet.
-        known = known.nan_to_num(nan=largest or 1.0)
-        largest = max(largest, known.max().item() if column.must_be_whole and num_missing else 0.0)
-        self._take_in(slots, known, largest, num_lanes=1)
-        if column.is_writable:
-            column.put(slots, known)
-            column.largest = largest
+        # Also those of a load that is going on, which the index does not know yet.
+        every = torch.arange(self.capacity)
+        missing = every[self._words.get(every).isnan()]
+        self._words.put(missing, torch.full((len(missing),), self.new_priority))
+        self._keep_largest()
 
-    def _take_in(
-        self, slots: torch.Tensor, priority: torch.Tensor, largest: float, num_lanes: int
-    ) -> None:
-        priorities = torch.full((self.capacity,), ABSENT)
-        priorities[slots] = priority
-        super().load_state_dict(
-            {"priorities": priorities, "largest": largest, "num_lanes": num_lanes}
+    def _keep_largest(self) -> None:
+        self._words.put(self._largest_at, self._rows.largest.reshape(1))
+
+    # Following
+
+    def follows(self, storage: Any) -> bool:
+        """Returns whether these are the priorities of a storage, of which only some have changed."""
+        files = storage.reader or storage.directory
+        return (
+            self._files is files
+            and self._words is files.words.priorities
+            and self._histories == files.description.histories
         )
-        self._rows.generations[slots] = self._column.generations(slots)
-        # A load may bring priorities before it brings the episodes that they are of.
-        self._tails = np.zeros_like(self._episodes.host_tails)
 
-    def write(self, slots: torch.Tensor) -> None:
-        """Gives rows that were written the largest priority; see `PriorityTable.write`."""
-        super().write(slots)
-        self._drop_evicted()
-        if slots.numel() and slots.numpy().min() < 0:
-            slots = slots[slots >= 0]
-        self._rows.generations.numpy()[slots.numpy()] = self._column.generations(slots).numpy()
-        self._column.put(slots, torch.full((len(slots),), self.new_priority))
+    def follow(self) -> None:
+        """Takes in what another process has said since the last time."""
+        finish(self._follow)
 
-    def _drop_evicted(self) -> None:
-        """Forgets the rows that writes have evicted: there are more slots than live rows."""
-        episodes = self._episodes
-        tails, known = episodes.host_tails, self._tails
-        if not (tails > known).any():
-            return
-        # Where the writer has come around meanwhile, other rows lie.
-        first = np.maximum(known, episodes.host_steps - episodes.ring_steps)
-        evicted = [
-            np.arange(first[lane], tails[lane]) % episodes.ring_steps * len(tails) + lane
-            for lane in np.flatnonzero(tails > first)
-        ]
-        if evicted:
-            self.drop(torch.from_numpy(np.concatenate(evicted)))
-        self._tails = tails.copy()
+    def _follow(self) -> torch.Tensor:
+        """Takes in what is new, and returns the slots of rows whose priority is damaged."""
+        words, episodes, table = self._words, self._storage.episodes, self._rows
+        _, evicted = words.renew(table, _NO_SLOTS, episodes.ring, self._tails)
+        slots, seen, priority = words.news(episodes.ring, self._known)
+        largest, is_damaged = words.get(self._largest_at).nan_to_num(nan=0.0), priority.isnan()
+        # A loss of power may have taken the largest one, and left those of rows.
+        most = torch.cat([largest, priority[~is_damaged]]).amax()
+        largest = torch.where(most > largest.clamp(min=1.0), most, largest)
+        priority[is_damaged] = torch.where(largest > 0, largest, 1.0)
+        table.largest.copy_(largest.squeeze())
+        table.priorities[slots], table.generations[slots] = priority, words.generations(slots)
+        self.has_rows |= len(slots) > 0
+        touched = torch.cat([evicted, slots])
+        if len(touched) > _MANY * self.capacity:
+            self._tree.renew(self._all_weights())
+        else:
+            gone = torch.zeros(len(evicted), dtype=torch.float64)
+            self._tree.set(
+                self._order.leaves(touched), torch.cat([gone, self._weigh(priority).double()])
+            )
+        if self._known is not None:
+            self._known[evicted], self._known[slots] = _UNSEEN, seen
+        self._tails[:] = episodes.host_tails
+        return slots[is_damaged]
+
+    # Writing
+
+    def _renew(self, slots: torch.Tensor) -> bool:
+        episodes = self._storage.episodes
+        priority, touched = self._words.renew(self._rows, slots, episodes.ring, self._tails)
+        if priority < 0:
+            return True
+        self.has_rows = True
+        weights = torch.zeros(len(touched), dtype=torch.float64)
+        weights[: len(slots)] = self._weight_of_new(priority)
+        self._tree.set(self._order.leaves(touched), weights)
+        self._tails[:] = episodes.host_tails
+        return False
 
     def update(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
@@ -106,45 +136,49 @@ class DurableTable(PriorityTable):
         Raises:
             RuntimeError: another process writes the rows, and their priorities.
         """
-        self._column.check_writable()
-        # Files and memory hold the same, wherever an interrupt comes.
-        finish(partial(self._update, slots, priority, generation))
-
-    def _update(
-        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
-    ) -> None:
+        self._storage.check_writable()
         super().update(slots, priority, generation)
-        slots = slots[slots >= 0]
-        # What was left alone is written as it is.
-        priority = self._rows.priorities[slots]
-        there = priority != ABSENT
-        # First, so that no row of a killed writer has a larger one.
-        self._column.largest = self._rows.largest.item()
-        self._column.put(slots[there], priority[there])
+
+    def _report(
+        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+    ) -> bool:
+        is_wrong = super()._report(slots, priority, generation)
+        if not is_wrong:
+            slots = slots[slots >= 0]
+            # What was left alone is written as it is.
+            kept = self._rows.priorities[slots]
+            there = kept < ABSENT
+            # First, so that no row of a killed writer has a larger one.
+            self._keep_largest()
+            self._words.put(slots[there], kept[there])
+        return is_wrong
+
+    # The whole of it
 
     def clear(self) -> None:
         """Forgets all rows and what was reported."""
-        self._column.check_writable()
-        finish(self._clear_all)
-
-    def _clear_all(self) -> None:
+        self._storage.check_writable()
         super().clear()
-        self._column.clear()
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._keep_largest()
 
     def takes(self, state_dict: dict[str, Any]) -> bool:
         """Returns whether a state may take the place of what is known: it has the same rows."""
         rows = state_dict["priorities"] != ABSENT
-        return self._column.is_writable and torch.equal(rows, self.priorities != ABSENT)
+        return self._storage.reader is None and torch.equal(rows, self.priorities != ABSENT)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. All rows count as written anew."""
-        self._column.check_writable()
-        priorities = state_dict["priorities"]
-        slots = (priorities != ABSENT).nonzero().squeeze(1)
-        self._take_in(slots, priorities[slots], state_dict["largest"], state_dict["num_lanes"])
-        self._column.clear()
-        self._column.put(slots, priorities[slots])
-        self._column.largest = self._rows.largest.item()
+        self._storage.check_writable()
+        super().load_state_dict(state_dict)
+        slots = (self._rows.priorities < ABSENT).nonzero().squeeze(1)
+        self._rows.generations[slots] = self._words.generations(slots)
+        self._keep_largest()
+        self._words.put(slots, self._rows.priorities[slots])
+        # A load may bring priorities before it brings the episodes that they are of.
+        self._tails.fill(0)
 
     def in_memory(self) -> PriorityTable:
         """Returns a table that holds the same and knows of no files."""

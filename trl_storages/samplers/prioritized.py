@@ -347,6 +347,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         refreshes = getattr(storage, "refreshes", 0)
         if refreshes != self._refreshes:
             self._refreshes = refreshes
+            if isinstance(self._table, DurableTable) and self._table.follows(storage):
+                self._table.follow()
+                return False
             state = self._table.state_dict() if self._is_loaded else None
             self._is_loaded = False
             self._table = table = DurableTable(storage, **self._exponents())

@@ -13,13 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trl_storages.kernels.absent import ABSENT
+from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.marks import (
     FINISH,
-    HALF_BITS,
+    GENERATION_BIT,
+    GENERATION_FACTOR,
     LOWER_HALF,
+    MOST_GENERATION,
     PRESENT,
     START,
+    STEP_BIT,
     factors,
     hardware_orders_stores,
     pack_marks,
@@ -29,11 +34,10 @@ from trl_storages.kernels.marks import (
 __all__ = [
     "Commits",
     "MarkedRows",
+    "PriorityWords",
     "checksums",
     "fence",
     "orders_stores",
-    "seal_priorities",
-    "unseal_priorities",
 ]
 
 # Rows whose checksums are worked out at once, so that what is in between stays in the cache.
@@ -80,13 +84,23 @@ class MarkedRows:
     def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
         self._rows, self._marks = rows, marks
 
-    def clear(self, ring: Ring, num_steps: int, lanes: Sequence[int] | None = None) -> None:
-        """Takes away the marks of where the next S steps of lanes go."""
-        slots = ring.next_slots(_written(ring, lanes), num_steps)[:, -ring.steps_per_lane :]
+    def clear(
+        self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
+    ) -> None:
+        """Takes away the marks of where the next S steps of lanes go, and are not committed yet."""
+        committed = torch.from_numpy(commits._tables)[commits.number & 1, 2 : 2 + ring.num_envs]
+        written = _written(ring, lanes)
+        written = written[(committed <= ring.cursors)[written]]
+        slots = ring.next_slots(written, num_steps)[:, -ring.steps_per_lane :]
         self._marks[slots, 0] = 0
 
     def seal(
-        self, ring: Ring, history: int, num_steps: int, lanes: Sequence[int] | None = None
+        self,
+        ring: Ring,
+        history: int,
+        num_steps: int,
+        lanes: Sequence[int] | None = None,
+        priorities: PriorityWords | None = None,
     ) -> None:
         """Gives the newest S steps of lanes, which were written, their checksums and marks."""
         lane = _written(ring, lanes).unsqueeze(1)
@@ -98,6 +112,8 @@ class MarkedRows:
         marks = pack_marks(history, step, first == step, ends).reshape(-1)
         slots = slots.reshape(-1)
         self._marks[slots, 1] = checksums(self._rows[slots], marks, slots)
+        if priorities is not None:
+            priorities.seal(slots, marks)
         self._marks[slots, 0] = marks
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
@@ -204,23 +220,86 @@ def _table_check(words: torch.Tensor, number: int) -> int:
     return int(checksums(words.unsqueeze(0), mark, slot))
 
 
-def seal_priorities(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+class PriorityWords:
+    """Priorities of rows, each with a check over it and a mark; see `kernels.host.disk.PriorityWords`.
+
+    Args:
+        words: `[M + 1]` int64, of each slot, and the largest one.
+        marks: `[M, 2]` int64.
+    """
+
+    def __init__(self, words: torch.Tensor, marks: torch.Tensor) -> None:
+        self._words, self._marks = words, marks
+
+    def seal(self, slots: torch.Tensor, marks: torch.Tensor) -> None:
+        """Gives rows that will have these marks the largest priority, 1 before there is any."""
+        largest = self.get(torch.tensor([len(self._marks)]))
+        self._words[slots] = _sealed(torch.where(largest > 0, largest, 1.0), marks)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever said of the largest one, in a file of zeros."""
+        return not self._words[-1]
+
+    def put(self, slots: torch.Tensor, priorities: torch.Tensor) -> None:
+        """Keeps priorities of rows: `[n]` int64 slots, M for the largest one, and `[n]` float32."""
+        self._words[slots] = _sealed(priorities, self._marks_of(slots))
+
+    def get(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns `[n]` float32 what is kept of slots; NaN where it is damaged, or nothing."""
+        return _opened(self._words[slots], self._marks_of(slots))
+
+    def _marks_of(self, slots: torch.Tensor) -> torch.Tensor:
+        size = len(self._marks)
+        return self._marks[slots.clamp(max=size - 1), 0] * (slots < size)
+
+    def generations(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns a number for the row in each slot `[n]`, int32: another row has another one."""
+        mixed = (self._marks[slots, 0] >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
+        return (mixed & MOST_GENERATION | 1).int()
+
+    def renew(
+        self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes in rows that were written, and drops those that were evicted since `tails`."""
+        priority = table.renew(slots)
+        if priority < 0:
+            return priority, slots[:0]
+        written = slots[slots >= 0]
+        table.generations[written] = self.generations(written)
+        self.put(written, priority.expand(len(written)))
+        first = torch.maximum(torch.from_numpy(tails), ring.cursors - ring.ring_steps)
+        lane, step = _lanes_and_steps(first, torch.maximum(ring.tails, first))
+        evicted = step % ring.ring_steps * ring.num_envs + lane
+        table.priorities[evicted] = ABSENT
+        return priority, torch.cat([slots, evicted])
+
+    def news(
+        self, ring: Ring, known: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns slots of live rows whose words are others than known, the words, and priorities."""
+        slots = torch.arange(len(self._marks))
+        if known is not None:
+            slots = slots[self._words[:-1] != known]
+        words, marks = self._words[slots], self._marks[slots, 0]
+        _, marked, there, _, _ = unpack_marks(marks)
+        step = ring.steps(slots)
+        is_live = there & (marked == step) & (step >= ring.tails[slots % ring.num_envs])
+        slots, words, marks = slots[is_live], words[is_live], marks[is_live]
+        return slots, words, _opened(words, marks)
+
+
+def _sealed(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
     """Returns words `[n]` int64 of float32 priorities and a check over them and the marks."""
     bits = priorities.contiguous().view(torch.int32).long() & LOWER_HALF
-    return _priority_check(bits, marks) << HALF_BITS | bits
-
-
-def unseal_priorities(
-    words: torch.Tensor, marks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `[n]` float32 priorities that words hold, and `[n]` bool: whether they are of the marks."""
-    bits = words & LOWER_HALF
-    valid = words >> HALF_BITS & LOWER_HALF == _priority_check(bits, marks)
-    # Cut to their lower halves, bits above the sign included.
-    return bits.to(torch.int32).view(torch.float32), valid
-
-
-def _priority_check(bits: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
     constants = torch.from_numpy(factors(1)).to(bits.device)
     total = START + constants[0] * _folded(bits) + constants[1] * _folded(marks)
-    return _finished(total) >> HALF_BITS & LOWER_HALF
+    return _finished(total) & ~LOWER_HALF | bits
+
+
+def _opened(words: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Returns `[n]` float32 priorities that words hold; NaN where they are none of the marks."""
+    # Cut to their lower halves, bits above the sign included.
+    found = (words & LOWER_HALF).to(torch.int32).view(torch.float32)
+    is_one = (found >= 0) & found.isfinite() & (words == _sealed(found, marks))
+    return torch.where(is_one, found, torch.nan)

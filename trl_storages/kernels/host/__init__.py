@@ -3,11 +3,10 @@
 from trl_storages.kernels.host.disk import (
     Commits,
     MarkedRows,
+    PriorityWords,
     checksums,
     fence,
     orders_stores,
-    seal_priorities,
-    unseal_priorities,
 )
 from trl_storages.kernels.host.lane_order import LaneOrder
 from trl_storages.kernels.host.raw_priorities import RawPriorities
@@ -22,6 +21,7 @@ __all__ = [
     "LaneOrder",
     "MarkedRows",
     "NewRows",
+    "PriorityWords",
     "RawPriorities",
     "Ring",
     "RowTable",
@@ -31,6 +31,4 @@ __all__ = [
     "fence",
     "fold",
     "orders_stores",
-    "seal_priorities",
-    "unseal_priorities",
 ]

@@ -14,16 +14,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trl_storages.kernels.absent import ABSENT
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined
+from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.marks import (
     BEGINS,
     ENDS,
     FINISH,
-    HALF_BITS,
+    GENERATION_BIT,
+    GENERATION_FACTOR,
     HISTORY_BIT,
+    INFINITY_BITS,
     LOWER_HALF,
+    MOST_GENERATION,
     MOST_STEPS,
+    NAN_BITS,
+    NEGATIVE_ZERO_BITS,
+    ONE_BITS,
     PRESENT,
     START,
     STEP_BIT,
@@ -34,15 +42,15 @@ from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST, OPEN
 __all__ = [
     "Commits",
     "MarkedRows",
+    "PriorityWords",
     "checksums",
     "fence",
     "orders_stores",
-    "seal_priorities",
-    "unseal_priorities",
 ]
 
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
 _STEP_MASK = MOST_STEPS - 1
+_NO_WORDS = np.zeros(0, np.int64)
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
 
@@ -80,19 +88,30 @@ class MarkedRows:
         self._rows, self._marks = rows.numpy(), marks.numpy()
         self._factors = factors(rows.shape[1])
 
-    def clear(self, ring: Ring, num_steps: int, lanes: Sequence[int] | None = None) -> None:
+    def clear(
+        self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
+    ) -> None:
         """Takes away the marks of where the next S steps go: until `seal` no row is there.
+
+        Those that are committed already stay: after an interrupt, what was done is done once more.
 
         Args:
             ring: of M slots; it is not changed.
             num_steps: S. Of more than T steps the last T find room.
             lanes: which are written; None is all of them.
+            commits: of the lanes, as `Commits.publish_lanes` says them.
         """
-        most_live, room = ring.steps_per_lane, ring.ring_steps
-        _clear(self._marks, ring._arrays[2], most_live, room, _written(ring, lanes), num_steps)
+        most_live, room, known = ring.steps_per_lane, ring.ring_steps, ring._arrays[2]
+        committed = commits._selector, commits._tables
+        _clear(self._marks, known, *committed, most_live, room, _written(ring, lanes), num_steps)
 
     def seal(
-        self, ring: Ring, history: int, num_steps: int, lanes: Sequence[int] | None = None
+        self,
+        ring: Ring,
+        history: int,
+        num_steps: int,
+        lanes: Sequence[int] | None = None,
+        priorities: PriorityWords | None = None,
     ) -> None:
         """Gives the newest S steps, which were written, their checksums, and then their marks.
 
@@ -101,10 +120,12 @@ class MarkedRows:
             history: the number that the marks carry.
             num_steps: S, as in `clear`.
             lanes: likewise.
+            priorities: of the rows, which get the largest one, if they are kept.
         """
         most_live, room = ring.steps_per_lane, ring.ring_steps
         num_marked, written = min(num_steps, most_live), _written(ring, lanes)
-        table = self._rows, self._marks
+        words = _NO_WORDS if priorities is None else priorities._words
+        table = self._rows, self._marks, words
         _mark(*table, *ring._arrays, room, written, num_marked, history, self._factors)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
@@ -203,29 +224,93 @@ class Commits:
         return torch.from_numpy(words) if is_whole else None
 
 
-def seal_priorities(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    """Returns words that hold priorities and a check over them and the marks of their rows.
+class PriorityWords:
+    """Priorities of rows, each together with a check over it and the mark of its row, in one word.
+
+    A word is written at once, so that a killed process leaves the old priority or the new one. And what
+    was said of the row that lay in a slot before is not taken for what is said of the one there now.
 
     Args:
-        priorities: `[n]` float32.
-        marks: `[n]` int64.
-
-    Returns:
-        `[n]` int64: the priority below, the check above.
+        words: `[M + 1]` int64, in memory that other processes see: of each slot, and the largest one.
+        marks: `[M, 2]` int64, as in `MarkedRows`.
     """
-    words = np.empty(len(priorities), np.int64)
-    bits = priorities.contiguous().numpy().view(np.uint32)
-    _seal(bits, marks.numpy(), factors(1), words)
-    return torch.from_numpy(words)
 
+    def __init__(self, words: torch.Tensor, marks: torch.Tensor) -> None:
+        self._words, self._marks = words.numpy(), marks.numpy()
+        self._factors = factors(1)
 
-def unseal_priorities(
-    words: torch.Tensor, marks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `[n]` float32 priorities that words hold, and `[n]` bool: whether they are of the marks."""
-    bits, valid = np.empty(len(words), np.uint32), np.empty(len(words), bool)
-    _unseal(words.numpy(), marks.numpy(), factors(1), bits, valid)
-    return torch.from_numpy(bits.view(np.float32)), torch.from_numpy(valid)
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever said of the largest one, in a file of zeros."""
+        return not self._words[-1]
+
+    def put(self, slots: torch.Tensor, priorities: torch.Tensor) -> None:
+        """Keeps priorities of rows: `[n]` int64 slots, M for the largest one, and `[n]` float32."""
+        bits = priorities.contiguous().numpy().view(np.uint32)
+        _put(self._words, self._marks, slots.numpy(), bits, self._factors)
+
+    def get(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns `[n]` float32 what is kept of slots, see `put`; NaN where it is damaged, or nothing."""
+        bits = np.empty(len(slots), np.uint32)
+        _get(self._words, self._marks, slots.numpy(), self._factors, bits)
+        return torch.from_numpy(bits.view(np.float32))
+
+    def generations(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns a number for the row in each slot `[n]`, int32: another row has another one."""
+        found = np.empty(len(slots), np.int32)
+        _generations(self._marks, slots.numpy(), found)
+        return torch.from_numpy(found)
+
+    def renew(
+        self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
+    ) -> tuple[float, torch.Tensor]:
+        """Takes in rows that were written, with the largest priority, and drops those that were evicted.
+
+        Args:
+            table: of M slots. Rows get it there, and the number that `generations` has for them.
+            slots: `[B]` int64; those below 0 name none.
+            ring: of the M slots.
+            tails: `[E]` int64, from where on rows were not evicted when they were dropped last.
+
+        Returns:
+            the priority that they got, -1 where a slot is not below M, and nothing has changed; and the
+            slots of rows that were written and that were dropped, one after another.
+        """
+        priority, touched = _renew(
+            *table._arrays,
+            self._words,
+            self._marks,
+            slots.numpy(),
+            ring._arrays[2],
+            ring.ring_steps,
+            tails,
+            self._factors,
+        )
+        return float(priority), torch.from_numpy(touched)
+
+    def news(
+        self, ring: Ring, known: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what another process has said of live rows.
+
+        Args:
+            ring: of the M slots.
+            known: `[M]` int64, the words that were seen last; None where there are none.
+
+        Returns:
+            `[n]` int64 slots whose words are others, `[n]` int64 these words, and `[n]` float32 their
+            priorities as in `get`.
+        """
+        slots, words, bits = _news(
+            self._words,
+            self._marks,
+            ring._arrays[2],
+            ring.ring_steps,
+            _NO_WORDS if known is None else known.numpy(),
+            self._factors,
+        )
+        found = torch.from_numpy(bits.view(np.float32))
+        return torch.from_numpy(slots), torch.from_numpy(words), found
 
 
 @compiled
@@ -245,6 +330,28 @@ def _finished(total: int) -> int:
     total = (total ^ ((total >> _SHIFT_1) & _LEFT_1)) * _FACTOR_1
     total = (total ^ ((total >> _SHIFT_2) & _LEFT_2)) * _FACTOR_2
     return total ^ ((total >> _SHIFT_3) & _LEFT_3)
+
+
+@inlined
+def _sealed(bits: int, mark: int, factors: np.ndarray) -> int:
+    """Returns the word of a priority, whose check is above it."""
+    total = _finished(_added(_added(START, bits, factors[0]), mark, factors[1]))
+    return (total & ~LOWER_HALF) | bits
+
+
+@inlined
+def _opened(word: int, mark: int, factors: np.ndarray) -> int:
+    """Returns the bits of the priority in a word; those of NaN where it is none of this mark."""
+    bits = word & LOWER_HALF
+    is_one = bits < INFINITY_BITS or bits == NEGATIVE_ZERO_BITS
+    return bits if is_one and word == _sealed(bits, mark, factors) else NAN_BITS
+
+
+@compiled
+def _largest(words: np.ndarray, factors: np.ndarray) -> int:
+    """Returns the bits of what new rows get: the largest priority, 1 before there is any."""
+    bits = _opened(words[len(words) - 1], 0, factors)
+    return bits if 0 < bits < INFINITY_BITS else ONE_BITS
 
 
 @compiled
@@ -267,6 +374,8 @@ def _checksums(
 def _clear(
     marks: np.ndarray,
     lanes: np.ndarray,
+    selector: np.ndarray,
+    tables: np.ndarray,
     most_live: int,
     room: int,
     written: np.ndarray,
@@ -275,6 +384,8 @@ def _clear(
     for i in range(len(written)):
         lane = written[i]
         cursor = lanes[lane, CURSOR]
+        if tables[selector[0] & 1, 2 + lane] > cursor:
+            continue
         for step in range(cursor + max(num_steps - most_live, 0), cursor + num_steps):
             marks[step % room * len(lanes) + lane, 0] = 0
     fenced()
@@ -284,6 +395,7 @@ def _clear(
 def _mark(
     table: np.ndarray,
     marks: np.ndarray,
+    words: np.ndarray,
     episode: np.ndarray,
     spans: np.ndarray,
     lanes: np.ndarray,
@@ -294,6 +406,7 @@ def _mark(
     factors: np.ndarray,
 ) -> None:
     new = np.empty((len(written), num_steps), np.int64)
+    largest = _largest(words, factors) if len(words) else 0
     for i in range(len(written)):
         lane = written[i]
         first = lanes[lane, CURSOR] - num_steps
@@ -308,6 +421,8 @@ def _mark(
                 mark += ENDS
             new[i, s] = mark
             marks[slot, 1] = _checksum(table[slot], mark, slot, factors)
+            if len(words):
+                words[slot] = _sealed(largest, mark, factors)
     fenced()
     for i in range(len(written)):
         first = lanes[written[i], CURSOR] - num_steps
@@ -448,24 +563,99 @@ def _read(selector: np.ndarray, tables: np.ndarray, words: np.ndarray, factors: 
 
 
 @inlined
-def _priority_check(bits: int, mark: int, factors: np.ndarray) -> int:
-    total = _finished(_added(_added(START, bits, factors[0]), mark, factors[1]))
-    return (total >> HALF_BITS) & LOWER_HALF
+def _generation(mark: int) -> int:
+    # From 1, so that none is that of a slot that never held a row.
+    mixed = (mark >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
+    return (mixed & MOST_GENERATION) | 1
 
 
 @compiled
-def _seal(bits: np.ndarray, marks: np.ndarray, factors: np.ndarray, words: np.ndarray) -> None:
-    for i in range(len(bits)):
-        value = np.int64(bits[i])
-        words[i] = (_priority_check(value, marks[i], factors) << HALF_BITS) | value
-
-
-@compiled
-def _unseal(
-    words: np.ndarray, marks: np.ndarray, factors: np.ndarray, bits: np.ndarray, valid: np.ndarray
+def _put(
+    words: np.ndarray, marks: np.ndarray, slots: np.ndarray, bits: np.ndarray, factors: np.ndarray
 ) -> None:
-    for i in range(len(words)):
-        value = words[i] & LOWER_HALF
-        bits[i] = value
-        check = (words[i] >> HALF_BITS) & LOWER_HALF
-        valid[i] = check == _priority_check(value, marks[i], factors)
+    for i in range(len(slots)):
+        mark = marks[slots[i], 0] if slots[i] < len(marks) else 0
+        words[slots[i]] = _sealed(np.int64(bits[i]), mark, factors)
+
+
+@compiled
+def _get(
+    words: np.ndarray, marks: np.ndarray, slots: np.ndarray, factors: np.ndarray, bits: np.ndarray
+) -> None:
+    for i in range(len(slots)):
+        mark = marks[slots[i], 0] if slots[i] < len(marks) else 0
+        bits[i] = _opened(words[slots[i]], mark, factors)
+
+
+@compiled
+def _generations(marks: np.ndarray, slots: np.ndarray, found: np.ndarray) -> None:
+    for i in range(len(slots)):
+        found[i] = _generation(marks[slots[i], 0])
+
+
+@compiled
+def _renew(
+    priorities: np.ndarray,
+    generations: np.ndarray,
+    largest: np.ndarray,
+    words: np.ndarray,
+    marks: np.ndarray,
+    slots: np.ndarray,
+    lanes: np.ndarray,
+    room: int,
+    tails: np.ndarray,
+    factors: np.ndarray,
+) -> tuple[float, np.ndarray]:
+    num_lanes, num_evicted = len(lanes), 0
+    for i in range(len(slots)):
+        if slots[i] >= len(priorities):
+            return np.float32(-1), slots[:0].copy()
+    for lane in range(num_lanes):
+        first = max(tails[lane], lanes[lane, CURSOR] - room)
+        num_evicted += max(lanes[lane, TAIL] - first, 0)
+    touched = np.empty(len(slots) + num_evicted, np.int64)
+    touched[: len(slots)] = slots
+    given = np.empty(1, np.float32)
+    given[0] = largest[0] if largest[0] > 0 else np.float32(1)
+    bits = np.int64(given.view(np.uint32)[0])
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot >= 0:
+            priorities[slot], generations[slot] = given[0], _generation(marks[slot, 0])
+            words[slot] = _sealed(bits, marks[slot, 0], factors)
+    row = len(slots)
+    for lane in range(num_lanes):
+        # Where the writer has come around meanwhile, other rows lie.
+        for step in range(max(tails[lane], lanes[lane, CURSOR] - room), lanes[lane, TAIL]):
+            touched[row] = step % room * num_lanes + lane
+            priorities[touched[row]] = ABSENT
+            row += 1
+    return given[0], touched
+
+
+@compiled
+def _news(
+    words: np.ndarray,
+    marks: np.ndarray,
+    lanes: np.ndarray,
+    room: int,
+    known: np.ndarray,
+    factors: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    slots, found = np.empty(len(marks), np.int64), np.empty(len(marks), np.int64)
+    bits, num = np.empty(len(marks), np.uint32), 0
+    fenced()
+    for slot in range(len(marks)):
+        word = words[slot]
+        if len(known) and word == known[slot]:
+            continue
+        lane = slot % len(lanes)
+        newest = lanes[lane, CURSOR] - 1
+        step = newest - (newest - slot // len(lanes)) % room
+        mark = marks[slot, 0]
+        # A row that is not committed yet is found the next time.
+        there = mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
+        if there and step >= lanes[lane, TAIL]:
+            slots[num], found[num], bits[num] = slot, word, _opened(word, mark, factors)
+            num += 1
+    return slots[:num].copy(), found[:num].copy(), bits[:num].copy()
