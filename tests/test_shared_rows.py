@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupter import Interrupter
 from tensordict import TensorDict
+from torchrl.collectors import Collector
 from torchrl.data import RoundRobinWriter, TensorDictReplayBuffer
+from torchrl.envs import GymEnv, SerialEnv
 
 import trl_storages
-from trl_storages import EpisodeWriter, NStepReplayStorage, PackedStorage, ReplayStorage
+from trl_storages import (
+    EpisodeWriter,
+    NStepReplayStorage,
+    PackedStorage,
+    ReplayStorage,
+    UniformReplayStorage,
+)
 from trl_storages.rows import Layout
 
 
@@ -350,3 +358,79 @@ def test_ready_made_storages_share() -> None:
         observation = env.reset()[0] if terminated or truncated else after
     assert_same(plain.sample(), shared.sample())
     assert shared._storage.row_nbytes < plain._storage.row_nbytes
+
+
+def without_next(data: TensorDict) -> TensorDict:
+    return data.exclude(("next", "observation"), ("next", "achieved_goal"))
+
+
+@given(
+    num_envs=st.integers(1, 3),
+    seed=st.integers(0, 2**30),
+    acts=st.lists(st.integers(0, 99), min_size=1, max_size=15),
+)
+def test_rows_without_next_observations_go_on_until_their_episodes_end(
+    num_envs: int, seed: int, acts: list[int]
+) -> None:
+    storage, stream = make(7 * num_envs, num_envs, share_next=True), Stream(num_envs, seed)
+    first = stream.steps([*range(num_envs)], 1)
+    storage.extend(first if num_envs > 1 else first[0])
+    storage.empty()
+    for act in acts:
+        lanes = [*range(num_envs)] if act % 3 else [act % num_envs]
+        if act % 7 == 0:
+            storage.episodes.end_episodes(lanes)
+        data = without_next(stream.steps(lanes, 1 + act % 10))
+        storage.writer.extend(data if num_envs > 1 else data[0], lanes=lanes)
+        check_side(storage)
+        slots = storage.episodes.live_slots()
+        rows, episodes = storage._storage.get(slots), storage.episodes
+        after = episodes.shift(slots, (episodes.ahead(slots) > 0).long())
+        expected = storage._storage.get(after)
+        assert torch.equal(rows["next", "observation"], expected["observation"])
+        assert torch.equal(rows["next", "achieved_goal"], expected["achieved_goal"])
+
+
+def test_compact_batches_are_refused_where_next_observations_are_stored() -> None:
+    storage = written(21, 2, 12, share_next=False)
+    with pytest.raises(KeyError, match="make the storage with share_next=True"):
+        storage.extend(without_next(Stream(2, 1).steps([0, 1], 3)))
+
+
+@pytest.mark.parametrize("form", ["batches", "rows", "steps"])
+def test_collectors_write_compact_observations(form: str) -> None:
+    env, frames = SerialEnv(2, lambda: GymEnv("CartPole-v1")), 40
+    storages = [
+        UniformReplayStorage(
+            env.observation_spec["observation"][0],
+            env.action_spec[0],
+            num_envs=2,
+            storage_size=1000,
+            share_next=share,
+        )
+        for share in (False, True)
+    ]
+    for storage, compact in zip(storages, (False, True), strict=True):
+        env.set_seed(0)
+        torch.manual_seed(0)
+        collector = Collector(
+            env,
+            frames_per_batch=frames,
+            total_frames=5 * frames,
+            compact_obs=compact,
+            replay_buffer=storage if form == "steps" else None,
+        )
+        for data in collector:
+            if form == "batches":
+                storage.extend(data)
+            elif form == "rows":
+                storage.extend(data.reshape(-1))
+        collector.shutdown(close_env=False)
+    one, other = (storage[:] for storage in storages)
+    known = ~one["next", "done"][:, 0]
+    known[-2:] = False
+    assert known.sum() > 150
+    assert_same(one[known], other[known])
+    for key in ("observation", "action", ("next", "done")):
+        assert torch.equal(one[key], other[key])
+    env.close(raise_if_closed=False)

@@ -88,7 +88,8 @@ class UniformReplayStorage(ReplayStorage):
             has, such as hidden states or log-probabilities. `record` can't know them. That of
             `("next", "reward")` is in the place of (float32, [1]).
         share_next: whether next observations are stored once, as the observations of the rows that
-            follow: little more than half the memory, for batches that are the same.
+            follow: little more than half the memory, for batches that are the same. Collectors may
+            leave them out then (`compact_obs=True`), which loses those that end episodes.
         sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments by themselves.

@@ -23,6 +23,7 @@ from trl_storages.rows import (
     tensors_of,
 )
 from trl_storages.writing.checks import end_flags, refuse_padding
+from trl_storages.writing.compact import with_next
 from trl_storages.writing.gaps import GapWatch
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class Fields:
         if trajectory is not None:
             trajectory = trajectory.to(device).reshape(-1).long()
         if isinstance(storage, PackedStorage):
-            layout, rows = self.rows(data, entries, storage, done)
+            repeated = with_next(entries, storage.layout)
+            layout, rows = self.rows(data, repeated or entries, storage, done)
+            rows.is_compact = repeated is not None
             return Steps(rows, layout, trajectory)
         stored = self.stored(data).reshape(-1)
         compared = gaps.values(entries, self.keys) if gaps.is_looking else {}

@@ -286,7 +286,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         block = self._lanes.cut(steps, block)
         if self._reopened is not None and self._reopened.is_unsure:
             block = block._replace(cut=self._reopened.cut_where_reset(steps.rows, *block[:4]))
-        if steps.layout is None or not self.gaps.is_looking:
+        if steps.layout is None or steps.rows.is_compact or not self.gaps.is_looking:
             return block
         gap = self.gaps.find(self._storage, steps.rows, steps.layout, *block[:4])
         if gap is None:

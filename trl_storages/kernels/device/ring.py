@@ -71,14 +71,15 @@ class Ring(RingTables):
             self.next_slots(lanes, num_steps),
             lanes.unsqueeze(1),
         )
-        if table is not None:
-            # Of more than T steps, the last T find room.
-            table.write(self, lanes, found[:, -room:], words[:, -room:])
         cursor, begun, is_open, tail = self.lanes[lane].unbind(-1)
         # A row begins an episode if the row before it ended one, or if it is cut off from it.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
             begins = begins | cut.to(self.device)
+        if table is not None:
+            # Of more than T steps, the last T find room.
+            compact = ~begins[:, -room:] if rows.is_compact else None
+            table.write(self, lanes, found[:, -room:], words[:, -room:], compact)
         number = begun + begins.cumsum(1) - 1
         step = cursor + torch.arange(num_steps, device=self.device)
         first_step = torch.where(begins, step, -1).cummax(1).values

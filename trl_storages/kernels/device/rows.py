@@ -74,7 +74,12 @@ class RowTable:
         return torch.where(flat < 0, flat + self._num_rows, flat)
 
     def write(
-        self, ring: Ring, lanes: torch.Tensor, slots: torch.Tensor, words: torch.Tensor
+        self,
+        ring: Ring,
+        lanes: torch.Tensor,
+        slots: torch.Tensor,
+        words: torch.Tensor,
+        compact: torch.Tensor | None = None,
     ) -> None:
         """Copies steps of lanes to where they belong.
 
@@ -83,6 +88,8 @@ class RowTable:
             lanes: `[L]`.
             slots: `[L, k]`.
             words: `[L, k, W]`.
+            compact: `[L, k]` bool, where next observations are not known: whether a row goes on with the
+                episode of the row before it.
         """
         self.rows[slots] = words
 

@@ -116,7 +116,12 @@ class SharedTable(RowTable):
     # Writing
 
     def write(
-        self, ring: Ring, lanes: torch.Tensor, slots: torch.Tensor, words: torch.Tensor
+        self,
+        ring: Ring,
+        lanes: torch.Tensor,
+        slots: torch.Tensor,
+        words: torch.Tensor,
+        compact: torch.Tensor | None = None,
     ) -> None:
         """Copies steps to where they belong, and links them to those before; see `RowTable.write`.
 
@@ -129,12 +134,18 @@ class SharedTable(RowTable):
         first, before = self.rows[slots[:, 0], 0], self.rows[newest, 0]
         # The newest row has no entry only where this was done before.
         led_to = self.side.values.index_select(0, before >> 1)
-        follows = (led_to == now[:, 0]).all(1) & (before > 1) | (before <= 1) & (first & 1 == 1)
+        follows, goes_on = (led_to == now[:, 0]).all(1), (after[:, :-1] == now[:, 1:]).all(2)
+        if compact is not None:
+            # What stands in the place of an unknown value is the row's own.
+            header, goes_on = self._sharing.header_words, compact[:, 1:]
+            own = self.rows[newest, header : header + shared]
+            follows |= (led_to == own).all(1) & compact[:, 0]
+        follows = torch.where(before > 1, follows, first & 1 == 1)
         if num_steps < ring.steps_per_lane:
             follows &= ring.fill[lanes] > 0
         else:
             follows = torch.zeros_like(follows)
-        continues = torch.cat([follows.unsqueeze(1), (after[:, :-1] == now[:, 1:]).all(2)], 1)
+        continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
         is_wanted = torch.ones_like(continues)
         is_wanted[:, :-1] = ~continues[:, 1:]
 

@@ -26,6 +26,7 @@ class NewRows:
         device: torch.device,
     ) -> None:
         self.num_rows, self.places = num_rows, places
+        self.is_compact = False
         # They cross in one piece, unless some of them are there.
         is_there = any(field.device == device for field in fields)
         begin = device if is_there else torch.device("cpu")

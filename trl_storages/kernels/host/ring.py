@@ -143,8 +143,9 @@ class Ring(RingTables):
         written = self._all_lanes if lanes is None else lanes.numpy()
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
         places, sources = _NO_ORDER if order is None else order.numpy(), rows.sources
+        cuts = _NO_CUTS if cut is None else cut.numpy()
         if table is not None:
-            sources = table.sources(rows, self, num_steps, written, places)
+            sources = table.sources(rows, self, num_steps, written, places, cuts)
         append_steps(
             *self._arrays,
             self.steps_per_lane,
@@ -153,7 +154,7 @@ class Ring(RingTables):
             num_steps,
             sources,
             *rows.ends,
-            _NO_CUTS if cut is None else cut.numpy(),
+            cuts,
             places,
             _NO_TABLE if table is None else table.array,
             found,

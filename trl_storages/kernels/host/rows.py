@@ -107,7 +107,13 @@ class RowTable:
             )
 
     def sources(
-        self, rows: NewRows, ring: Ring, num_steps: int, written: np.ndarray, order: np.ndarray
+        self,
+        rows: NewRows,
+        ring: Ring,
+        num_steps: int,
+        written: np.ndarray,
+        order: np.ndarray,
+        cut: np.ndarray,
     ) -> np.ndarray:
         """Returns where what is stored of new rows comes from, and where it belongs.
 
@@ -117,6 +123,7 @@ class RowTable:
             num_steps: S.
             written: `[L]` the lanes of the rows.
             order: `[L, S]` which row is which step; empty if they come as they are written.
+            cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
 
         Returns:
             `[*, 4]` int64, as `NewRows.sources`.

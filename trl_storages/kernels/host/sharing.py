@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes
+from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import RowTable
 from trl_storages.kernels.host.writing import NewRows
-from trl_storages.kernels.ring_tables import CURSOR, TAIL, RingTables
+from trl_storages.kernels.ring_tables import CURSOR, OPEN, TAIL, RingTables
 from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
 
 if TYPE_CHECKING:
@@ -100,7 +100,13 @@ class SharedTable(RowTable):
         self._check(wrong, flat)
 
     def sources(
-        self, rows: NewRows, ring: Ring, num_steps: int, written: np.ndarray, order: np.ndarray
+        self,
+        rows: NewRows,
+        ring: Ring,
+        num_steps: int,
+        written: np.ndarray,
+        order: np.ndarray,
+        cut: np.ndarray,
     ) -> np.ndarray:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
         headers = np.zeros(rows.num_rows, np.int64)
@@ -113,6 +119,9 @@ class SharedTable(RowTable):
             num_steps,
             rows.sources,
             order,
+            rows.is_compact,
+            *rows.ends,
+            cut,
             self.array,
             *self._side,
             *self._sharing,
@@ -268,6 +277,10 @@ def _link(
     num_steps: int,
     sources: Any,
     order: Any,
+    is_compact: bool,
+    first_end: int,
+    end_stride: int,
+    cut: Any,
     table: Any,
     values: Any,
     free: Any,
@@ -290,12 +303,16 @@ def _link(
         num_steps: S.
         sources: `[f, 4]` of the rows as they are seen: the m next values, what they come back as, others.
         order: `[L, S]` which row is which step; empty if they come as they are written.
+        is_compact: whether next values are not known, and a row goes on unless its episode ends.
+        first_end: the address of the first flag that ends an episode.
+        end_stride: how far it is to the next one.
+        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
         table: `[N, *]`.
         values: of the side table, as the two that follow.
         free: likewise.
         counts: likewise.
         num_shared: m.
-        shared_words: of `Sharing`, not needed.
+        shared_words: of `Sharing`, as `header_words`.
         header_words: likewise.
         headers: `[n]` the answer.
     """
@@ -324,13 +341,20 @@ def _link(
                     at = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
                     led_to = before + sources[field, _START]
                     continues = continues and are_same_bytes(at, led_to, sources[now, _SIZE])
+                if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
+                    # What stands in the place of an unknown value is the row's own.
+                    own = table.ctypes.data + (newest * table.shape[1] + header_words) * _WORD
+                    continues = continues or are_same_bytes(before, own, shared_words * _WORD)
             if continues:
                 _give_up(table, newest, free, counts)
         place = start
         for s in range(first, num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             goes_on = s + 1 < num_steps
-            if goes_on:
+            if goes_on and is_compact:
+                goes_on = not is_set(first_end + row * end_stride)
+                goes_on = goes_on and not (cut.size > 0 and cut[i, s + 1])
+            elif goes_on:
                 after = order[i, s + 1] if order.size > 0 else row + 1
                 for field in range(num_shared):
                     now = num_shared + field

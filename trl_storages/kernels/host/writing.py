@@ -57,6 +57,8 @@ class NewRows:
         # Kept for as long as their addresses are used.
         self._fields = _plain(fields if done is None else [*fields, done])
         addresses = [*map(_address, self._fields)]
+        #: Whether next observations are not known, and each row's own stand in their place.
+        self.is_compact = False
         #: n bool on the CPU, in any shape; None where no lane is written.
         self.done: torch.Tensor | None = None if done is None else self._fields[-1]
         #: The address of the first flag, and how far it is to the next one.

@@ -1,0 +1,42 @@
+"""Rows without next observations, which TorchRL's collectors leave out with `compact_obs=True`."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey
+
+from trl_storages.keys import next_key, shared_keys
+from trl_storages.rows import Layout
+
+__all__ = ["with_next"]
+
+
+def with_next(
+    entries: dict[NestedKey, torch.Tensor], layout: Layout | None
+) -> dict[NestedKey, torch.Tensor] | None:
+    """Returns entries that lack next observations with observations in the place of these.
+
+    They stand there until the rows come that follow, and for good where an episode ends.
+
+    Args:
+        entries: of rows that are to be written.
+        layout: of the rows that are stored; None if there are none yet.
+
+    Returns:
+        None if nothing is lacking, or something else.
+
+    Raises:
+        KeyError: next observations are lacking, and the rows do not share them.
+    """
+    missing = () if layout is None else [key for key in layout.keys if key not in entries]
+    if layout is None or not missing:
+        return None
+    keys = shared_keys(layout.keys)
+    if not keys or any(next_key(key) in entries or key not in entries for key in keys):
+        return None
+    if layout.sharing is None:
+        raise KeyError(
+            f"the data lacks {[*map(next_key, keys)]}, which collectors with compact_obs=True leave out: "
+            "make the storage with share_next=True, or the collector without compact_obs."
+        )
+    return {**entries, **{next_key(key): entries[key] for key in keys}}
