@@ -483,7 +483,7 @@ def test_wrong_settings():
         GymRecorder(1, autoreset_mode="same")
     with pytest.raises(TypeError, match="info_keys must be a sequence of keys, got 'force'"):
         GymRecorder(1, info_keys="force")
-    with pytest.raises(TypeError, match="string or a tuple of strings, got 3"):
+    with pytest.raises(TypeError, match="string or a tuple of them; got 3"):
         GymRecorder(1, info_keys=(3,))
     with pytest.raises(ValueError, match="keys of a transition must differ, got 'observation'"):
         GymRecorder(2, info_keys=("observation",)).rows(**step(infos={"observation": np.zeros(2)}))

@@ -1,9 +1,9 @@
 """The TensorDict keys of a transition, as TorchRL's collectors and losses name them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, unravel_key
 
 __all__ = [
     "ACHIEVED_GOAL",
@@ -30,6 +30,8 @@ __all__ = [
     "VALIDITY_MASK",
     "continued_keys",
     "goal_entries",
+    "key_path",
+    "leaves",
     "nested",
     "next_key",
     "shared_keys",
@@ -69,10 +71,8 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
     """
     if goal_key == DESIRED_GOAL:
         return GOAL_INDEX, HER_MASK
-    if isinstance(goal_key, str):
-        return f"{goal_key}_index", f"{goal_key}_mask"
-    *path, name = goal_key
-    return (*path, f"{name}_index"), (*path, f"{name}_mask")
+    *path, name = key_path(goal_key)
+    return unravel_key((*path, f"{name}_index")), unravel_key((*path, f"{name}_mask"))
 
 
 # What bears these names is of one step, and does not go on from one step to the next.
@@ -85,7 +85,7 @@ def next_key(key: NestedKey) -> NestedKey:
     >>> next_key("observation"), next_key(("goals", "achieved"))
     (('next', 'observation'), ('next', 'goals', 'achieved'))
     """
-    return ("next", key) if isinstance(key, str) else ("next", *key)
+    return ("next", *key_path(key))
 
 
 def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
@@ -112,11 +112,37 @@ def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
     >>> shared_keys(["observation", ("next", "observation"), "desired_goal", ("next", "desired_goal")])
     ['observation', 'desired_goal']
     """
-    return [
-        key
-        for key in keys
-        if (key if isinstance(key, str) else key[-1]) not in _OF_A_STEP and next_key(key) in keys
-    ]
+    return [key for key in keys if key_path(key)[-1] not in _OF_A_STEP and next_key(key) in keys]
+
+
+def key_path(key: NestedKey) -> tuple[str, ...]:
+    """Returns the key as a tuple of strings."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def leaves(
+    tree: Any, what: str, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields path and value of all that nested mappings hold; the inverse of `nested`.
+
+    Args:
+        tree: a mapping, or a single value.
+        what: what messages call it.
+        path: where it lies itself.
+
+    Raises:
+        TypeError: a name is not a string.
+
+    >>> [*leaves({"goals": {"last": 1}, "speed": 2}, "it")]
+    [(('goals', 'last'), 1), (('speed',), 2)]
+    """
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, branch in tree.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{what} must have names that are strings, got {name!r}.")
+        yield from leaves(branch, what, (*path, name))
 
 
 def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:

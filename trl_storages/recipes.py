@@ -23,7 +23,6 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.gym.fields import info_key_names
 from trl_storages.recipe_options import Options, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -163,7 +162,7 @@ class UniformReplayStorage(ReplayStorage):
             )
         fields = transition_fields(observation_space, action_space, info_keys)
         # Of infos without a space the first write says more.
-        infos = info_key_names(info_keys)
+        infos = arguments.keys("info_keys", info_keys)
         stored = {**dict.fromkeys(infos), **fields}
         further = given["extra_fields"]
         if taken := {*further} & {*stored} - {keys.REWARD}:

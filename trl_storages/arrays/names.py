@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, unravel_key
 
-from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION
+from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, leaves
 
 __all__ = ["ROLE_OF", "Entries", "sort_entries"]
 
@@ -114,13 +114,7 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
 
 
 def _observations(value: Any, label: str) -> dict[NestedKey, Values]:
-    if not isinstance(value, Mapping):
-        return {OBSERVATION: _array(value, label)}
-    return {
-        key: leaf
-        for name, part in value.items()
-        for key, leaf in _leaves((name,), part, label).items()
-    }
+    return _leaves(() if isinstance(value, Mapping) else (OBSERVATION,), value, label)
 
 
 def _sort_goals(
@@ -139,14 +133,11 @@ def _sort_goals(
 
 
 def _leaves(path: tuple[str, ...], value: Any, label: str) -> dict[NestedKey, Values]:
-    if not isinstance(value, Mapping):
-        return {unravel_key(path): _array(value, label)}
-    if wrong := [name for name in value if not isinstance(name, str)]:
-        raise TypeError(f"{label} must have names that are strings, got {wrong[0]!r}.")
     return {
-        key: leaf
-        for name, part in value.items()
-        for key, leaf in _leaves((*path, name), part, f"{label}[{name!r}]").items()
+        unravel_key(found): _array(
+            leaf, label + "".join(f"[{name!r}]" for name in found[len(path) :])
+        )
+        for found, leaf in leaves(value, label, path)
     }
 
 

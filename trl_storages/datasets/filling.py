@@ -15,8 +15,8 @@ from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.gym.fields import OUTCOME_FIELDS, Field, info_key_names, key_path
-from trl_storages.keys import REWARD, next_key
+from trl_storages.gym.fields import OUTCOME_FIELDS, Field
+from trl_storages.keys import REWARD, key_path, next_key
 from trl_storages.progress_bar import tracker
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -124,7 +124,7 @@ def filled(
     fields = transitions.fields
     observation_keys, action_keys = transitions.observation_keys, transitions.action_keys
     placed = {*observation_keys, *map(next_key, observation_keys), *action_keys, *OUTCOME_FIELDS}
-    placed |= {*info_key_names(options.get("info_keys", ()))}
+    placed |= {*arguments.keys("info_keys", options.get("info_keys", ()))}
     further = {key: field for key, field in fields.items() if key not in placed}
     if fields[REWARD] != (torch.float32, torch.Size([1])):
         further[REWARD] = fields[REWARD]

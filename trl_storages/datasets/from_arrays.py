@@ -5,7 +5,7 @@ Letters: N rows of the arrays, T steps of a path, B batch, G goal size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from trl_storages.datasets.filling import (
     checked_dtype,
     filled,
 )
-from trl_storages.keys import nested
+from trl_storages.keys import leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 
@@ -148,42 +148,33 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
 
 def _steps_of(path: Mapping[str, Any], number: int) -> tuple[dict[tuple[str, ...], Any], int]:
     """Returns the entries of an episode, one row a step, and T."""
-    leaves = dict(_leaves((), path))
+    found = dict(leaves(path, "each episode of data"))
+    for key, value in found.items():
+        if not (hasattr(value, "__len__") and getattr(value, "ndim", True)):
+            raise TypeError(
+                f"{_name(key)!r} of each episode of data must be an array of one row for each step, got "
+                f"{type(value).__name__}."
+            )
     of = {name: ROLE_OF.get(name) for name in path}
-    actions = [value for key, value in leaves.items() if of[key[0]] == "actions"]
+    actions = [value for key, value in found.items() if of[key[0]] == "actions"]
     if not actions:
         raise KeyError(
-            f"each episode of data must have the entry 'actions'; number {number} has {_names(leaves)}."
+            f"each episode of data must have the entry 'actions'; number {number} has {_names(found)}."
         )
     num_steps = len(actions[0])
-    seen = [key for key in leaves if of[key[0]] == "observations"]
-    has_last = bool(seen) and all(len(leaves[key]) == num_steps + 1 for key in seen)
+    seen = [key for key in found if of[key[0]] == "observations"]
+    has_last = bool(seen) and all(len(found[key]) == num_steps + 1 for key in seen)
     if has_last and "next_observations" not in of.values():
         for key in seen:
             after = ("next_" + key[0], *key[1:])
-            leaves[after], leaves[key] = leaves[key][1:], leaves[key][:-1]
-    wrong = {_name(key): len(value) for key, value in leaves.items() if len(value) != num_steps}
+            found[after], found[key] = found[key][1:], found[key][:-1]
+    wrong = {_name(key): len(value) for key, value in found.items() if len(value) != num_steps}
     if wrong or not num_steps:
         raise ValueError(
             f"each episode of data must have one row for each step, and one at least; number {number} "
             f"has {num_steps} actions, and {wrong or 'nothing else'}."
         )
-    return leaves, num_steps
-
-
-def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _leaves((*path, name), part)
-        return
-    try:
-        len(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{_name(path)!r} of each episode of data must be an array of one row for each step, got "
-            f"{type(value).__name__}."
-        ) from error
-    yield path, value
+    return found, num_steps
 
 
 def _joined(key: tuple[str, ...], values: Sequence[Any]) -> Any:

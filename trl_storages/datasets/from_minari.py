@@ -21,8 +21,8 @@ from trl_storages.datasets.filling import (
     grouped,
 )
 from trl_storages.datasets.from_arrays import join_paths
-from trl_storages.gym.fields import info_key_names, key_path, transition_fields
-from trl_storages.keys import REWARD
+from trl_storages.gym.fields import transition_fields
+from trl_storages.keys import REWARD, key_path
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 
@@ -61,7 +61,7 @@ def from_minari(
         raise TypeError(
             f"dataset must be a MinariDataset or the name of one, got {type(dataset).__name__}."
         )
-    info_keys = info_key_names(options.get("info_keys", ()))
+    info_keys = arguments.keys("info_keys", options.get("info_keys", ()))
     shapes = transition_fields(dataset.observation_space, dataset.action_space)
     del shapes[REWARD]
     numbers = [int(number) for number in dataset.episode_indices]

@@ -15,8 +15,8 @@ from tensordict import NestedKey
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
 from trl_storages.datasets.filling import Recipe, blocks_of, checked_dtype, filled
-from trl_storages.gym.fields import info_key_names, key_path, transition_fields
-from trl_storages.keys import REWARD
+from trl_storages.gym.fields import transition_fields
+from trl_storages.keys import REWARD, key_path
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 
@@ -67,7 +67,7 @@ def from_stable_baselines3(
         raise ValueError("buffer must hold a transition at least, and is empty.")
     shapes = transition_fields(buffer.observation_space, buffer.action_space)
     del shapes[REWARD]
-    infos = info_key_names(options.get("info_keys", ()))
+    infos = arguments.keys("info_keys", options.get("info_keys", ()))
     lanes = [
         Transitions(
             _lane(buffer, order, lane, infos),

@@ -18,7 +18,7 @@ from trl_storages import arguments
 from trl_storages.datasets.filling import grouped
 from trl_storages.datasets.from_minari import minari_module
 from trl_storages.gym.columns import TORCH_TO_NUMPY
-from trl_storages.gym.fields import Field, key_path
+from trl_storages.gym.fields import Field
 from trl_storages.keys import (
     ACTION,
     DONE,
@@ -26,6 +26,7 @@ from trl_storages.keys import (
     REWARD,
     TERMINATED,
     TRUNCATED,
+    key_path,
     nested,
     next_key,
 )

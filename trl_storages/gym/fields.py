@@ -1,6 +1,6 @@
 """Which fields a transition has, read off gymnasium spaces or TorchRL specs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -8,6 +8,7 @@ import torch
 from tensordict import NestedKey, unravel_key
 from torchrl.data import Composite, NonTensor, TensorSpec
 
+from trl_storages import arguments
 from trl_storages.gym.columns import NUMPY_TO_TORCH
 from trl_storages.keys import (
     ACTION,
@@ -16,6 +17,8 @@ from trl_storages.keys import (
     REWARD,
     TERMINATED,
     TRUNCATED,
+    key_path,
+    leaves,
     next_key,
 )
 
@@ -24,8 +27,6 @@ __all__ = [
     "Field",
     "InfoKeys",
     "check_free",
-    "info_key_names",
-    "key_path",
     "transition_fields",
 ]
 
@@ -83,7 +84,7 @@ def transition_fields(
     if not observations:
         raise ValueError(f"the observation space must have an entry, got {observation_space}")
     infos: list[tuple[NestedKey, Field]] = []
-    names = info_key_names(info_keys)
+    names = arguments.keys("info_keys", info_keys)
     if isinstance(info_keys, Mapping):
         for name, space in zip(names, info_keys.values(), strict=True):
             if isinstance(space, (Composite, gymnasium.spaces.Dict)):
@@ -103,26 +104,6 @@ def transition_fields(
         check_free(key, fields)
         fields[key] = field
     return fields
-
-
-def info_key_names(info_keys: InfoKeys) -> list[NestedKey]:
-    """Returns the checked keys of `info_keys`, a sequence or a mapping of them.
-
-    Raises:
-        TypeError: it is a single string, or a key is neither a string nor a tuple of strings.
-    """
-    if isinstance(info_keys, str):
-        raise TypeError(f"info_keys must be a sequence of keys, got {info_keys!r}; pass a tuple")
-    for key in info_keys:
-        parts = key if isinstance(key, tuple) else (key,)
-        if not parts or not all(isinstance(part, str) for part in parts):
-            raise TypeError(f"an info key must be a string or a tuple of strings, got {key!r}")
-    return [unravel_key(key) for key in info_keys]
-
-
-def key_path(key: NestedKey) -> tuple[str, ...]:
-    """Returns the key as a tuple of strings."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
@@ -154,19 +135,12 @@ def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field
     # The entries of a dictionary of observations stand at the root, as TorchRL has them.
     is_root = key == OBSERVATION and isinstance(space, gymnasium.spaces.Dict)
     prefix = () if is_root else key_path(key)
-    return {unravel_key(path): field for path, field in _space_fields(space, prefix)}
+    found = leaves(space, f"the space of {key!r}", prefix)
+    return {unravel_key(path): _space_field(leaf, path) for path, leaf in found}
 
 
-def _space_fields(
-    space: gymnasium.Space[Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], Field]]:
+def _space_field(space: gymnasium.Space[Any], path: tuple[str, ...]) -> Field:
     spaces = gymnasium.spaces
-    if isinstance(space, spaces.Dict):
-        for name, entry in space.spaces.items():
-            if not isinstance(name, str):
-                raise TypeError(f"the keys of a Dict space must be strings, got {name!r} in {path}")
-            yield from _space_fields(entry, (*path, name))
-        return
     fixed = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
     if not isinstance(space, fixed) or space.shape is None:
         raise TypeError(
@@ -181,7 +155,7 @@ def _space_fields(
             f"{sorted(map(str, NUMPY_TO_TORCH))}, got {space.dtype}"
         )
     is_scalar_box = isinstance(space, spaces.Box) and not space.shape
-    yield path, (dtype, torch.Size([1]) if is_scalar_box else torch.Size(space.shape))
+    return dtype, torch.Size([1]) if is_scalar_box else torch.Size(space.shape)
 
 
 def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Field:

@@ -6,8 +6,18 @@ from typing import Any, NamedTuple
 from tensordict import NestedKey, unravel_key
 
 from trl_storages.gym.columns import Column, as_tensor
-from trl_storages.gym.fields import OUTCOME_FIELDS, Field, check_free, key_path
-from trl_storages.keys import ACTION, OBSERVATION, REWARD, TERMINATED, TRUNCATED, nested, next_key
+from trl_storages.gym.fields import OUTCOME_FIELDS, Field, check_free
+from trl_storages.keys import (
+    ACTION,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    key_path,
+    leaves,
+    nested,
+    next_key,
+)
 
 __all__ = [
     "Leaf",
@@ -60,12 +70,8 @@ def nested_keys(value: Any, prefix: tuple[str, ...] = ()) -> list[NestedKey]:
     Raises:
         TypeError: a name is not a string.
     """
-    if not isinstance(value, Mapping):
-        return [unravel_key(prefix)]
-    for name in value:
-        if not isinstance(name, str):
-            raise TypeError(f"the keys of observations and actions must be strings, got {name!r}")
-    return [key for name in value for key in nested_keys(value[name], (*prefix, name))]
+    found = leaves(value, "observations and actions", prefix)
+    return [unravel_key(path) for path, _ in found]
 
 
 class TreeReader:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_storages import arguments
 from trl_storages.gym.columns import Column
-from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys, info_key_names, key_path
+from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys
 from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
@@ -26,7 +26,7 @@ from trl_storages.gym.resets import (
     check_last_observations,
     last_observations,
 )
-from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED
+from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
 
@@ -101,7 +101,7 @@ class GymRecorder(SavedPart):
     ) -> None:
         self.num_envs = num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         self.autoreset_mode = _mode(autoreset_mode)
-        self.info_keys = info_key_names(info_keys)
+        self.info_keys = arguments.keys("info_keys", info_keys)
         self._given = fields
         #: Where the arguments hold the fields; None until the first step.
         self.layout: StepLayout | None = None
