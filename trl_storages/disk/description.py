@@ -219,7 +219,7 @@ def holds_storage(directory: Path) -> bool:
     return os.path.lexists(directory / _NAME)
 
 
-def own_files(directory: Path) -> list[str]:
+def _own_files(directory: Path) -> list[str]:
     """Returns the names of the files of words in a directory, of whatever generation."""
     return [name for name in _names(directory) if _OWN.fullmatch(name)]
 
@@ -232,7 +232,7 @@ def check_is_free(directory: Path) -> None:
     """Raises a FileExistsError if there is more than what is left of an interrupted making."""
     known, found = {"lock"}, _names(directory)
     if _CREATING in found and _NAME not in found:
-        known |= {_CREATING, _NAME + ".new", *own_files(directory)}
+        known |= {_CREATING, _NAME + ".new", *_own_files(directory)}
     if not known.issuperset(found):
         raise FileExistsError(
             f"{directory} must be empty, or hold the rows of a storage, got {found[:5]}; choose another "
@@ -248,7 +248,7 @@ def announce(directory: Path) -> None:
 
 def remove_other_files(directory: Path, description: Description) -> None:
     """Removes what loads have left, finished or not: files of other generations."""
-    for name in own_files(directory):
+    for name in _own_files(directory):
         if not name.endswith(f".{description.generation}.bin"):
             (directory / name).unlink(missing_ok=True)
 
@@ -257,7 +257,7 @@ def remove_files(directory: Path, *, and_directory: bool) -> None:
     """Removes our own files. A process that is killed halfway leaves what may be made anew."""
     if holds_storage(directory):
         (directory / _NAME).replace(directory / _CREATING)
-    for name in [*own_files(directory), _NAME + ".new", _CREATING, "lock"]:
+    for name in [*_own_files(directory), _NAME + ".new", _CREATING, "lock"]:
         (directory / name).unlink(missing_ok=True)
     if and_directory:
         with suppress(OSError):  # something else is in it
