@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+import torch
 from importlinter.cli import lint_imports
 from tensordict import TensorDict
 from torchrl.data import (
@@ -113,6 +114,7 @@ def owners():
         "CatTensors": CatTensors(["a", "b"], out_key="c"),
         "Compose": Compose(),
         "TensorDict": buffer[:],
+        "UntypedStorage": torch.UntypedStorage,
         "GymWrapper": GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),
     }
 

@@ -82,6 +82,7 @@ PRIVATE_ATTRIBUTES = {
     "Compose": ("_modules",),
     "GymWrapper": ("_env",),
     "TensorDict": ("_device",),
+    "UntypedStorage": ("_new_shared",),
 }
 
 
