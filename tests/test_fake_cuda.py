@@ -4,6 +4,8 @@ Under `FakeTensorMode` tensors have shapes and devices but no data, so whatever 
 the host (`.item()`, a boolean mask, `nonzero`) raises, on any machine.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from goal_data import distance_reward, goal_transitions
@@ -20,7 +22,10 @@ from trl_storages.writing import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random", "geometric", "current"]
 MIXTURE = dict.fromkeys(STRATEGIES, 1 / 6)
-each_storage = pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
+SHARED = partial(PackedStorage, share_next=True)
+each_storage = pytest.mark.parametrize(
+    "storage_type", [PackedStorage, SHARED, LazyTensorStorage], ids=["packed", "shared", "stock"]
+)
 each_number_of_lanes = pytest.mark.parametrize("num_envs", [1, 3])
 
 
