@@ -90,8 +90,8 @@ def planned(rows: Iterable[tuple[str, str]], seeds: Sequence[int]) -> list[Run]:
     ]
 
 
-def make(run: Run, path: Path) -> dict[str, Any]:
-    """Trains an agent; keeps how it went as one more line, and returns that."""
+def make(run: Run, path: Path, further: Sequence[str] = ()) -> dict[str, Any]:
+    """Trains an agent, with further options; keeps how it went as one more line, and returns that."""
     finished = read(path)
     if run in finished:
         # Another program has made it since this one began.
@@ -100,7 +100,7 @@ def make(run: Run, path: Path) -> dict[str, Any]:
     options = {"env": run.env, "algo": run.algo, "seed": run.seed, "steps": run.steps}
     if run.bits is not None:
         options["bits"] = run.bits
-    args = train_her.parse([f"--{name}={value}" for name, value in options.items()])
+    args = train_her.parse([*(f"--{name}={value}" for name, value in options.items()), *further])
     storage = train_her.make_storage(args, run.name, args.num_goals if run.hindsight else 0)
     # Only the end counts; a robot's tests take longer than its training.
     args.curve_points = 2
@@ -174,17 +174,19 @@ def asked(run: Run) -> str:
     return "" if run.bound is None else f"{'≥' if run.hindsight else '≤'} {run.bound:.2f}"
 
 
-def make_all(runs: Sequence[Run], path: Path, jobs: int) -> Iterator[dict[str, Any]]:
+def make_all(
+    runs: Sequence[Run], path: Path, jobs: int, further: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Makes some runs, so many side by side; yields what was kept of each as it ends."""
     if jobs == 1:
-        yield from (make(run, path) for run in runs)
+        yield from (make(run, path, further) for run in runs)
         return
     # The progress bars of several runs would write over each other.
     os.environ["TQDM_DISABLE"] = "1"
     # A fork would take over the state of torch's threads, but not the threads.
     processes = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
-        futures = [processes.submit(make, run, path) for run in runs]
+        futures = [processes.submit(make, run, path, further) for run in runs]
         yield from (future.result() for future in as_completed(futures))
     finally:
         processes.shutdown(cancel_futures=True)

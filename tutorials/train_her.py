@@ -109,7 +109,7 @@ def make_storage(args: argparse.Namespace, name: str, num_goals: int) -> HERRepl
         env.action_spec,
         storage_size=args.steps,
         num_envs=args.num_envs,
-        batch_size=BATCH_SIZE,
+        batch_size=args.batch_size,
         device=args.device,
         path=args.path and args.path / name,
         seed=args.seed,
@@ -163,7 +163,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
             curve.success.append(success_rate(test_env, agent.policy, args.max_steps, rounds))
             curve.steps.append(num_steps)
         curve.seconds = time.perf_counter() - start
-        samples_per_second = num_updates * BATCH_SIZE / curve.seconds
+        samples_per_second = num_updates * args.batch_size / curve.seconds
         progress.set_postfix_str(
             f"success {curve.success[-1]:.2f}, {samples_per_second:,.0f} samples/s", refresh=is_last
         )
@@ -232,6 +232,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-goals", default=4, type=integer_from(0), help="goals per step (%(default)s)")
     add("--no-her", action="store_true", help="only the run without hindsight")
     add("--num-envs", default=8, type=count, help="environments side by side (%(default)s)")
+    add("--batch-size", default=BATCH_SIZE, type=count, help="of an update (%(default)s)")
     add("--device", default="cpu", type=device_here, help="for networks and batches (%(default)s)")
     add("--seed", default=0, type=integer_from(0), help="(%(default)s)")
     add("--path", type=Path, help="directory for the rows (they stay in memory)")
