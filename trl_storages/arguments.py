@@ -186,7 +186,8 @@ def function(name: str, value: Any, what: str) -> Callable[..., Any]:
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {_shown(value)}.")
-    return value
+    called: Callable[..., Any] = value
+    return called
 
 
 def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:

@@ -319,7 +319,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
         with self._replay_lock, self._write_lock:
             return self.episodes.has_whole_episode()
 
-    @pin_memory_output
+    @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         batch = self._draw_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}

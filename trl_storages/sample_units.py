@@ -24,7 +24,7 @@ _THEIR_NAMES = {"pad": "pad", "fit": "stop", "cross": "include_reset"}
 _OUR_NAMES = {name: ours for ours, name in _THEIR_NAMES.items()}
 
 
-class EpisodeSequence(Sequence):
+class EpisodeSequence(Sequence):  # type: ignore[misc]
     """Takes the rows around each drawn one, without leaving its episode unless told to.
 
     An anchor at step t grows into the S = `burn_in + length + bootstrap` rows of steps
@@ -85,7 +85,8 @@ class EpisodeSequence(Sequence):
     @property
     def num_steps(self) -> int:
         """S, so that `batch.reshape(-1, unit.num_steps)` is one sequence a line."""
-        return self.burn_in + self.length + self.bootstrap
+        found: int = self.burn_in + self.length + self.bootstrap
+        return found
 
     def expand(
         self, index: Tensor, info: dict[str, Any], storage: Storage

@@ -39,10 +39,10 @@ class _Settling(type):
 
     # Type checkers then ask the constructor.
     def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
-        made = super().__call__(*args, **options)  # type: ignore[misc]
+        made: Made = super().__call__(*args, **options)  # type: ignore[misc]
         # Where a storage is made in another process, this is not one.
         if issubclass(type(made), cls):
-            made._is_settled = True
+            made._is_settled = True  # type: ignore[attr-defined]
         return made
 
 

@@ -228,9 +228,11 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: the rows are such that the sampler would join episodes, or draw slots without a
             row. The message names what to use instead.
     """
+    found: tuple[Any, dict[str, Any]]
     episodes = getattr(storage, "episodes", None)
     if episodes is None or not _is_stock(sampler.sample):
-        return sampler.sample(storage, batch_size)
+        found = sampler.sample(storage, batch_size)
+        return found
     check_sampler(sampler, episodes.num_envs)
     _check_slots(sampler, storage)
     if isinstance(sampler, SliceSampler):
@@ -240,16 +242,19 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         _check_slices(sampler, storage, slots)
         return index, info
     if episodes.is_level or not len(episodes):
-        return sampler.sample(storage, batch_size)
+        found = sampler.sample(storage, batch_size)
+        return found
     if isinstance(sampler, RandomSampler):
         return episodes.random_slots(batch_size, sampler._rng), {}
     if isinstance(sampler, PrioritizedSampler):
-        return sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
+        found = sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
+        return found
     if isinstance(sampler, SamplerWithoutReplacement):
         ranks, info = sampler.sample(_Seen(storage, len(episodes)), batch_size)
         return _live_slots(episodes, ranks), info
     _check_level(sampler, episodes)
-    return sampler.sample(storage, batch_size)
+    found = sampler.sample(storage, batch_size)
+    return found
 
 
 def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
@@ -339,7 +344,8 @@ def expand(
         check_unit(unit, episodes.num_envs)
         _check_slots(unit, storage)
         _check_sequences(unit, storage)
-    return unit.expand(index, info, storage)
+    found: tuple[Any, dict[str, Any]] = unit.expand(index, info, storage)
+    return found
 
 
 def _check_sequences(unit: SampleUnit | None, storage: Storage) -> None:

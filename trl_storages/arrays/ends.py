@@ -28,7 +28,8 @@ class Ends(NamedTuple):
     @property
     def done(self) -> np.ndarray:
         """Whether the episode ends with the row."""
-        return self.terminated | self.truncated
+        found: np.ndarray = self.terminated | self.truncated
+        return found
 
 
 def ends_of(flags: Mapping[str, Any], ends: np.ndarray | None, num_rows: int) -> Ends:
@@ -105,7 +106,8 @@ def last_rows(done: np.ndarray) -> np.ndarray:
 def as_flags(value: Any) -> np.ndarray:
     """Returns flags as `[N]` bool."""
     array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    return array.reshape(-1) != 0
+    found: np.ndarray = array.reshape(-1) != 0
+    return found
 
 
 def check_flags(name: str, value: Any) -> None:

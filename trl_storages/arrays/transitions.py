@@ -173,7 +173,8 @@ class Transitions:
     @property
     def done(self) -> np.ndarray:
         """`[n]` bool, whether the episode ends with the transition."""
-        return self._terminated | self._truncated
+        found: np.ndarray = self._terminated | self._truncated
+        return found
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -129,7 +129,7 @@ def filled(
     if fields[REWARD] != (torch.float32, torch.Size([1])):
         further[REWARD] = fields[REWARD]
     actions = _spec({key_path(key): fields[key] for key in action_keys})
-    storage = recipe(
+    storage: ReplayStorage = recipe(
         _spec({key_path(key): fields[key] for key in observation_keys}),
         actions["action"] if action_keys == ["action"] else actions,
         **{

@@ -100,7 +100,8 @@ def _order(buffer: Any) -> np.ndarray:
         return np.arange(buffer.pos)
     order = np.arange(buffer.pos, buffer.pos + buffer.buffer_size) % buffer.buffer_size
     # What the newest step led to lies where the oldest began.
-    return order[1:] if _is_compact(buffer) else order
+    found: np.ndarray = order[1:] if _is_compact(buffer) else order
+    return found
 
 
 def _is_compact(buffer: Any) -> bool:

@@ -330,7 +330,8 @@ class GymRecorder(SavedPart):
         """Returns the environments that ended and were reset in the same step."""
         if self.autoreset_mode is not AutoresetMode.SAME_STEP or not _any(done):
             return []
-        return np.flatnonzero(_host(done)).tolist()
+        found: list[int] = np.flatnonzero(_host(done)).tolist()
+        return found
 
     def _infos(
         self, infos: Any, lanes: list[int], finals: list[int], is_vector: bool
@@ -424,7 +425,8 @@ def _target(
 
 def _any(flags: Any) -> bool:
     if flags.shape == (1, 1):
-        return flags.item()
+        found: bool = flags.item()
+        return found
     # In a tenth of the time that an array's `any` takes.
     return bool(np.count_nonzero(flags) if isinstance(flags, np.ndarray) else flags.any())
 
@@ -432,4 +434,5 @@ def _any(flags: Any) -> bool:
 def _host(flags: Any) -> NDArray[np.bool_]:
     """Returns `[E]` flags in memory of their own."""
     array = flags if isinstance(flags, np.ndarray) else flags.numpy(force=True)
-    return array.reshape(-1).copy()
+    found: NDArray[np.bool_] = array.reshape(-1).copy()
+    return found

@@ -9,28 +9,62 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from trl_storages.callers import warn_caller
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import device, host
+    from trl_storages.kernels.device import Commits as Commits
+    from trl_storages.kernels.device import LaneOrder as LaneOrder
+    from trl_storages.kernels.device import MarkedRows as MarkedRows
+    from trl_storages.kernels.device import NewRows as NewRows
+    from trl_storages.kernels.device import PriorityWords as PriorityWords
+    from trl_storages.kernels.device import RawPriorities as RawPriorities
+    from trl_storages.kernels.device import Ring as Ring
+    from trl_storages.kernels.device import RowTable as RowTable
+    from trl_storages.kernels.device import SharedTable as SharedTable
+    from trl_storages.kernels.device import SumTree as SumTree
 
-    # Both have the same methods.
-    RowTable = device.RowTable | host.RowTable
-    NewRows = device.NewRows | host.NewRows
-    PriorityWords = device.PriorityWords | host.PriorityWords
-
-__all__ = ["backend"]
+__all__ = ["Backend", "backend"]
 
 _VARIABLE = "TRL_STORAGES_BACKEND"
 _CHOICES = ("numba", "torch")
 
 
-def backend(device: torch.device | str) -> ModuleType:
+class Backend(Protocol):
+    """What both modules have, as type checkers see it: the classes of `device` stand for both."""
+
+    Commits: type[Commits]
+    LaneOrder: type[LaneOrder]
+    MarkedRows: type[MarkedRows]
+    NewRows: type[NewRows]
+    PriorityWords: type[PriorityWords]
+    RawPriorities: type[RawPriorities]
+    Ring: type[Ring]
+    RowTable: type[RowTable]
+    SharedTable: type[SharedTable]
+    SumTree: type[SumTree]
+
+    def checksums(
+        self, rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the checksums `[n]` of rows `[n, W]`, all int64."""
+
+    def fence(self) -> bool:
+        """Orders the stores before it before those after it; returns whether they are ordered."""
+
+    def fold(
+        self, rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`."""
+
+    def orders_stores(self) -> bool:
+        """Returns whether other processes see stores in order."""
+
+
+def backend(device: torch.device | str) -> Backend:
     """Returns the module whose operations answer for what lies on `device`.
 
     That is `kernels.host` for the CPU and `kernels.device` for any other device. With
@@ -51,7 +85,7 @@ def backend(device: torch.device | str) -> ModuleType:
 
 
 @cache
-def _host() -> ModuleType | None:
+def _host() -> Backend | None:
     """Returns the compiled operations, or None where there is no numba; warns of that once."""
     try:
         from trl_storages.kernels import host
@@ -63,4 +97,4 @@ def _host() -> ModuleType | None:
             RuntimeWarning,
         )
         return None
-    return host
+    return cast("Backend", host)

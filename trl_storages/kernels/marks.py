@@ -69,7 +69,8 @@ def factors(num_words: int) -> np.ndarray:
     mixed = np.arange(1, num_words + 3, dtype=np.uint64) * np.uint64(START + 2**64)
     for shift, _, factor in FINISH:
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor % 2**64)
-    return (mixed | np.uint64(1)).view(np.int64)
+    found: np.ndarray = (mixed | np.uint64(1)).view(np.int64)
+    return found
 
 
 def hardware_orders_stores() -> bool:
@@ -82,7 +83,8 @@ def pack_marks(
 ) -> torch.Tensor:
     """Returns the marks of rows, int64, of any shape that all broadcast to."""
     flags = PRESENT + BEGINS * begins.long() + ENDS * ends.long()
-    return (steps << STEP_BIT) + flags + history * 2**HISTORY_BIT
+    found: torch.Tensor = (steps << STEP_BIT) + flags + history * 2**HISTORY_BIT
+    return found
 
 
 def unpack_marks(

@@ -89,7 +89,7 @@ class RingTables:
     def share_memory_(self) -> None:
         """Moves the tables to memory that other processes see."""
         for tensor in self.tensors.values():
-            tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def cursors(self) -> torch.Tensor:

@@ -79,7 +79,8 @@ class SideTable:
     def num_used(self) -> int:
         """How many entries are in use."""
         num_free, num_taken = self.counts.tolist()
-        return num_taken - num_free
+        found: int = num_taken - num_free
+        return found
 
     @property
     def entry_nbytes(self) -> int:
@@ -113,13 +114,13 @@ class SideTable:
 
     def share_memory_(self) -> None:
         """Moves it to memory that other processes see."""
-        if self.values.is_shared():
+        if self.values.is_shared():  # type: ignore[no-untyped-call]
             return
         num_taken = len(self.taken)
         for name in ("values", "free", "counts"):
             old = getattr(self, name)
             # Memory of no file takes none before it is written to, unlike a copy of all of it.
-            memory = torch.UntypedStorage._new_shared(old.nbytes, device="cpu")
+            memory = torch.UntypedStorage._new_shared(old.nbytes, device="cpu")  # type: ignore[no-untyped-call]
             new = torch.empty(0, dtype=torch.int64).set_(memory).view(old.shape)
             new[:num_taken] = old[:num_taken]
             setattr(self, name, new)

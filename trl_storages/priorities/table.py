@@ -164,11 +164,11 @@ class PriorityTable:
             reference = weights.amin()
         elif self._normalize == "storage":
             reference = self._tree.least(*ranges)
-        elif ranges:
+        elif num_rows is not None:
+            reference = self._tree.total / num_rows
+        else:
             start, stop = ranges
             reference = self._tree.range_sums(start, stop).sum() / (stop - start).sum()
-        else:
-            reference = self._tree.total / num_rows
         slots = self._order.slots(leaves)
         weights = importance_weight(weights, reference, beta=beta).float()
         return slots, weights, self._rows.generations.index_select(0, slots)
@@ -334,9 +334,9 @@ class PriorityTable:
             answers.append(("minimum", self._tree.least(), tree.least()))
         for name, got, want in answers:
             if not torch.equal(got, want):
-                at = (got != want).reshape(-1).nonzero()[0].item()
-                got, want = got.reshape(-1)[at].item(), want.reshape(-1)[at].item()
-                raise RuntimeError(f"the {name} over the priorities is {got}, must be {want}.")
+                at = int((got != want).reshape(-1).nonzero()[0])
+                one, other = got.reshape(-1)[at].item(), want.reshape(-1)[at].item()
+                raise RuntimeError(f"the {name} over the priorities is {one}, must be {other}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the raw priorities and two numbers; trees are derived from them."""

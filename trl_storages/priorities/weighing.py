@@ -34,7 +34,7 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
     if left_over := -size % _VECTOR:
         weights = torch.cat([weights, weights.new_ones(left_over)])
     if size > _SERIAL:
-        parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]
+        parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]  # type: ignore[no-untyped-call]
         return torch.cat(parts)[:size]
     weights = draw_weight(weights, alpha=alpha, eps=eps)
     return weights[:size] if left_over else weights

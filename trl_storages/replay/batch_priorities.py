@@ -86,7 +86,7 @@ def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, key: NestedK
     if len(shape) <= len(batch):
         return
     try:
-        slip = torch.broadcast_shapes(batch, (*batch, 1))
+        slip = torch.broadcast_shapes(batch, (*batch, 1))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return
     if shape == slip and slip.numel() > batch.numel():

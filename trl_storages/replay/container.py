@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
+class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[misc]
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -257,7 +257,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         """
         update_priority = arguments.optional(arguments.flag, "update_priority", update_priority)
         if not isinstance(self._writer, EpisodeWriter):
-            return super().extend(tensordicts, update_priority=update_priority)
+            found: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+            return found
         rows: TensorDictBase | None = self._steps(tensordicts)
         # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
         rows = self._transform.inv(rows) if self._changes_writes else rows
@@ -278,7 +279,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
     ) -> Callable[[torch.Tensor], object]:
         """Returns how the sampler hears of rows, also of priorities that they come with."""
         if not (has_priority and _holds(rows, self.priority_key)):
-            return self._sampler.extend
+            found: Callable[[torch.Tensor], object] = self._sampler.extend
+            return found
         return partial(self._hear_of_priorities, rows.get(self.priority_key))
 
     def _hear_of_priorities(self, priority: torch.Tensor, slots: torch.Tensor) -> None:
@@ -296,7 +298,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
         if not isinstance(self._writer, EpisodeWriter):
-            return super().add(data)
+            found: torch.Tensor = super().add(data)
+            return found
         arguments.steps("data", data)
         rows = self._transform.inv(data) if self._changes_writes else data
         if rows is None:
@@ -337,6 +340,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         """
         with self._replay_lock, self._write_lock:
             recorder = self._recorder
+            index: torch.Tensor | None
             step, memory = recorder.read(
                 (observations, actions, rewards, terminateds, truncateds, infos, next_observations),
                 getattr(self._storage, "layout", None),
@@ -348,14 +352,16 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
             if step is not None:
                 if not self._changes_writes:
                     if writer.takes(step.block.layout):
-                        return writer.append(step.block, step.lanes, then)
+                        index = writer.append(step.block, step.lanes, then)
+                        return index
                     rows = step.tensordict()
                 else:
                     rows = self._transform.inv(step.tensordict().clone())
             if step is None or rows is None:
                 recorder.remember(memory)
                 return None
-            return writer.extend(rows, lanes=step.lanes, then=then)
+            index = writer.extend(rows, lanes=step.lanes, then=then)
+            return index
 
     def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
         self._sampler.extend(slots)
@@ -412,7 +418,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
             self._writer.share_memory_()
             self._heard = self.episodes.num_steps_written.clone()
-        return super().share(shared)
+        found: ReplayStorage = super().share(shared)
+        return found
 
     def _hear_of_writes(self) -> None:
         """Tells the sampler of rows that other processes have written to a shared storage."""
@@ -546,7 +553,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         if not callable(transform):
             what = "a TorchRL transform, or a function of a batch"
             arguments.instance("transform", transform, Transform, what=what)
-        return super().append_transform(transform, invert=arguments.flag("invert", invert))
+        found: Self = super().append_transform(transform, invert=arguments.flag("invert", invert))
+        return found
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Shows batches by one more transform, at a place among those that there are.
@@ -561,7 +569,10 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         """
         index = arguments.integer("index", index, at_most=len(self._transform))
         arguments.instance("transform", transform, Transform, what="a TorchRL transform")
-        return super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
+        found: Self = super().insert_transform(
+            index, transform, invert=arguments.flag("invert", invert)
+        )
+        return found
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Draws with another sampler from now on, by the generator of this storage.
@@ -620,7 +631,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):
         # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
         return ReplayBuffer.sample(self, batch_size, return_info)
 
-    @pin_memory_output
+    @pin_memory_output  # type: ignore[untyped-decorator]
     @on_disk.intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
@@ -1010,7 +1021,10 @@ def _holds(data: TensorDictBase, key: NestedKey) -> bool:
 def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> ReplayStorage:
     # Ready-made storages are constructed otherwise. One loader may be iterated several times at once.
     open_rows = ReplayStorage.open.__func__  # type: ignore[attr-defined]
-    return open_rows(kind, path, mode="r", generator=generator, **copy.deepcopy(options))
+    found: ReplayStorage = open_rows(
+        kind, path, mode="r", generator=generator, **copy.deepcopy(options)
+    )
+    return found
 
 
 def _may_have_inverse(transform: Transform) -> bool:

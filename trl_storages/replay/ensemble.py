@@ -5,7 +5,7 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -26,7 +26,7 @@ from trl_storages.signatures import SettledEnsemble
 __all__ = ["ReplayStorageEnsemble"]
 
 # What a sampler says of its rows, and what holds of rows that another sampler drew.
-_WITHOUT = {
+_WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     keys.PRIORITY_WEIGHT: lambda index: torch.ones_like(index, dtype=torch.float32),
     keys.PRIORITY_STAMP: lambda index: torch.zeros_like(index, dtype=torch.int32),
     keys.HER_MASK: lambda index: torch.zeros_like(index, dtype=torch.bool),
@@ -204,10 +204,13 @@ class ReplayStorageEnsemble(SettledEnsemble):
         """Draws from one storage, with weights that are not normalised."""
         storage, sampler = self._storages[number], self._prioritized[number]
         # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
+        drawn: tuple[TensorDictBase, dict[str, Any]]
         if sampler is None:
-            return storage._sample(count)
+            drawn = storage._sample(count)
+            return drawn
         with storage._replay_lock, sampler.plain_weights():
-            return storage._sample(count)
+            drawn = storage._sample(count)
+        return drawn
 
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
@@ -368,7 +371,7 @@ class ReplayStorageEnsemble(SettledEnsemble):
             )
 
     def _ids_of(self, data: TensorDictBase) -> torch.Tensor:
-        ids = data.get(keys.BUFFER_IDS, None)
+        ids: torch.Tensor | None = data.get(keys.BUFFER_IDS, None)
         if ids is None:
             raise KeyError(
                 f"the batch lacks {keys.BUFFER_IDS!r}, which says of each row from which storage it is: "

@@ -181,7 +181,8 @@ def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> to
     entry = batch.get(key, None)
     if entry is None or entry.numel() != batch.numel():
         return None
-    return entry.detach().reshape(-1).to(episodes.device, copy=True)
+    found: torch.Tensor | None = entry.detach().reshape(-1).to(episodes.device, copy=True)
+    return found
 
 
 def _cell(value: float) -> str:

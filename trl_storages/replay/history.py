@@ -54,4 +54,5 @@ def list_trajectories(
     if trajectory_key is None:
         trajectory_key = keys.TRAJECTORY_IDS
         rows.set(trajectory_key, number.to(rows.device))
-    return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
+    found: list[Trajectory] = filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
+    return found

@@ -41,7 +41,8 @@ class Parameter(Generic[Value]):
     def __get__(self, storage: Any, owner: type) -> Parameter[Value] | Value:
         if storage is None:
             return self
-        return getattr(*_holder_of(storage, self._name))
+        found: Parameter[Value] | Value = getattr(*_holder_of(storage, self._name))
+        return found
 
     def __set__(self, storage: Any, value: Value) -> None:
         with storage._replay_lock:

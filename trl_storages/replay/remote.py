@@ -81,7 +81,7 @@ class _InActor:
         with self._replay_lock, self._write_lock:
             if lanes is None:
                 self.episodes.end_episodes()
-            index = super().extend(  # type: ignore[misc]
+            index: torch.Tensor = super().extend(  # type: ignore[misc]
                 tensordicts, lanes=lanes, update_priority=update_priority
             )
             if lanes is None:

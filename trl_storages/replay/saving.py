@@ -182,7 +182,8 @@ class _Transforms(SavedPart):
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        return self._module.state_dict()
+        state: dict[str, Any] = self._module.state_dict()
+        return state
 
     def check_state_dict(self, state_dict: Any) -> None:
         before = copy.deepcopy(self._module.state_dict())

@@ -64,7 +64,8 @@ class EpisodeAnswers:
     def __len__(self) -> int:
         """Number of live rows, known to the host."""
         if self.num_envs == 1:
-            return self.host_steps.item() - self.host_tails.item()
+            found: int = self.host_steps.item() - self.host_tails.item()
+            return found
         return int(self.host_fill.sum())
 
     @property
@@ -137,7 +138,8 @@ class EpisodeAnswers:
     @property
     def host_fill(self) -> np.ndarray:
         """`[E]` int64, the live rows of each lane as the host knows them."""
-        return self.host_steps - self.host_tails
+        found: np.ndarray = self.host_steps - self.host_tails
+        return found
 
     # Questions about slots
 

@@ -39,7 +39,7 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     Raises:
         RuntimeError: no `EpisodeWriter` writes to this storage.
     """
-    index = getattr(storage, "episodes", None)
+    index: EpisodeIndex | None = getattr(storage, "episodes", None)
     if index is None:
         raise RuntimeError(
             f"{type(storage).__name__} has no episode index: its rows must be written by an "
@@ -146,7 +146,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
         lane = self.num_envs - 1 if lanes is None else self.named_lanes(lanes)[-1]
-        return (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
+        found: int = (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
+        return found
 
     def newest_slots(self, lanes: Sequence[int] | None = None) -> torch.Tensor:
         """Returns the slots `[L]` of the newest rows of lanes that are named; None is all."""

@@ -54,7 +54,7 @@ def check_invariants(index: EpisodeIndex) -> None:
                     f"{name} of step {int(steps[at])} in lane {lane} is {int(got[at])}, must be "
                     f"{int(expected[at])}."
                 )
-        if entry[begins].unique().numel() != int(begins.sum()):
+        if entry[begins].unique().numel() != int(begins.sum()):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
         if not len(steps):
             if bool(index.is_open[lane]):

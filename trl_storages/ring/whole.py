@@ -56,4 +56,5 @@ def draw_whole_episodes(
 def first_of_whole_episodes(index: EpisodeAnswers) -> torch.Tensor:
     """Returns the slots of the first rows of all whole episodes, in a pass over the rows."""
     episodes = index.episodes()
-    return episodes["first"][episodes["finished"] & episodes["whole"]]
+    found: torch.Tensor = episodes["first"][episodes["finished"] & episodes["whole"]]
+    return found

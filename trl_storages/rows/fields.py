@@ -200,7 +200,7 @@ class BatchFields:
         Raises:
             KeyError: there is none; the message lists those that are there.
         """
-        found = self._batch.get(key, None)
+        found: torch.Tensor | None = self._batch.get(key, None)
         if found is None:
             raise _no_field(key, self._batch)
         return found
@@ -259,7 +259,8 @@ def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> t
     if column is None:
         raise _no_field(key, data)
     picked = column.index_select(0, index.reshape(-1))
-    return picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
+    found: torch.Tensor = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
+    return found
 
 
 def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:

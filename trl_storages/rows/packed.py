@@ -71,7 +71,7 @@ class Moved(NamedTuple):
     """`[E]` the collector's number of each lane's last trajectory."""
 
 
-class PackedStorage(SavedPart, LazyTensorStorage):
+class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     """Keeps each transition as one contiguous row, in memory, on a GPU or in a memory-mapped file.
 
     The first write fixes the layout of the rows, or `fields` does. TorchRL's own code works on views
@@ -410,13 +410,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):
                 "and device out, or let the collector yield its batches and extend the storage with them."
             )
         self._sharing_process = os.getpid()
-        if self.rows is not None and not self.rows.is_shared():
+        if self.rows is not None and not self.rows.is_shared():  # type: ignore[no-untyped-call]
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
         return self
 
     def _adopt(self, layout: Layout, rows: torch.Tensor) -> None:
         if self._sharing_process is not None:
-            rows.share_memory_()
+            rows.share_memory_()  # type: ignore[no-untyped-call]
             if self._side is not None:
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
@@ -433,7 +433,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def _tell_lanes(self) -> None:
         if self._side is not None and self.table is not None and self.episodes is not None:
             lanes = self.episodes.num_envs, self.episodes.num_slots
-            self.table.lanes = lanes  # type: ignore[union-attr]
+            self.table.lanes = lanes  # type: ignore[attr-defined]
 
     # Writing
 
@@ -537,7 +537,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         self.lay_out(layout)
         length = min(len(self) + len(slots), self.max_size) if set_cursor else 0
         ring = None if self.episodes is None else self.episodes.ring
-        self.table.put(slots, rows, ring)  # type: ignore[union-attr, arg-type]
+        self.table.put(slots, rows, ring)  # type: ignore[union-attr]
         if set_cursor:
             self._set_last_cursor(slots)
             self._len = length
@@ -547,7 +547,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     # longer than to write a row, and are left out where nobody needs them.
 
     def __len__(self) -> int:
-        return self._len_value.get_obj().value
+        found: int = self._len_value.get_obj().value
+        return found
 
     def count_write(self, num_rows: int, last_slot: int) -> None:
         """Tells TorchRL's counters how many rows there are now, and where the newest lies."""
@@ -663,7 +664,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""
         if self.episodes is None:
-            return super()._rand_given_ndim(batch_size)
+            found: torch.Tensor = super()._rand_given_ndim(batch_size)
+            return found
         return self.episodes.random_slots(batch_size, self._rng)
 
     # State
@@ -823,7 +825,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
         pieces = [*zip(old.split(piece), new.split(piece), strict=True)]
         for some, slots in tracker("loading rows", progress)(pieces):
             _, put = self.stage(saved.views(source.pick(some)), some.shape)
-            table.put(slots, put, moved.episodes.ring)  # type: ignore[arg-type]
+            table.put(slots, put, moved.episodes.ring)
 
     def _replace(self, moved: Moved, fill: Callable[[RowTable], None]) -> None:
         """Puts other rows in the place of those of a directory, at once."""
@@ -847,7 +849,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):
                 raise RuntimeError(_NO_SHARED_LAYOUT)
             self.share_memory_()
         # Views are made again from the rows, or they would be sent one by one.
-        state = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()
         state["_storage"] = state["table"] = None
         if self.directory is not None or self._reader is not None:
             # A directory has one writer, so a copy reads what it writes.
@@ -884,7 +886,7 @@ def _table_of(
     kernels = backend(rows.device)
     if layout.sharing is None:
         return kernels.RowTable(rows)
-    return kernels.SharedTable(rows, layout.sharing, side, lanes)
+    return kernels.SharedTable(rows, layout.sharing, side, lanes)  # type: ignore[arg-type]
 
 
 def _zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ __all__ = [
 Noise = Sequence[torch.Tensor]
 
 
-class DrawingSampler(SavedPart, SettledSampler, Sampler):
+class DrawingSampler(SavedPart, SettledSampler, Sampler):  # type: ignore[misc]
     """A sampler that is handed its random numbers, so that those of a batch are made at once."""
 
     #: Which of `sample` and `sample_window` a subclass has overridden without `draw`.
@@ -116,7 +116,10 @@ def draw_from(
     if isinstance(sampler, DrawingSampler) and not sampler.overridden:
         return sampler.draw(storage, batch_size, noise, *window)
     if window:
-        return sampler.sample_window(storage, batch_size, *window)
+        found: tuple[torch.Tensor, dict[str, Any]] = sampler.sample_window(
+            storage, batch_size, *window
+        )
+        return found
     return draw(sampler, storage, batch_size)
 
 
@@ -131,7 +134,7 @@ def check_not_empty(storage: Storage) -> None:
         )
 
 
-class UniformSampler(DrawingSampler, RandomSampler):
+class UniformSampler(DrawingSampler, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
@@ -151,7 +154,8 @@ class UniformSampler(DrawingSampler, RandomSampler):
             return self._sample(storage, batch_size)
         check_not_empty(storage)
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return RandomSampler.sample(self, storage, batch_size)
+        found: tuple[torch.Tensor, dict[str, Any]] = RandomSampler.sample(self, storage, batch_size)
+        return found
 
     def sample_window(
         self, storage: Storage, batch_size: int, window: torch.Tensor
@@ -219,7 +223,8 @@ class WrappingSampler(DrawingSampler):
     # The replay buffer sets the generator of its own sampler only.
     @property
     def _rng(self) -> torch.Generator | None:
-        return self.base._rng
+        found: torch.Generator | None = self.base._rng
+        return found
 
     @_rng.setter
     def _rng(self, generator: torch.Generator | None) -> None:
@@ -229,7 +234,8 @@ class WrappingSampler(DrawingSampler):
     @property
     def ran_out(self) -> bool:
         """Whether the base has drawn every row once."""
-        return self.base.ran_out
+        found: bool = self.base.ran_out
+        return found
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
@@ -237,7 +243,8 @@ class WrappingSampler(DrawingSampler):
 
     @property
     def _remaining_batches(self) -> int:
-        return self.base._remaining_batches
+        found: int = self.base._remaining_batches
+        return found
 
     @property
     def draws_goals(self) -> bool:
@@ -265,11 +272,15 @@ class WrappingSampler(DrawingSampler):
         self, index: Any, priority: Any, *, storage: Storage | None = None, **options: Any
     ) -> dict[str, Any] | None:
         """Passes priorities on to the base."""
-        return self.base.update_priority(index, priority, storage=storage, **options)
+        found: dict[str, Any] | None = self.base.update_priority(
+            index, priority, storage=storage, **options
+        )
+        return found
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Returns whether the base can draw the requested batch."""
-        return self.base.can_sample(storage, batch_size)
+        found: bool = self.base.can_sample(storage, batch_size)
+        return found
 
     @property
     def default_priority(self) -> Any:

@@ -112,7 +112,8 @@ class DurableTable(PriorityTable):
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails
-        return slots[is_damaged]
+        found: torch.Tensor = slots[is_damaged]
+        return found
 
     # Writing
 

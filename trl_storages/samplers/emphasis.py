@@ -155,7 +155,7 @@ class ERESampler(WrappingSampler):
 
     @reference.setter
     def reference(self, value: Reference) -> None:
-        self._reference = arguments.choice("reference", value, get_args(Reference))
+        self._reference: Reference = arguments.choice("reference", value, get_args(Reference))
 
     @property
     def update(self) -> int:

@@ -38,7 +38,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class PERSampler(DrawingSampler, PrioritizedSampler):
+class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
     """Prioritized experience replay: what surprised most is seen most.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -116,7 +116,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         self._alpha = arguments.number("alpha", alpha, at_least=0, at_most=_HIGHEST_ALPHA)
         self._beta = arguments.number("beta", beta, at_least=0, at_most=1)
         self._eps = arguments.number("eps", eps, at_least=_LEAST_EPS, at_most=1)
-        self._normalize = arguments.choice("normalize", normalize, get_args(Normalization))
+        self._normalize: Normalization = arguments.choice(
+            "normalize", normalize, get_args(Normalization)
+        )
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         # How often rows that are on disk were looked at; 0 while they are in memory.
@@ -390,7 +392,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()
         if isinstance(self._table, DurableTable):
             # The files stay with the storage.
             state |= {"_table": self._table.in_memory(), "_refreshes": 0}
@@ -478,7 +480,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):
         )
 
 
-class ElsewhereSampler(RandomSampler):
+class ElsewhereSampler(RandomSampler):  # type: ignore[misc]
     """The sampler of a process that writes to a shared storage, where only one process can draw.
 
     Priorities live in the process that shared the storage; writing needs none of them.

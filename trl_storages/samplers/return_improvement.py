@@ -20,7 +20,7 @@ from trl_storages.saved import SavedPart, SavedState
 __all__ = ["ReturnImprovementEta"]
 
 
-class ReturnImprovementEta(SavedPart, ParameterScheduler):
+class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
     """Schedules `eta` by the slope of the newest episode returns.
 
     While returns rise as steeply as ever, draws are as recent as `eta` asked for at the beginning

@@ -82,7 +82,8 @@ def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not tensor.numel():
         return ()
     rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()
-    return rows.split(max(_PIECE * len(rows) // rows.nbytes, 1))
+    found: tuple[torch.Tensor, ...] = rows.split(max(_PIECE * len(rows) // rows.nbytes, 1))  # type: ignore[no-untyped-call]
+    return found
 
 
 def copy_in_pieces(
@@ -245,7 +246,8 @@ class _Directory:
     def _items(self, value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise TypeError("must be a list")
-        return self.value(value)
+        found: list[Any] = self.value(value)
+        return found
 
     def _size(self, value: Any) -> torch.Size:
         if not all(type(size) is int and size >= 0 for size in self._items(value)):

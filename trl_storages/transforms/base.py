@@ -16,7 +16,7 @@ from trl_storages.saved import SavedState
 __all__ = ["ReplayTransform", "apply_transforms", "parts_of", "transform_batch"]
 
 
-class ReplayTransform(Transform):
+class ReplayTransform(Transform):  # type: ignore[misc]
     """A transform that a `ReplayStorage` hands its rows to.
 
     It runs where any other transform of the replay buffer would, in the same order, under the replay

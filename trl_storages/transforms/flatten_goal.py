@@ -18,7 +18,7 @@ from trl_storages import arguments, keys
 __all__ = ["FlattenGoal"]
 
 
-class FlattenGoal(CatTensors):
+class FlattenGoal(CatTensors):  # type: ignore[misc]
     """Joins observation, achieved goal and desired goal, in this order, into one flat vector, and back.
 
     For policies and losses that read a single observation. As the transform of an environment it
@@ -133,7 +133,7 @@ class FlattenGoal(CatTensors):
                 f"the vector must have the size {' + '.join(map(str, sizes))} of "
                 f"{', '.join(map(repr, self.in_keys))}, got the shape {list(flat.shape)}."
             )
-        columns = flat.split(sizes, -1)
+        columns = flat.split(sizes, -1)  # type: ignore[no-untyped-call]
         return {
             key: column if shape else column.squeeze(-1)
             for key, column, shape in zip(self.in_keys, columns, self._shapes, strict=True)

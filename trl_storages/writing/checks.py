@@ -60,7 +60,8 @@ def num_steps_of(
     if 0 in batch_size:
         raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
     if len(batch_size) == 1 and num_lanes == 1:
-        return batch_size[0]
+        found: int = batch_size[0]
+        return found
     if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
         return batch_size[1] if len(batch_size) == 2 else 1
     if data.get(MASK, None) is not None:

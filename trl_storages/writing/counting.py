@@ -15,7 +15,7 @@ from trl_storages.stock_parts import check_draws
 __all__ = ["CountingWriter", "num_slots"]
 
 
-class CountingWriter(RoundRobinWriter):
+class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
     """Counts rows in 64 bits, as a month of training may write more than 32 can say.
 
     Args:
@@ -31,11 +31,13 @@ class CountingWriter(RoundRobinWriter):
 
     @property
     def _episodes(self) -> EpisodeIndex:
-        return self._storage.episodes
+        found: EpisodeIndex = self._storage.episodes
+        return found
 
     @property
     def _write_count(self) -> int:
-        return self._write_count_value.get_obj().value
+        found: int = self._write_count_value.get_obj().value
+        return found
 
     @_write_count.setter
     def _write_count(self, value: int) -> None:
@@ -59,7 +61,8 @@ class CountingWriter(RoundRobinWriter):
         if storage is None:
             return 0
         episodes = storage.episodes
-        return episodes.host_steps.item(0) % episodes.ring_steps * episodes.num_envs
+        found: int = episodes.host_steps.item(0) % episodes.ring_steps * episodes.num_envs
+        return found
 
     @_cursor.setter
     def _cursor(self, value: int) -> None:
@@ -75,7 +78,8 @@ class CountingWriter(RoundRobinWriter):
         """
         if self._storage is not None:
             check_draws(self._storage, self)
-        return self._track_generations
+        found: bool = self._track_generations
+        return found
 
     def _mark_update_entities(self, index: torch.Tensor) -> None:
         # As TorchRL does, without what it adds for compiled writers.

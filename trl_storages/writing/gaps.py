@@ -135,7 +135,8 @@ class GapWatch:
             table = storage.table
         elif storage.initialized:
             is_ring, table = False, self._rows_before(storage, layout, lanes)
-        return storage.episodes.find_gaps(
+        episodes: EpisodeIndex = storage.episodes
+        return episodes.find_gaps(
             rows, num_steps, self._pairs[1], cut, lanes, order, table, is_ring=is_ring
         )
 

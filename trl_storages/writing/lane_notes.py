@@ -35,10 +35,10 @@ class LaneNotes:
 
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
-        self.trajectory.share_memory_()
+        self.trajectory.share_memory_()  # type: ignore[no-untyped-call]
         if self._process is None:
             size = (self._episodes.num_envs,)
-            self._process = torch.full(size, os.getpid()).share_memory_()
+            self._process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
 
     def routes(self, steps: Steps) -> list[Block]:
         """Gives rows of several lanes each to one, by their trajectories.

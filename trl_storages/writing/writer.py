@@ -402,7 +402,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             self.share_memory_()
-        return super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def write_at(self, index: int | torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Overwrites rows in place: they stay where they are in their episodes.
@@ -546,7 +547,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""
-        state = RoundRobinWriter.state_dict(self)
+        state: dict[str, Any] = RoundRobinWriter.state_dict(self)
         state["episodes"] = self._episodes.state_dict()
         state["last_trajectory"] = self._lanes.trajectory.clone()
         return state

@@ -165,7 +165,7 @@ class SharedTable(RowTable):
         slots, places = slots[slots >= 0], places[slots >= 0]
         words, heads = rows.words()[places], ring.heads().to(slots.device)
         # In pieces, as each row has an entry of its own at first.
-        for some, put in zip(slots.split(_PIECE), words.split(_PIECE), strict=True):
+        for some, put in zip(slots.split(_PIECE), words.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
             self._overwrite(some, put)
             self._join(some, heads)
             self._join(self._wrapped(some - self.lanes[0]), heads)

@@ -190,7 +190,8 @@ class Commits:
     @property
     def number(self) -> int:
         """The number of the last commit."""
-        return self._selector.item()
+        found: int = self._selector.item()
+        return found
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""

@@ -51,7 +51,7 @@ else:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = ir.FunctionType(_INT, [_POINTER, _POINTER, _LONG])
-            compare = get_or_insert_function(builder.module, kind, "memcmp")
+            compare = get_or_insert_function(builder.module, kind, "memcmp")  # type: ignore[no-untyped-call]
             sides = (builder.inttoptr(address, _POINTER) for address in args[:2])
             return builder.icmp_signed("==", builder.call(compare, [*sides, args[2]]), _INT(0))
 

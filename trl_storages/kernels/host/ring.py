@@ -163,7 +163,8 @@ class Ring(RingTables):
 
     def counters(self) -> np.ndarray:
         """Returns a copy of all that a write goes on from."""
-        return self._arrays[2].copy()
+        found: np.ndarray = self._arrays[2].copy()
+        return found
 
     def recount(self, counters: np.ndarray) -> None:
         """Puts back what `counters` returned."""
