@@ -14,7 +14,7 @@ from trl_storages.recipes import (
 )
 from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
 from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import PackedStorage
+from trl_storages.rows import FrameStack, PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import (
     ERESampler,
@@ -36,6 +36,7 @@ __all__ = [
     "EpisodeSequence",
     "EpisodeWriter",
     "FlattenGoal",
+    "FrameStack",
     "GoalRelabel",
     "HERReplayStorage",
     "HERSampler",

@@ -17,6 +17,7 @@ from trl_storages.callers import warn_caller
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits as Commits
+    from trl_storages.kernels.device import FrameTable as FrameTable
     from trl_storages.kernels.device import LaneOrder as LaneOrder
     from trl_storages.kernels.device import MarkedRows as MarkedRows
     from trl_storages.kernels.device import NewRows as NewRows
@@ -37,6 +38,7 @@ class Backend(Protocol):
     """What both modules have, as type checkers see it: the classes of `device` stand for both."""
 
     Commits: type[Commits]
+    FrameTable: type[FrameTable]
     LaneOrder: type[LaneOrder]
     MarkedRows: type[MarkedRows]
     NewRows: type[NewRows]

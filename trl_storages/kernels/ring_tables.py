@@ -156,6 +156,10 @@ class RingTables:
         """Notes that the episodes of some slots have lost their beginning for good."""
         self.spans[self.entries(slots), 0] = -1
 
+    def begin(self, slots: torch.Tensor, steps: torch.Tensor) -> None:
+        """Notes with which steps the episodes of some slots began, also those before step 0."""
+        self.spans[self.entries(slots), 0] = steps
+
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many surviving rows of the same episode lie before and after each slot."""
         first, last, _ = self.span(slots).unbind(-1)

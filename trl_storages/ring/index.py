@@ -56,8 +56,8 @@ class Kept(NamedTuple):
     new: torch.Tensor
     """`[n]` int64 slots where they are to lie."""
     lanes: list[tuple[Any, ...]]
-    """What is known of each lane's: slots, done, where episodes begin, which have lost their beginning,
-    and whether the last one goes on."""
+    """What is known of each lane's: slots, done, where episodes begin, how many rows of its episode there
+    were before each, and whether the last one goes on."""
 
 
 class EpisodeIndex(SavedPart, EpisodeAnswers):
@@ -322,8 +322,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             slots = slots % self.ring_steps * self.num_envs + lane
             behind, ahead = self.extent(slots)
             done = self.is_finished(slots) & (ahead == 0)
-            is_torn = ~(self.is_whole(slots) & (behind == 0))
-            kept.append((slots, done, behind == 0, is_torn, is_open[lane]))
+            before = self._ring.steps(slots) - self._ring.span(slots)[:, 0]
+            kept.append((slots, done, behind == 0, before, is_open[lane]))
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
         new = [
             torch.arange(len(slots), device=self.device) * self.num_envs + at
@@ -339,11 +339,11 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             tensor.zero_()
         self.host_steps.fill(0)
         self.host_tails.fill(0)
-        for lane, (slots, done, begins, is_torn, is_open) in enumerate(kept.lanes):
+        for lane, (slots, done, begins, before, is_open) in enumerate(kept.lanes):
             if len(slots):
                 moved = self._advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
                 # An episode that lost its beginning has lost it for good.
-                self._ring.tear(moved[:1][is_torn[:1]])
+                self._ring.begin(moved[:1], -before[:1])
                 self._ring.is_open[lane] = is_open
 
     def moved(self, spare_steps: int) -> EpisodeIndex:
@@ -362,6 +362,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             begins = (self.behind(slots) == 0) & self.is_whole(slots)
             done = self.is_end(slots)
             other.rejoin(done.unsqueeze(0).cpu(), begins.unsqueeze(0).cpu(), cursor, [lane])
+            if len(step):
+                oldest = torch.tensor([tail % other.ring_steps * self.num_envs + lane])
+                other._ring.begin(oldest, self._ring.span(slots[:1])[:, 0].cpu())
             if not is_open[lane]:
                 other.end_episodes([lane])
         return other
@@ -409,7 +412,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         for name, table in tables.items():
             hint = "capacity and num_envs must be those it was saved with"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
-            saved.within(name, -1, self.capacity - 1 if name == "episode" else _MOST_STEPS)
+            least, most = -1, self.capacity - 1 if name == "episode" else _MOST_STEPS
+            saved.within(name, -_MOST_STEPS if name == "spans" else least, most)
             table.copy_(tensor)
         try:
             read.validate()

@@ -15,11 +15,14 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
+from trl_storages.keys import next_key
 from trl_storages.rows.layout import nest
 from trl_storages.rows.packed import PackedStorage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from trl_storages.rows.stacks import Stacks
 
 __all__ = [
     "BatchFields",
@@ -109,6 +112,9 @@ class _SingleFields(StoredFields):
 
     def _read(self, key: NestedKey) -> torch.Tensor:
         slots = self.slots
+        stacks = getattr(self._storage, "stacks", None)
+        if stacks is not None and key in self._storage.layout.stacks:
+            return self._read_stacks(stacks, key)
         if self.following is not None and key[0] == "next":
             slots = self.following
         field = read_field(self._storage, slots, key)
@@ -116,6 +122,14 @@ class _SingleFields(StoredFields):
             field = field.to(self.device, non_blocking=True)
         self._found[key] = field
         return field
+
+    def _read_stacks(self, stacks: Stacks, key: NestedKey) -> torch.Tensor:
+        """Reads a stack together with that under `next`, which is of the same frames but one."""
+        at = key[1:] if key[0] == "next" else key
+        pair = [it for it in (unravel_key(at), next_key(at)) if it in self._storage.layout.stacks]
+        found = stacks.read(self._storage.table, self.slots, pair, self.following)
+        self._found |= {it: found[it].to(self.device, non_blocking=True) for it in pair}
+        return self._found[key]
 
     def followed_by(self, slots: torch.Tensor) -> Self:
         rows = super().followed_by(slots)

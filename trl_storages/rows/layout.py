@@ -5,8 +5,8 @@ Letters: N rows, W words a row, B any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import eq
@@ -20,6 +20,7 @@ from trl_storages._torchrl import new_tensordict
 from trl_storages.kernels.sharing import Sharing
 from trl_storages.keys import next_key, shared_keys
 from trl_storages.rows.entries import Nested
+from trl_storages.rows.frames import FrameStack, stacks_of
 
 __all__ = ["Field", "Layout", "nest"]
 
@@ -33,13 +34,14 @@ _Described = tuple[NestedKey, torch.dtype, torch.Size]
 class Field:
     """One entry of a transition: its key, dtype, shape and place in the row.
 
-    `start` is counted in elements of `dtype`, as is `size`.
+    `start` is counted in elements of `dtype`, as is `size`. The frames of a stack lie one after another.
     """
 
     key: NestedKey
     dtype: torch.dtype
     shape: torch.Size
     start: int
+    stack: FrameStack | None = None
 
     @property
     def size(self) -> int:
@@ -56,8 +58,17 @@ class Field:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize
 
+    def as_stacks(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+        """Sees the elements of stacks in their shape, `[*batch, *shape]`."""
+        stack: FrameStack = self.stack  # type: ignore[assignment]
+        if stack.dim % len(self.shape) == 0:
+            return flat.view(batch + self.shape)
+        frames = (stack.num_frames, *stack.frame_shape(self.shape))
+        return stack.as_seen(flat.view(*batch, *frames), len(batch))
+
     def __str__(self) -> str:
-        return f"{_name(self.dtype)} {list(self.shape)}"
+        stacked = "" if self.stack is None else f" of {self.stack.num_frames} frames"
+        return f"{_name(self.dtype)} {list(self.shape)}{stacked}"
 
 
 class Layout:
@@ -70,8 +81,10 @@ class Layout:
     observations in the same order. As it is stored, a header stands in the place of the next values:
     they are the observations of another row, or lie in a table of their own.
 
+    Of stacks of frames the newest frame is stored, as `framed` says.
+
     Args:
-        fields: key -> (dtype, shape) of one transition.
+        fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
         nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
         share_next: whether the next values of observations are not stored in the row.
 
@@ -79,6 +92,7 @@ class Layout:
         ValueError: there is no field, or, with `share_next`, no observation with a next value of the same
             dtype and shape.
         TypeError: rows can't hold a dtype, as that of quantized tensors or of parts of a byte.
+        ValueError, TypeError: as `stacks_of`.
 
     >>> layout = Layout({"observation": (torch.float32, (3,)), ("next", "done"): (torch.bool, (1,))})
     >>> layout.row_nbytes, layout.padding
@@ -87,15 +101,18 @@ class Layout:
 
     def __init__(
         self,
-        fields: Mapping[NestedKey, tuple[torch.dtype, Iterable[int]]],
+        fields: Mapping[NestedKey, tuple[Any, ...]],
         nested: Nested = (),
         *,
         share_next: bool = False,
     ) -> None:
         if not fields:
             raise ValueError("a layout needs at least one field, got none.")
-        described = [
-            (unravel_key(key), dtype, torch.Size(shape)) for key, (dtype, shape) in fields.items()
+        #: The fields that are stacks of frames.
+        self.stacks = stacks_of(fields)
+        described: list[_Described] = [
+            (unravel_key(key), dtype, torch.Size(shape))
+            for key, (dtype, shape, *_) in fields.items()
         ]
         for key, dtype, _ in described:
             if dtype not in _STORABLE:
@@ -106,12 +123,15 @@ class Layout:
         # 16-byte elements (complex128) need rows that are a multiple of their size.
         unit = max(_WORD, *(dtype.itemsize for _, dtype, _ in described))
         described.sort(key=lambda field: -field[1].itemsize)
-        parts = _shared_first(described) if share_next else [described]
+        # Frames are shared, and not stacks.
+        shares = share_next and not self.stacks
+        parts = _shared_first(described) if shares else [described]
         placed, offset, starts = [], 0, []
         for part in parts:
             starts.append(offset)
             for key, dtype, shape in part:
-                placed.append(Field(key, dtype, shape, offset // dtype.itemsize))
+                start, stack = offset // dtype.itemsize, self.stacks.get(key)
+                placed.append(Field(key, dtype, shape, start, stack))
                 offset += shape.numel() * dtype.itemsize
             offset = -(-offset // unit) * unit
         self.fields = tuple(placed)
@@ -119,7 +139,7 @@ class Layout:
         self.padding = self.row_nbytes - sum(field.num_bytes for field in placed)
         #: What of a row is not stored in it; None where all of it is.
         self.sharing: Sharing | None = None
-        if share_next:
+        if shares:
             self.sharing = Sharing(len(parts[0]), starts[1] // _WORD, unit // _WORD)
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
@@ -130,6 +150,14 @@ class Layout:
         self.following = _joined([it for it in self._own if it.key[0] == "next"])
         #: As given.
         self.nested = nested
+        #: The layout of rows of which each stack is its newest frame only, as they are stored.
+        self.framed: Layout = self
+        if self.stacks:
+            frames = {
+                it.key: (it.dtype, it.stack.frame_shape(it.shape) if it.stack else it.shape)
+                for it in self.fields
+            }
+            self.framed = Layout(frames, nested, share_next=share_next)
         self._seen = self._stored = _Views(self.fields, self.row_nbytes, nested)
         if self.sharing is not None:
             moved = self.stored_nbytes - self.row_nbytes
@@ -152,6 +180,14 @@ class Layout:
         return {field.key: (field.dtype, field.shape) for field in self.fields}
 
     @property
+    def declared(self) -> dict[NestedKey, tuple[Any, ...]]:
+        """Key -> (dtype, shape) or (dtype, shape, FrameStack) of each field, wherever it lies."""
+        return {
+            it.key: (it.dtype, it.shape) if it.stack is None else (it.dtype, it.shape, it.stack)
+            for it in self.fields
+        }
+
+    @property
     def num_words(self) -> int:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD
@@ -159,6 +195,8 @@ class Layout:
     @property
     def stored_words(self) -> int:
         """The width of a row in 64-bit words where it is stored."""
+        if self.stacks:
+            return self.framed.stored_words
         sharing = self.sharing
         moved = 0 if sharing is None else sharing.header_words - sharing.shared_words
         return self.num_words + moved
@@ -167,6 +205,10 @@ class Layout:
     def stored_nbytes(self) -> int:
         """The bytes that a row takes where it is stored."""
         return self.stored_words * _WORD
+
+    def stored_start(self, key: NestedKey) -> int:
+        """Returns the first byte of a field in a row as it is stored, if it is stored there."""
+        return self.field(key).start_byte + self.stored_nbytes - self.row_nbytes
 
     @property
     def shared(self) -> Sequence[Field]:
@@ -236,6 +278,15 @@ class Layout:
             self._explain([*map(eq, found, self._wanted[1])].index(False), batch_size, entries)
         return fitting  # type: ignore[return-value]
 
+    def frames_first(self, fields: list[torch.Tensor], batch_dims: int) -> list[torch.Tensor]:
+        """Sees entries in the order of `fields` with the frames of stacks one after another."""
+        if not self.stacks:
+            return fields
+        return [
+            value if it.stack is None else it.stack.frames_first(value, batch_dims)
+            for it, value in zip(self.fields, fields, strict=True)
+        ]
+
     def _explain(
         self, place: int, batch_size: torch.Size, entries: Mapping[NestedKey, torch.Tensor]
     ) -> NoReturn:
@@ -268,7 +319,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
-        shares = {} if self.sharing is None else {"share_next": True}
+        shares = {} if self.framed.sharing is None else {"share_next": True}
         return shares | {
             "row_nbytes": self.row_nbytes,
             "fields": [
@@ -276,6 +327,7 @@ class Layout:
                     "key": [field.key] if isinstance(field.key, str) else list(field.key),
                     "dtype": _name(field.dtype),
                     "shape": list(field.shape),
+                    **({} if field.stack is None else {"stack": asdict(field.stack)}),
                 }
                 for field in self.fields
             ],
@@ -292,7 +344,11 @@ class Layout:
         try:
             layout = cls(
                 {
-                    _key(field["key"]): (_DTYPES[field["dtype"]], _shape(field["shape"]))
+                    _key(field["key"]): (
+                        _DTYPES[field["dtype"]],
+                        _shape(field["shape"]),
+                        *([FrameStack(**field["stack"])] if "stack" in field else []),
+                    )
                     for field in description["fields"]
                 },
                 tuple(
@@ -380,8 +436,11 @@ class _Views:
         self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
         # The fields that are no vectors, by their place among all.
         self._shapes = [
-            (place, field.shape) for place, field in enumerate(fields) if len(field.shape) != 1
+            (place, field.shape)
+            for place, field in enumerate(fields)
+            if len(field.shape) != 1 and not field.stack
         ]
+        self._stacked = [(place, field) for place, field in enumerate(fields) if field.stack]
 
     def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
         """Returns how a row of elements of one dtype is split into fields that follow one another.
@@ -413,6 +472,8 @@ class _Views:
             views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
         for place, shape in self._shapes:
             views[place] = views[place].view(rows.shape[:-1] + shape)
+        for place, field in self._stacked:
+            views[place] = field.as_stacks(views[place], rows.shape[:-1])
         return views
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:

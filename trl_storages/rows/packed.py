@@ -29,8 +29,11 @@ from trl_storages.kernels import backend
 from trl_storages.kernels.sharing import SideTable
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
+from trl_storages.ring.index import Kept
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
+from trl_storages.rows.frames import stacks_of
 from trl_storages.rows.layout import Layout
+from trl_storages.rows.stacks import Stacks, framed_rows
 from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 
 if TYPE_CHECKING:
@@ -45,6 +48,11 @@ _PIECE = 1 << 24  # bytes that are loaded at once
 _NO_EPISODES = (
     "the rows of a directory are written by an EpisodeWriter, which keeps their episodes: pass "
     "writer=EpisodeWriter(num_envs) to the replay buffer, and write through it."
+)
+_NO_STACKS = (
+    "rows that lend their frames to those after them are written once, by an EpisodeWriter, and never "
+    "changed in place: pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new "
+    "rows."
 )
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
@@ -85,7 +93,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             memory. If it holds rows, they are there again, with their episodes.
         existsok: whether to forget what `scratch_dir` holds, and begin anew.
         fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
-            the first write fixes it, and the layout with it.
+            the first write fixes it, and the layout with it. (dtype, shape, FrameStack) is a stack of
+            frames, of which each is stored once; rows are then in memory, and written by an
+            `EpisodeWriter`.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
             one pinned block that crosses in one copy.
         share_next: whether next observations are stored once, as the observations of the rows that
@@ -101,7 +111,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
             other than the CPU, or what it holds is damaged, or of another size or layout; or with
-            `share_next`, which has no files yet, or where no observation has a next value.
+            `share_next` or a `FrameStack`, which have no files yet; or no observation has a next value to
+            share.
         RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
@@ -177,6 +188,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.table: RowTable | None = None
         # Next observations that are not in other rows, with `share_next`.
         self._side: SideTable | None = None
+        #: Puts stacks of frames together; None where rows have none.
+        self.stacks: Stacks | None = None
         #: The files of the rows, as this process writes them; None while they are in memory.
         self.directory: Directory | None = None
         # The files as they are read where another process may write them.
@@ -185,10 +198,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if out_device is not None:
             self.out_device = arguments.device("out_device", out_device)
         self._declared = dict(fields or {})
+        has_stacks = any(field is not None and len(field) > 2 for field in self._declared.values())
+        if has_stacks and self.scratch_dir is not None:
+            raise ValueError(
+                f"stacks of frames are stored frame by frame in memory only, got scratch_dir="
+                f"{self.scratch_dir}: leave one of the two out."
+            )
         if self.scratch_dir is not None:
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
         if self.scratch_dir is None and fields is not None and None not in fields.values():
-            self._allocate(self._layout_of(fields))
+            layout = self._layout_of(fields)
+            if not has_stacks:
+                self._allocate(layout)
 
     @classmethod
     def open(
@@ -387,8 +408,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            if layout.sharing is not None:
-                size = layout.sharing.shared_words
+            framed = layout.framed
+            if layout.stacks and self.episodes is None:
+                raise RuntimeError(_NO_STACKS)
+            if framed.sharing is not None:
+                size = framed.sharing.shared_words
                 self._side = SideTable(self.max_size, size, self.device)
             self._adopt(layout, _zero_rows(self.max_size, layout.stored_words, self.device))
             return
@@ -414,14 +438,20 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
         return self
 
-    def _adopt(self, layout: Layout, rows: torch.Tensor) -> None:
+    def _adopt(self, layout: Layout, rows: torch.Tensor, past: torch.Tensor | None = None) -> None:
         if self._sharing_process is not None:
             rows.share_memory_()  # type: ignore[no-untyped-call]
             if self._side is not None:
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
-        self.table = _table_of(layout, rows, self._side, (1, self.max_size))
-        self._storage = layout.stored_tensordict(rows)
+        self.table = _table_of(layout.framed, rows, self._side, (1, self.max_size))
+        self._storage = layout.framed.stored_tensordict(rows)
+        if layout.stacks:
+            if self.stacks is not None:
+                past = self.stacks.past
+            self.stacks = Stacks(layout, self.episodes, rows, past)  # type: ignore[arg-type]
+            if self._sharing_process is not None:
+                self.stacks.past.share_memory_()  # type: ignore[no-untyped-call]
         self.initialized = True
         self._tell_lanes()
 
@@ -436,6 +466,22 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self.table.lanes = lanes  # type: ignore[attr-defined]
 
     # Writing
+
+    def mover(self, kept: Kept) -> Callable[[], None]:
+        """Returns what moves the rows that are kept to where they are to lie."""
+        table, framed = self.table, self.layout.framed  # type: ignore[union-attr]
+        words = table.pick(kept.old)  # type: ignore[union-attr]
+        ends = torch.zeros(len(words), 1, dtype=torch.bool, device=self.device)
+        rows = table.new_rows.of_block(words, framed.places, ends, self.device)  # type: ignore[union-attr]
+        past = None if self.stacks is None else self.stacks.mover(kept)
+
+        def put() -> None:
+            table.put(kept.new, rows, self.episodes.ring)  # type: ignore[union-attr]
+            self._bump_mutation_revision()
+            if past is not None:
+                past()
+
+        return put
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes transitions at the slots `cursor`.
@@ -474,7 +520,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
     def check_in_memory(self) -> None:
-        """Raises a RuntimeError if the rows are in a directory, where each is written once."""
+        """Raises a RuntimeError if rows are written once: in a directory, or with stacks of frames."""
         self.check_writable()
         if self.is_durable:
             raise RuntimeError(
@@ -482,6 +528,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 "changed in place: extend the replay buffer with new ones, whose writer must be "
                 "EpisodeWriter(num_envs)."
             )
+        if self.stacks is not None or any(
+            len(field or ()) > 2 for field in self._declared.values()
+        ):
+            raise RuntimeError(_NO_STACKS)
 
     def stage(
         self,
@@ -511,7 +561,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
         rows_of = backend(self.device).NewRows if self.table is None else self.table.new_rows
         fields, size = layout.fit(entries, batch_size, strict=strict), batch_size.numel()
-        return layout, rows_of(fields, layout.places, size, layout.num_words, done, self.device)
+        fields = layout.frames_first(fields, len(batch_size))
+        rows = rows_of(fields, layout.places, size, layout.num_words, done, self.device)
+        return layout, framed_rows(layout, rows)
 
     def lay_out(self, layout: Layout) -> None:
         """Makes room for rows of this layout, if there is none yet."""
@@ -602,7 +654,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         is_plain = isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim
-        if (self.is_durable or self.share_next) and not is_plain:
+        if (self.is_durable or self.share_next or self.stacks is not None) and not is_plain:
             # TorchRL would look below the length, and a directory has more slots than rows; and at views,
             # which show what is stored in the rows only.
             index = torch.arange(len(self.rows if self.is_durable else self), device=self.device)[
@@ -632,12 +684,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.note(slots)
         if following is not None:
             self.note(following)
-        spans = self.layout.following  # type: ignore[union-attr]
-        if not self.is_sent_away:
-            return self.table.pick(slots, following, spans)  # type: ignore[union-attr]
-        is_pinned = self.device.type == "cpu"
+        spans = self.layout.framed.following  # type: ignore[union-attr]
+        is_pinned = self.is_sent_away and self.device.type == "cpu"
         block = self.table.pick(slots, following, spans, pin_memory=is_pinned)  # type: ignore[union-attr]
-        return block.to(self.out_device, non_blocking=True)
+        if self.stacks is not None:
+            block = self.stacks.extend(block, slots, following, pin_memory=is_pinned)
+        return block.to(self.out_device, non_blocking=True) if self.is_sent_away else block
 
     def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.
@@ -658,7 +710,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
         """Gathers a field, see `read`."""
         self.note(slots)
-        field = self.layout.field(key)  # type: ignore[union-attr]
+        field = self.layout.framed.field(key)  # type: ignore[union-attr]
+        if key in self.layout.stacks:  # type: ignore[union-attr]
+            return self.stacks.read(self.table, slots, [key])[key]  # type: ignore[union-attr, arg-type]
         return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
@@ -709,7 +763,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
-        state = {
+        past = {} if self.stacks is None else {"past": self.stacks.past}
+        state = past | {
             "layout": None if self.layout is None else self.layout.to_json(),
             "_storage": self.rows,
             "initialized": self.initialized,
@@ -728,13 +783,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
         """Returns the fields `[N, ...]` of a saved state, which share its memory; none if it has no rows.
 
-        Next observations that are not stored in the rows are not among them.
+        Next observations that are not stored in the rows are not among them, and of stacks only the
+        newest frames are.
 
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
         keys = ("layout", "_storage", "initialized", "_len")
-        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved", "side"))
+        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved", "side", "past"))
         if saved["layout"] is None:
             if saved.flag("initialized") or saved["_storage"] is not None:
                 raise saved.error("layout", "that of the rows, as there are some", None)
@@ -748,22 +804,28 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         num_rows = self.max_size if self.directory is None else len(self.directory.words.rows)
         if "moved" in saved:
             num_rows = saved["moved"].num_slots_saved
-        shape = num_rows, layout.stored_words
+        shape, sharing = (num_rows, layout.stored_words), layout.framed.sharing
         hint = "the size of the storage must be that of the saved one"
         rows = saved.tensor("_storage", torch.int64, shape, hint)
-        if layout.sharing is not None:
-            SavedState(state_dict, "the saved PackedStorage", (*keys, "side"), ("moved",))
+        if sharing is not None:
+            SavedState(state_dict, "the saved PackedStorage", (*keys, "side"), ("moved", "past"))
             side = saved.tensor("side", torch.int64)
-            if side.ndim != 2 or side.shape[1] != layout.sharing.shared_words:
-                raise saved.error("side", f"[*, {layout.sharing.shared_words}]", list(side.shape))
+            if side.ndim != 2 or side.shape[1] != sharing.shared_words:
+                raise saved.error("side", f"[*, {sharing.shared_words}]", list(side.shape))
             entries = rows[:, 0] >> 1
             if not bool(((entries >= 0) & (entries < len(side))).all()):
                 raise saved.error("_storage", f"of rows that name {len(side)} entries", "others")
-        return tensors_of(layout.stored_tensordict(rows))
+        if layout.stacks:
+            SavedState(state_dict, "the saved PackedStorage", (*keys, "past"), ("moved", "side"))
+            if self.episodes is None:
+                raise RuntimeError(_NO_STACKS)
+            past_shape = Stacks.past_shape(layout, self.episodes.num_envs)
+            saved.tensor("past", torch.int64, past_shape, hint)
+        return tensors_of(layout.framed.stored_tensordict(rows))
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
-        if self.layout is not None and layout.described != self.layout.described:
+        if self.layout is not None and layout.declared != self.layout.declared:
             raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
         declared = {unravel_key(key): field for key, field in self._declared.items()}
         wrong = [
@@ -772,6 +834,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if (declared and key not in declared)
             or ((field := declared.get(key)) and (field[0], torch.Size(field[1])) != (dtype, shape))
         ]
+        stacks = stacks_of({key: field for key, field in declared.items() if field})
+        wrong += stacks.keys() - layout.stacks.keys()
+        wrong += [key for key, stack in stacks.items() if layout.stacks.get(key, stack) != stack]
         if wrong or not declared.keys() <= layout.described.keys():
             raise ValueError(
                 f"the saved rows are {layout}, this storage was made for rows of "
@@ -796,14 +861,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         if fields and self.rows is None:
             layout = Layout.from_json(state["layout"])
-            self._allocate(self._layout_of(layout.described, layout.nested))
+            self._allocate(self._layout_of(layout.declared, layout.nested))
         if self.directory is not None:
             self._replace(moved, partial(self._fill, state, progress=progress))  # type: ignore[arg-type]
         elif fields and moved is not None:
             self._fill(state, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
-            target = tensors_of(self.layout.tensordict(self.rows))  # type: ignore[union-attr]
+            target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr]
             copy_in_pieces(fields, target, progress=progress)
+        if fields and self.stacks is not None:
+            self.stacks.past.copy_(state["past"])
         self._len = state["_len"]
         self._bump_mutation_revision()
 
@@ -812,6 +879,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if state["layout"] is None:
             return
         saved, moved, rows = Layout.from_json(state["layout"]), state["moved"], state["_storage"]
+        saved, framed = saved.framed, self.layout.framed  # type: ignore[union-attr]
         values = state.get("side")
         if self.share_next and rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
             # What is loaded are the rows of this storage themselves.
@@ -824,7 +892,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         old, new = moved.old.to(rows.device), moved.new.to(self.device)
         pieces = [*zip(old.split(piece), new.split(piece), strict=True)]
         for some, slots in tracker("loading rows", progress)(pieces):
-            _, put = self.stage(saved.views(source.pick(some)), some.shape)
+            fields = framed.fit(saved.views(source.pick(some)), some.shape)
+            put = table.new_rows(
+                fields, framed.places, len(some), framed.num_words, None, self.device
+            )
             table.put(slots, put, moved.episodes.ring)
 
     def _replace(self, moved: Moved, fill: Callable[[RowTable], None]) -> None:
@@ -851,6 +922,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         # Views are made again from the rows, or they would be sent one by one.
         state: dict[str, Any] = super().__getstate__()
         state["_storage"] = state["table"] = None
+        if self.stacks is not None:
+            state["stacks"] = self.stacks.past
         if self.directory is not None or self._reader is not None:
             # A directory has one writer, so a copy reads what it writes.
             identity = (self.directory or self._reader).description.identity  # type: ignore[union-attr]
@@ -865,14 +938,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             reader = Reader(self.scratch_dir, identity=identity)  # type: ignore[arg-type]
             self._follow(reader, self._fetch_every)
         elif self.rows is not None:
-            self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
+            past, self.stacks = self.stacks, None
+            self._adopt(self.layout, self.rows, past)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         where = self.device if self.scratch_dir is None else self.scratch_dir
         fields = "no layout yet" if self.layout is None else f"{len(self.layout.fields)} fields"
         size = f"row_nbytes={self.row_nbytes}"
+        if self.layout is not None and self.layout.stacks:
+            stacked = {key: it.num_frames for key, it in self.layout.stacks.items()}
+            size += f", single frames of the stacks {stacked}"
         if self._side is not None:
-            shared = [field.key for field in self.layout.shared]  # type: ignore[union-attr]
+            shared = [field.key for field in self.layout.framed.shared]  # type: ignore[union-attr]
             size += f", side_nbytes={self.side_nbytes}, sharing the next {shared}"
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, {size}, in {where})"

@@ -15,6 +15,7 @@ from tensordict import NestedKey
 from trl_storages.kernels import backend
 from trl_storages.keys import DONE, next_key
 from trl_storages.rows.layout import Layout
+from trl_storages.rows.stacks import framed_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows
@@ -102,7 +103,8 @@ class StepBlock:
 
     def _rows(self, device: torch.device, which: Any) -> NewRows:
         words, done = self.words[which], self.views[DONE][which]
-        return backend(device).NewRows.of_block(words, self.layout.places, done, device)
+        rows = backend(device).NewRows.of_block(words, self.layout.places, done, device)
+        return framed_rows(self.layout, rows)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

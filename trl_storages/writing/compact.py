@@ -34,7 +34,7 @@ def with_next(
     keys = shared_keys(layout.keys)
     if not keys or any(next_key(key) in entries or key not in entries for key in keys):
         return None
-    if layout.sharing is None:
+    if layout.framed.sharing is None:
         raise KeyError(
             f"the data lacks {[*map(next_key, keys)]}, which collectors with compact_obs=True leave out: "
             "make the storage with share_next=True, or the collector without compact_obs."

@@ -22,7 +22,7 @@ from trl_storages.interrupts import complete, finish
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
-from trl_storages.rows import Layout, PackedStorage, StepBlock, read_fields
+from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter
 from trl_storages.stock_parts import check_buffers, check_not_joined
@@ -31,6 +31,7 @@ from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.lane_notes import LaneNotes
 from trl_storages.writing.reopened import Reopened
+from trl_storages.writing.stacks import checked_stacks
 from trl_storages.writing.steps import Block, Fields, Steps
 
 __all__ = ["EpisodeWriter"]
@@ -154,7 +155,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             else:
                 storage.episodes = index
         self._lanes, self._reopened = LaneNotes(storage.episodes), None
-        if isinstance(storage, PackedStorage) and storage.is_durable:
+        if isinstance(storage, PackedStorage):
             storage.lay_out_early()
             if (directory := storage.directory) is not None:
                 self._reopened = Reopened(storage)
@@ -286,14 +287,15 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         block = self._lanes.cut(steps, block)
         if self._reopened is not None and self._reopened.is_unsure:
             block = block._replace(cut=self._reopened.cut_where_reset(steps.rows, *block[:4]))
-        if steps.layout is None or steps.rows.is_compact or not self.gaps.is_looking:
-            return block
-        gap = self.gaps.find(self._storage, steps.rows, steps.layout, *block[:4])
-        if gap is None:
-            return block
-        if self.gaps.on_gap == "cut":
-            return block._replace(cut=gap if block.cut is None else block.cut | gap)
-        gaps.append(gap)
+        cuts, is_known = self.gaps.on_gap == "cut", not steps.rows.is_compact
+        if steps.layout is not None and is_known and self.gaps.is_looking:
+            gap = self.gaps.find(self._storage, steps.rows, steps.layout.framed, *block[:4])
+            if gap is not None and cuts:
+                block = block._replace(cut=gap if block.cut is None else block.cut | gap)
+            elif gap is not None:
+                gaps.append(gap)
+        if steps.rows.seen is not None:
+            block = checked_stacks(self._storage, steps, block, cuts=cuts)
         return block
 
     def _write(
@@ -316,23 +318,30 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if self._is_packed and not self._storage.initialized:
             # There may be no space for them.
             self._storage.lay_out(steps.layout)
+        evicted = [self._evicted(steps, block) for block in blocks]
         has_warned = bool(gaps) and self.gaps.warn(gaps)
         counters = self._storage.episodes.counters()
         count = self._write_count + steps.rows.num_rows
         try:
-            slots = self._append(steps, blocks, shape, count, then)
+            slots = self._append(steps, blocks, evicted, shape, count, then)
         except BaseException as error:
-            act = partial(self._append, steps, blocks, shape, count, then)
+            act = partial(self._append, steps, blocks, evicted, shape, count, then)
             complete(error, act, partial(self._episodes.recount, counters))
             raise
         if has_warned:
             self.gaps.has_warned = True
         return slots
 
+    def _evicted(self, steps: Steps, block: Block) -> Evicted | None:
+        """Returns the frames of rows that steps evict, while those that stay need them."""
+        stacks = self._storage.stacks if self._is_packed else None
+        return None if stacks is None else stacks.evicted(steps.rows, *block[:3])
+
     def _append(
         self,
         steps: Steps,
         blocks: Sequence[Block],
+        evicted: Sequence[Evicted | None],
         shape: torch.Size | None,
         count: int,
         then: Then | None,
@@ -343,8 +352,10 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         room, is_over, slots = episodes.steps_per_lane, False, None
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
-        for block in blocks:
+        for block, frames in zip(blocks, evicted, strict=True):
             num_steps, lanes, order, cut, _ = block
+            if frames is not None:
+                storage.stacks.keep(frames)
             if directory is not None:
                 directory.begin(episodes, num_steps, lanes)
             if not self._is_packed:
@@ -492,9 +503,13 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         """
         if self._directory is not None:
             return finish(partial(self._evict, keep_steps, empty_write_count, then))
-        kept = self._episodes.newest(keep_steps)
-        rows = self._storage.get(kept.old)
-        return finish(partial(self._restart, kept, rows, empty_write_count, then))
+        kept, storage = self._episodes.newest(keep_steps), self._storage
+        if isinstance(storage, PackedStorage):
+            move = storage.mover(kept)
+        else:
+            rows = storage.get(kept.old)
+            move = partial(storage.set, kept.new, rows, set_cursor=False)
+        return finish(partial(self._restart, kept, move, empty_write_count, then))
 
     def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
         """Forgets all but the newest rows where none is ever moved."""
@@ -512,7 +527,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     def _restart(
         self,
         kept: Kept,
-        rows: TensorDictBase,
+        move: Callable[[], object],
         empty_write_count: bool,
         then: Then,
     ) -> torch.Tensor:
@@ -521,9 +536,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if empty_write_count:
             self._write_count = 0
         new = kept.new
-        self._storage.set(new, rows, set_cursor=False)
+        move()
         self._count()
-        self._bump_generation(new, rows)
+        self._bump_generation(new, new)
         self._mark_update_entities(new)
         then(new)
         return new

@@ -8,6 +8,7 @@ from trl_storages.kernels.device.disk import (
     fence,
     orders_stores,
 )
+from trl_storages.kernels.device.frames import FrameTable
 from trl_storages.kernels.device.lane_order import LaneOrder
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
@@ -18,6 +19,7 @@ from trl_storages.kernels.device.writing import NewRows
 
 __all__ = [
     "Commits",
+    "FrameTable",
     "LaneOrder",
     "MarkedRows",
     "NewRows",

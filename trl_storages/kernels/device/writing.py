@@ -16,6 +16,8 @@ __all__ = ["NewRows"]
 class NewRows:
     """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`."""
 
+    seen: NewRows | None = None
+
     def __init__(
         self,
         fields: Sequence[torch.Tensor],
@@ -40,6 +42,8 @@ class NewRows:
                 into[:, start : start + size] = bytes_of_rows
         self._words = words.to(device)
         self.done = None if done is None else done.reshape(-1).to(device)
+        # Of which rows these are parts.
+        self._whole: tuple[NewRows, np.ndarray] | None = None
 
     @classmethod
     def of_block(
@@ -53,11 +57,26 @@ class NewRows:
 
     def words(self) -> torch.Tensor:
         """Returns the rows as `[n, W]` int64."""
+        if self._whole is not None:
+            rows, parts = self._whole
+            bytes_of_rows, into = rows.words().view(torch.uint8), self._words.view(torch.uint8)
+            for field, first, start, size in parts.tolist():
+                at = rows.places[field, 0] + first
+                into[:, start : start + size] = bytes_of_rows[:, at : at + size]
         return self._words
+
+    def parts(self, parts: np.ndarray, num_words: int) -> NewRows:
+        """Returns rows made of some bytes of these, see `kernels.host.writing.NewRows`."""
+        words = torch.zeros(
+            (self.num_rows, num_words), dtype=torch.int64, device=self._words.device
+        )
+        rows = self.of_block(words, parts[:, 2:], self.done, words.device)  # type: ignore[arg-type]
+        rows._whole = self, parts
+        return rows
 
     def some(self, places: torch.Tensor) -> NewRows:
         """Returns some of the rows, of which no lane is written."""
-        words = self._words[places]
+        words = self.words()[places]
         return self.of_block(words, self.places, torch.zeros(len(words), 1), words.device)
 
     def steps(
@@ -67,5 +86,5 @@ class NewRows:
         done: torch.Tensor = self.done  # type: ignore[assignment]
         if order is None:
             shape = num_lanes, self.num_rows // num_lanes
-            return self._words.view(*shape, self._words.shape[1]), done.view(shape)
-        return self._words[order], done[order]
+            return self.words().view(*shape, self._words.shape[1]), done.view(shape)
+        return self.words()[order], done[order]

@@ -8,6 +8,7 @@ from trl_storages.kernels.host.disk import (
     fence,
     orders_stores,
 )
+from trl_storages.kernels.host.frames import FrameTable
 from trl_storages.kernels.host.lane_order import LaneOrder
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
@@ -18,6 +19,7 @@ from trl_storages.kernels.host.writing import NewRows
 
 __all__ = [
     "Commits",
+    "FrameTable",
     "LaneOrder",
     "MarkedRows",
     "NewRows",

@@ -44,6 +44,9 @@ class NewRows:
         device: where the rows are wanted, the CPU.
     """
 
+    #: The same rows as they are seen, where these are parts of them.
+    seen: NewRows | None = None
+
     def __init__(
         self,
         fields: Sequence[torch.Tensor],
@@ -95,6 +98,21 @@ class NewRows:
         words = np.zeros((self.num_rows, self._num_words), np.int64)
         put_rows(words, self.sources, np.arange(self.num_rows))
         return torch.from_numpy(words)
+
+    def parts(self, parts: np.ndarray, num_words: int) -> NewRows:
+        """Returns rows made of some bytes of these; what is written to a block later is in both.
+
+        Args:
+            parts: `[p, 4]` int64: which field, from which of its bytes on, where that begins in the new
+                rows, and how many bytes it is.
+            num_words: W of the new rows.
+        """
+        rows = NewRows([], parts[:0, 2:], self.num_rows, num_words, None, torch.device("cpu"))
+        rows._fields, rows.done, rows.ends = self._fields, self.done, self.ends
+        rows.sources = self.sources[parts[:, 0]]
+        rows.sources[:, _ADDRESS] += parts[:, 1]
+        rows.sources[:, _START:] = parts[:, 2:]
+        return rows
 
     def some(self, places: torch.Tensor) -> NewRows:
         """Returns some of the rows, of which no lane is written."""

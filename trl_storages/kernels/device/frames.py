@@ -1,0 +1,138 @@
+"""Frames that are stored once, gathered as stacks and compared with them, in tensor operations.
+
+Letters: N rows, E lanes (environments), D steps of the past, B rows picked, p stacks of k frames of F
+bytes, L lanes and S steps written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
+
+if TYPE_CHECKING:
+    from trl_storages.kernels.device.ring import Ring
+
+__all__ = ["FrameTable"]
+
+
+class FrameTable:
+    """Puts stacks together from single frames; see `kernels.host.frames.FrameTable`.
+
+    Args:
+        rows: `[N, *]` int64 as they are stored, contiguous.
+        past: `[D * E, *]` int64, likewise.
+        fields: `[p, 7]` int64, the stacks.
+    """
+
+    def __init__(self, rows: torch.Tensor, past: torch.Tensor, fields: np.ndarray) -> None:
+        self._fields, self._num_rows, self._num_past = fields, len(rows), len(past)
+        self._rows, self._past = rows.view(torch.uint8), past.view(torch.uint8)
+
+    def fill(
+        self,
+        ring: Ring,
+        stacks: np.ndarray,
+        slots: torch.Tensor,
+        following: torch.Tensor,
+        newest: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor],
+    ) -> None:
+        """Copies stacks to where they are wanted."""
+        for stack, last, to in zip(stacks.tolist(), newest, out, strict=True):
+            is_next = stack[0] != stack[1]
+            at = following if is_next else slots
+            at = torch.where(at < 0, at + self._num_rows, at)
+            # Slots behind those of the lanes hold no row.
+            inside = at.clamp(max=ring.num_slots - 1)
+            step, first = ring.steps(inside), ring.span(inside)[:, 0]
+            tail = ring.oldest(inside)
+            is_live = (step >= tail) & (inside == at)
+            depth = torch.where(is_live, step - first, 0)
+            step = torch.where(is_live, step, at // ring.num_envs)
+            tail = torch.where(is_live, tail, 0)
+            lane = at % ring.num_envs
+            found = self._frames(ring, lane, step, tail, depth, stack[3] - is_next, stack).flatten(
+                1
+            )
+            to.copy_(torch.cat([found, last], 1) if is_next else found)
+
+    def _frames(
+        self,
+        ring: Ring,
+        lane: torch.Tensor,
+        step: torch.Tensor,
+        tail: torch.Tensor,
+        depth: torch.Tensor,
+        count: int,
+        stack: Sequence[int],
+    ) -> torch.Tensor:
+        """Returns the frames up to a step of each lane, `[B, count, F]` bytes.
+
+        Args:
+            ring: of the rows.
+            lane: `[B]`, as the three that follow.
+            step: the newest one.
+            tail: the oldest live step.
+            depth: how many steps of its episode lie before `step`.
+            count: how many frames.
+            stack: `[7]`, which.
+        """
+        _, _, size, _, is_constant, stored, past = stack
+        num_lanes = ring.num_envs
+        back, lane = torch.arange(count, device=step.device).flip(0), lane.unsqueeze(1)
+        at = step.unsqueeze(1) - torch.minimum(back, depth.unsqueeze(1))
+        row = (at % ring.ring_steps * num_lanes + lane).reshape(-1)
+        gone = (at % (self._num_past // num_lanes) * num_lanes + lane).reshape(-1)
+        is_gone = (at < tail.unsqueeze(1)).reshape(-1, 1)
+        found = torch.where(
+            is_gone,
+            self._past[:, past : past + size].index_select(0, gone),
+            self._rows[:, stored : stored + size].index_select(0, row),
+        ).view(*at.shape, size)
+        return (
+            found.masked_fill((back > depth.unsqueeze(1)).unsqueeze(2), 0) if is_constant else found
+        )
+
+    def find_breaks(
+        self,
+        ring: Ring,
+        rows: NewRows,
+        num_steps: int,
+        cut: torch.Tensor | None = None,
+        lanes: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Finds rows whose stacks are none that can be put together from single frames."""
+        lanes = ring._named(lanes)
+        words, done = rows.steps(len(lanes), order)
+        now, newest = words.view(torch.uint8), ring.cursors[lanes] - 1
+        goes_on = torch.cat([ring.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
+        if cut is not None:
+            goes_on &= ~cut.to(goes_on.device)
+        depth = newest - ring.span(newest % ring.ring_steps * ring.num_envs + lanes)[:, 0]
+        before = (ring, lanes, newest, ring.tails[lanes], depth)
+        breaks = torch.zeros_like(done, dtype=torch.int64)
+        for row in self._fields.tolist():
+            place, root, size, count, is_constant, *_ = row
+            stack, followed = (
+                now[..., start : start + num_bytes].view(*done.shape, count, size)
+                for start, num_bytes in rows.places[[place, root]].tolist()
+            )
+            older = stack[..., :-1, :]
+            if place != root:
+                wrong = (older != followed[..., 1:, :]).flatten(2).any(2) * NOT_SHIFTED
+            else:
+                past = self._frames(*before, count, row).unsqueeze(1)
+                past = torch.cat([past, stack[:, :-1]], 1)[..., 1:, :]
+                differs = (older != past).flatten(2).any(2) * NOT_CONTINUED
+                padding = torch.zeros_like(older) if is_constant else stack[..., -1:, :]
+                is_amiss = (older != padding).flatten(2).any(2) * NOT_PADDED
+                wrong = torch.where(goes_on, differs, is_amiss)
+            breaks = torch.where((breaks == 0) & (wrong > 0), place * 4 + wrong, breaks)
+        return breaks

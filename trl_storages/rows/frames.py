@@ -1,0 +1,126 @@
+"""What is seen as a stack of frames, of which a row keeps the newest one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import NestedKey, unravel_key
+
+from trl_storages import arguments
+from trl_storages.keys import next_key
+
+__all__ = ["FrameStack", "Padding", "stacks_of"]
+
+Padding = Literal["same", "constant"]
+
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True)
+class FrameStack:
+    """Says that an observation is a stack of the newest frames, so that each is stored once.
+
+    It stands behind dtype and shape in `PackedStorage(fields=...)`, and in the recipes' `frame_stack`:
+    for the observation and for what lies under `next` of it.
+
+    Args:
+        num_frames: k, frames of a stack, the newest one last.
+        dim: the dimension along which they are stacked. The first one may hold several channels a frame,
+            as TorchRL's `CatFrames` and DrQ-v2 lay them; any other one is of k.
+        padding: what stands for the frames before an episode: "same" is its first frame, "constant"
+            is zeros. gymnasium's `FrameStackObservation` calls them "reset" and "zero".
+
+    Raises:
+        ValueError: `num_frames` is below 2, or `padding` something else.
+
+    >>> FrameStack(4).frame_shape(torch.Size([12, 84, 84]))
+    torch.Size([3, 84, 84])
+    """
+
+    num_frames: int
+    dim: int = 0
+    padding: Padding = "same"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # it is frozen for everybody else
+        put(self, "num_frames", arguments.integer("num_frames", self.num_frames, at_least=2))
+        put(self, "dim", arguments.integer("dim", self.dim, at_least=-_MOST_DIMS))
+        put(self, "padding", arguments.choice("padding", self.padding, get_args(Padding)))
+
+    def frame_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Returns the shape of a frame, with the frames along the first dimension.
+
+        Args:
+            shape: of the stack.
+
+        Raises:
+            ValueError: it is no stack of so many frames.
+        """
+        num_dims, count = len(shape), self.num_frames
+        if not -num_dims <= self.dim < num_dims:
+            raise ValueError(
+                f"dim must be one of the {num_dims} dimensions of a stack, which has the shape "
+                f"{list(shape)}; got {self.dim}."
+            )
+        place = self.dim % num_dims
+        size = shape[place]
+        if size % count or size == 0 or (place and size != count):
+            must = "a multiple of" if place == 0 else "just"
+            raise ValueError(
+                f"a stack must have {must} num_frames={count} along dim={self.dim}, got the shape "
+                f"{list(shape)}; frames of several channels are stacked along the first dimension."
+            )
+        rest = [*shape[:place], *shape[place + 1 :]]
+        return torch.Size([size // count, *rest] if place == 0 and size > count else rest)
+
+    def frames_first(self, stacks: torch.Tensor, batch_dims: int) -> torch.Tensor:
+        """Sees stacks with the frames along the first dimension behind those of the batch."""
+        num_dims = stacks.ndim - batch_dims
+        return stacks.movedim(batch_dims + self.dim % num_dims, batch_dims)
+
+    def as_seen(self, stacks: torch.Tensor, batch_dims: int) -> torch.Tensor:
+        """Sees stacks that have the frames first as they are asked for."""
+        num_dims = stacks.ndim - batch_dims
+        return stacks.movedim(batch_dims, batch_dims + self.dim % num_dims)
+
+
+def stacks_of(fields: Mapping[NestedKey, tuple[Any, ...]]) -> dict[NestedKey, FrameStack]:
+    """Returns which fields are stacks, also those under `next` of them.
+
+    Args:
+        fields: key -> (dtype, shape), or (dtype, shape, FrameStack).
+
+    Raises:
+        TypeError: what stands behind dtype and shape is no `FrameStack`.
+        ValueError: a shape is not that of its stack, or what lies under `next` is another stack.
+    """
+    named = {unravel_key(key): field for key, field in fields.items()}
+    said = {key: field[2] for key, field in named.items() if len(field) > 2}
+    for key, stack in said.items():
+        if not isinstance(stack, FrameStack) or len(named[key]) > 3:
+            raise TypeError(
+                f"{key!r} must be (dtype, shape) or (dtype, shape, FrameStack), got {named[key]!r}."
+            )
+    found: dict[NestedKey, FrameStack] = {}
+    for key, stack in said.items():
+        twin = next_key(key)
+        if key[0] == "next":
+            continue
+        stack.frame_shape(named[key][1])
+        found[key] = stack
+        if twin in named:
+            kinds = [(field[0], torch.Size(field[1])) for field in (named[key], named[twin])]
+            if kinds[0] != kinds[1] or said.get(twin, stack) != stack:
+                raise ValueError(
+                    f"{twin!r} must be the same stack as {key!r}, {named[key]}; got {named[twin]}."
+                )
+            found[twin] = stack
+    if alone := [key for key in said if key not in found]:
+        raise ValueError(
+            f"stacks under 'next' are those of the entries at the root, got {alone} alone: give the "
+            "FrameStack to these."
+        )
+    return found

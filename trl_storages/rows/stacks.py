@@ -1,0 +1,318 @@
+"""Rows that hold single frames, seen with the stacks that these make up.
+
+Letters: N rows, D steps of the past, E lanes (environments), W words of a row as it is seen, B any shape
+of slots, L lanes and S steps written now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from trl_storages.kernels import backend
+from trl_storages.kernels.stack_fields import NUM_COLUMNS
+from trl_storages.keys import next_key
+from trl_storages.ring import EpisodeIndex
+from trl_storages.ring.index import Kept
+from trl_storages.rows.layout import Field, Layout
+
+if TYPE_CHECKING:
+    from trl_storages.kernels import NewRows, RowTable
+
+__all__ = ["Evicted", "Stacks", "framed_rows"]
+
+_WORD = 8  # bytes
+
+
+class Evicted(NamedTuple):
+    """Frames of rows that a write evicts, while those that stay need them."""
+
+    places: torch.Tensor
+    """`[n]` int64, the rows of the past where they go."""
+    frames: torch.Tensor
+    """`[n, *]` int64, rows of the past."""
+
+
+class Stacks:
+    """Puts stacks together from the rows of a lane, and from the frames before its oldest one.
+
+    The past of a lane are the k - 1 steps before its oldest live row: step s of lane l is in row
+    `(s % D) * E + l`.
+
+    Args:
+        layout: of rows that have stacks.
+        episodes: the index of the rows.
+        rows: `[N, *]` int64 as they are stored.
+        past: `[D * E, *]` int64, that of other rows; None is empty.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        episodes: EpisodeIndex,
+        rows: torch.Tensor,
+        past: torch.Tensor | None = None,
+    ) -> None:
+        self._layout, self._episodes, self._rows = layout, episodes, rows
+        places = {field.key: place for place, field in enumerate(layout.fields)}
+        # Where each frame lies in a framed row, in a stored one, and in one of the past; and its bytes.
+        self._kept: list[tuple[int, int, int, int]] = []
+        fields, offset = [], 0
+        for key, stack in layout.stacks.items():
+            if key[0] == "next":
+                continue
+            frame, stored = layout.framed.field(key), layout.framed.stored_start(key)
+            is_constant = stack.padding == "constant"
+            kept = (frame.num_bytes, stack.num_frames, is_constant, stored, offset)
+            pair = [name for name in (key, next_key(key)) if name in layout.stacks]
+            fields += [(places[name], places[key], *kept) for name in pair]
+            self._kept.append((frame.start_byte, stored, offset, frame.num_bytes))
+            offset += _in_words(frame) * _WORD
+        #: D.
+        self.num_past = _num_past(layout)
+        if past is None:
+            size = self.past_shape(layout, episodes.num_envs)
+            past = torch.zeros(size, dtype=torch.int64, device=rows.device)
+        #: `[D * E, *]` int64.
+        self.past = past
+        self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
+        self._table = backend(rows.device).FrameTable(rows, past, self._fields)
+        # What lies in a row as it is seen and as it is stored with single frames: `(from, to, size)`.
+        self._spans = [*_spans(layout)]
+
+    @staticmethod
+    def past_shape(layout: Layout, num_lanes: int) -> tuple[int, int]:
+        """Returns the shape of the past, for rows in so many lanes."""
+        frames = [layout.framed.field(key) for key in layout.stacks if key[0] != "next"]
+        return _num_past(layout) * num_lanes, sum(map(_in_words, frames))
+
+    # Reading
+
+    def extend(
+        self,
+        framed: torch.Tensor,
+        slots: torch.Tensor,
+        following: torch.Tensor | None,
+        *,
+        pin_memory: bool = False,
+    ) -> torch.Tensor:
+        """Returns rows with their stacks.
+
+        Args:
+            framed: `[*B, *]` int64, the rows with their newest frames, of `layout.framed`.
+            slots: `[*B]` int64, as `following`.
+            following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
+                themselves.
+            pin_memory: whether the new memory is such that a GPU reads it by itself.
+
+        Returns:
+            `[*B, W]` int64 in new memory.
+        """
+        size = (slots.numel(), self._layout.num_words)
+        out = torch.empty(size, dtype=torch.int64, device=framed.device, pin_memory=pin_memory)
+        into, source = out.view(torch.uint8), framed.view(len(out), -1).view(torch.uint8)
+        for start, to, num_bytes in self._spans:
+            into[:, to : to + num_bytes] = source[:, start : start + num_bytes]
+        fields = [self._layout.fields[place] for place in self._fields[:, 0].tolist()]
+        frames = [self._layout.framed.field(it.key) for it in fields]
+        newest, targets = _columns(source, frames), _columns(into, fields)
+        self._fill(self._fields, slots, following, newest, targets)
+        return out.view(*slots.shape, -1)
+
+    def read(
+        self,
+        table: RowTable,
+        slots: torch.Tensor,
+        keys: Collection[NestedKey],
+        following: torch.Tensor | None = None,
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some stacks, together in less time than one by one.
+
+        Args:
+            table: of the rows.
+            slots: `[*B]` int64.
+            keys: of the stacks.
+            following: as in `extend`.
+
+        Returns:
+            key -> tensor `[*B, *shape]` in new memory.
+        """
+        stacks, newest, targets, found = [], [], [], {}
+        numbers = self._fields[:, 0].tolist()
+        for key in keys:
+            field = self._layout.field(key)
+            out = torch.empty((slots.numel(), field.size), dtype=field.dtype, device=slots.device)
+            targets.append(out.view(torch.uint8))
+            found[key] = field.as_stacks(out, slots.shape)
+            stacks.append(numbers.index(self._layout.fields.index(field)))
+            last = out
+            if key[0] == "next":
+                lenders = slots if following is None else following
+                frame = self._layout.framed.field(key)
+                last = table.pick_field(lenders, frame.start_byte, torch.uint8, (frame.num_bytes,))
+            newest.append(last.view(len(out), -1))
+        self._fill(self._fields[stacks], slots, following, newest, targets)
+        return found
+
+    def _fill(
+        self,
+        stacks: np.ndarray,
+        slots: torch.Tensor,
+        following: torch.Tensor | None,
+        newest: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        flat = slots.reshape(-1)
+        lent = flat if following is None else following.reshape(-1)
+        self._table.fill(self._episodes.ring, stacks, flat, lent, newest, targets)
+
+    # Writing
+
+    def find_breaks(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        lanes: Sequence[int] | None,
+        order: torch.Tensor | None,
+        cut: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Finds rows whose stacks can't be put together from single frames; see `FrameTable`."""
+        which = None if lanes is None else torch.tensor(lanes, device=self.past.device)
+        ring = self._episodes.ring
+        return self._table.find_breaks(ring, rows, num_steps, cut, which, order)
+
+    def evicted(
+        self,
+        rows: NewRows,
+        num_steps: int,
+        lanes: Sequence[int] | None,
+        order: torch.Tensor | None,
+    ) -> Evicted | None:
+        """Returns the frames that become the past with a write; None if there are none.
+
+        Args:
+            rows: that are written, with their newest frames.
+            num_steps: S.
+            lanes: L of them; None is all.
+            order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
+        """
+        episodes = self._episodes
+        lane = np.arange(episodes.num_envs) if lanes is None else np.asarray(lanes)
+        cursor, tail = episodes.host_steps[lane], episodes.host_tails[lane]
+        new_tail = cursor + num_steps - episodes.steps_per_lane
+        if (new_tail <= tail).all():
+            return None
+        step = new_tail[:, None] - 1 - np.arange(self.num_past)
+        which = (step >= tail[:, None]) & (new_tail > tail)[:, None]
+        of_lane = np.broadcast_to(lane[:, None], step.shape)[which]
+        ahead, step = (step - cursor[:, None])[which], step[which]
+        device = self.past.device
+        slots = step % episodes.ring_steps * episodes.num_envs + of_lane
+        stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
+        frames = self._as_past(stored, 1)
+        if (is_new := ahead >= 0).any():
+            # More is written at once than finds room.
+            at = np.broadcast_to(np.arange(len(lane))[:, None], which.shape)[which]
+            number = torch.from_numpy((at * num_steps + ahead)[is_new]).to(device)
+            number = number if order is None else order.reshape(-1)[number]
+            new = self._as_past(rows.words().index_select(0, number), 0)
+            frames[torch.from_numpy(is_new).to(device)] = new
+        places = step % self.num_past * episodes.num_envs + of_lane
+        return Evicted(torch.from_numpy(places).to(device), frames)
+
+    def _as_past(self, rows: torch.Tensor, kind: int) -> torch.Tensor:
+        """Returns the frames of framed rows (kind 0) or stored ones (kind 1) as rows of the past."""
+        frames = torch.zeros(len(rows), self.past.shape[1], dtype=torch.int64, device=rows.device)
+        into, source = frames.view(torch.uint8), rows.view(torch.uint8)
+        for *starts, to, size in self._kept:
+            into[:, to : to + size] = source[:, starts[kind] : starts[kind] + size]
+        return frames
+
+    def keep(self, evicted: Evicted) -> None:
+        """Takes frames into the past."""
+        self.past[evicted.places] = evicted.frames
+
+    def mover(self, kept: Kept) -> Callable[[], None]:
+        """Returns what sets the past right once only some rows are kept, from step 0 on."""
+        episodes = self._episodes
+        bounds = zip(episodes.host_tails.tolist(), episodes.host_steps.tolist(), strict=True)
+        frames = torch.zeros_like(self.past)
+        for lane, (tail, cursor) in enumerate(bounds):
+            first = cursor - len(kept.lanes[lane][0])
+            step = np.arange(first - self.num_past, first)
+            new = torch.from_numpy((step - first) % self.num_past * episodes.num_envs + lane)
+            slots = step % episodes.ring_steps * episodes.num_envs + lane
+            gone = torch.from_numpy(step % self.num_past * episodes.num_envs + lane)
+            device = self.past.device
+            stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
+            is_live = torch.from_numpy(step >= tail).to(device).unsqueeze(1)
+            past = self.past.index_select(0, gone.to(device))
+            frames[new.to(device)] = torch.where(is_live, self._as_past(stored, 1), past)
+
+        def put() -> None:
+            self.past.copy_(frames)
+
+        return put
+
+
+def framed_rows(layout: Layout, rows: NewRows) -> NewRows:
+    """Returns rows that are to be written as those with single frames, if the layout has stacks.
+
+    Args:
+        layout: of the rows as they are seen.
+        rows: these; they become `seen` of what is returned.
+    """
+    if not layout.stacks:
+        return rows
+    places, parts = {field.key: place for place, field in enumerate(layout.fields)}, []
+    for frame in layout.framed.fields:
+        whole = layout.field(frame.key)
+        first = whole.num_bytes - frame.num_bytes
+        parts.append((places[frame.key], first, frame.start_byte, frame.num_bytes))
+    framed = rows.parts(np.array(parts, np.int64), layout.framed.num_words)
+    framed.seen = rows
+    return framed
+
+
+def _spans(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Yields from where in framed rows to where in those that are seen bytes go, and how many."""
+    known: list[int] = []
+    for frame in sorted(layout.framed.fields, key=_start):
+        field = layout.field(frame.key)
+        if field.stack:
+            # It is gathered together with those before it.
+            continue
+        span = [frame.start_byte, field.start_byte, frame.num_bytes]
+        if known and known[0] + known[2] == span[0] and known[1] + known[2] == span[1]:
+            known[2] += span[2]
+            continue
+        if known:
+            yield tuple(known)  # type: ignore[misc]
+        known = span
+    if known:
+        yield tuple(known)  # type: ignore[misc]
+
+
+def _num_past(layout: Layout) -> int:
+    return max(stack.num_frames for stack in layout.stacks.values()) - 1
+
+
+def _in_words(frame: Field) -> int:
+    return -(-frame.num_bytes // _WORD)
+
+
+def _columns(rows: torch.Tensor, fields: Sequence[Field]) -> list[torch.Tensor]:
+    """Returns the bytes of fields in `[B, *]` bytes of rows."""
+    return [rows[:, it.start_byte : it.start_byte + it.num_bytes] for it in fields]
+
+
+def _is_next(field: tuple[int, ...]) -> bool:
+    return field[0] != field[1]
+
+
+def _start(field: Field) -> int:
+    return field.start_byte

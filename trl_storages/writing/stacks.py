@@ -1,0 +1,74 @@
+"""Checks that stacks of frames can be put together again from the newest frame of each.
+
+Letters: L lanes written now, T steps of each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
+from trl_storages.rows import Layout, PackedStorage, Stacks
+from trl_storages.writing.steps import Block, Steps
+
+__all__ = ["checked_stacks"]
+
+_KINDS = 4
+
+
+def checked_stacks(storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool) -> Block:
+    """Returns steps with stacks that continue one another.
+
+    Args:
+        storage: where they are to be written.
+        steps: rows.
+        block: those of some lanes.
+        cuts: whether an episode begins with a stack that does not continue the one before.
+
+    Raises:
+        ValueError: a stack does not continue the one before it in its lane, or begins an episode with
+            other frames than its padding.
+    """
+    layout, stacks = steps.layout, storage.stacks
+    rows = steps.rows.seen
+    if stacks is None:
+        # Nothing is written yet, so that there is nothing to continue.
+        words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)  # type: ignore[union-attr]
+        stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
+    breaks = stacks.find_breaks(rows, *block[:4])  # type: ignore[arg-type]
+    if breaks is not None and steps.rows.is_compact:
+        # What comes next is not known yet.
+        breaks = torch.where(breaks % _KINDS == NOT_SHIFTED, 0, breaks)
+    if breaks is None or not bool(breaks.any()):
+        return block
+    is_gap = breaks % _KINDS == NOT_CONTINUED
+    if cuts and bool(is_gap.any()):
+        cut = is_gap if block.cut is None else block.cut | is_gap
+        return checked_stacks(storage, steps, block._replace(cut=cut), cuts=False)
+    raise _error(layout, block, breaks)  # type: ignore[arg-type]
+
+
+def _error(layout: Layout, block: Block, breaks: torch.Tensor) -> ValueError:
+    at, step = breaks.nonzero()[0].tolist()
+    lane = at if block.lanes is None else block.lanes[at]
+    place, kind = divmod(int(breaks[at, step]), _KINDS)
+    field = layout.fields[place]
+    padding = field.stack.padding  # type: ignore[union-attr]
+    where = f"{field.key!r} of step {step} written to lane {lane}"
+    if kind == NOT_CONTINUED:
+        return ValueError(
+            f"a stack of frames must continue the one before it in its lane, with one new frame; {where} "
+            "does not. Call end_episodes() where environments are reset without a `done`, or another "
+            "stream of steps begins, or pass on_gap='cut'. Nothing was written."
+        )
+    if kind == NOT_PADDED:
+        before = "zeros" if padding == "constant" else "its newest frame"
+        return ValueError(
+            f"an episode must begin with a stack whose earlier frames are all {before} ({padding=!s}); "
+            f"{where} has others. Pass the padding that the environment has, begin episodes with a "
+            "reset, or leave the FrameStack out. Nothing was written."
+        )
+    return ValueError(
+        f"a stack of frames under 'next' must be that at the root with one new frame; {where} is not. "
+        "Nothing was written."
+    )
