@@ -16,9 +16,9 @@ pytestmark = pytest.mark.requirement("refused-is-unchanged")
 SIZE = 8
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """A directory of rows with priorities, closed."""
+@pytest.fixture(params=["closed", "killed"])
+def rows(tmp_path, request):
+    """A directory of rows with priorities."""
     storage = ReplayStorage(
         storage=PackedStorage(SIZE, scratch_dir=tmp_path / "rows"),
         writer=EpisodeWriter(),
@@ -28,7 +28,7 @@ def rows(tmp_path):
     steps = torch.arange(6)
     storage.extend(goal_transitions(torch.zeros(6).long(), steps, steps == 3))
     storage.update_priority(steps, steps.float() + 1)
-    storage.close()
+    storage.close() if request.param == "closed" else storage.storage.directory.abandon()
     return tmp_path / "rows"
 
 
@@ -49,6 +49,7 @@ def test_priorities(rows, which):
     assert storage.sampler.default_priority == 6
 
 
+@pytest.mark.parametrize("rows", ["closed"], indirect=True)
 @pytest.mark.parametrize("mode", ["r", "r+"])
 def test_rows_by_their_checksums(rows, mode):
     ReplayStorage.open(rows, mode=mode, sampler=UniformSampler(), check=True).close()

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from durable.rows import check, is_torn, make, priority_of, transitions, write
+from disk.power import check_priorities
+from disk.rows import found, is_torn, make, priority_of, transitions, without_ends, write
 from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
@@ -42,13 +43,15 @@ class TestReopening:
             write(storage, size)
         storage.close()
         again = make(tmp_path, num_envs)
-        check(again)
+        assert found(again) == found(storage)
+        check_priorities(again)
         assert len(again) == len(storage)
         assert again.writer._write_count == sum(blocks) * num_envs
         assert torch.equal(again.episodes.cursors, storage.episodes.cursors)
         assert_same(again.episodes.episodes(), storage.episodes.episodes())
         write(again, 4)
-        check(again)
+        found(again)
+        check_priorities(again)
 
     def test_draws_go_on(self, tmp_path, num_envs, blocks):
         def build():
@@ -66,7 +69,7 @@ class TestReopening:
         for size in blocks:
             write(storage, size)
             batch = storage.sample()
-            batch["td_error"] = priority_of(batch["index"], storage)
+            batch["td_error"] = priority_of(batch["serial"], 0)
             storage.update_tensordict_priority(batch)
         storage.close()
         again = build()
@@ -80,28 +83,27 @@ class TestReopening:
 def test_lanes_of_unequal_fill(tmp_path):
     storage = make(tmp_path, 4, 40)
     for step in range(25):
-        write(storage, 1 + step % 3, torch.tensor([step % 4, (step + 1 + step % 2) % 4]))
+        write(storage, 1 + step % 3, [step % 4, (step + 1 + step % 2) % 4])
     expected = storage.episodes.episodes()
     storage.close()
     again = make(tmp_path, 4, 40)
-    check(again)
+    assert found(again) == found(storage)
     assert_same(again.episodes.episodes(), expected)
 
 
 def test_a_killed_interpreter_keeps_what_was_not_flushed(tmp_path):
     storage = make(tmp_path)
     write(storage, 9)
+    expected = found(storage)
     del storage  # without close
-    again = make(tmp_path)
-    check(again)
-    assert len(again) == 9
+    assert found(make(tmp_path)) == expected
 
 
 def test_priorities(tmp_path):
     storage = make(tmp_path)
     write(storage, 30)
     batch = storage.sample()
-    batch["td_error"] = priority_of(batch["index"], storage)
+    batch["td_error"] = priority_of(batch["serial"], 0)
     storage.update_tensordict_priority(batch)
     expected = storage.sampler.priorities
     storage.storage.directory.abandon()
@@ -118,45 +120,51 @@ def test_priorities(tmp_path):
     assert make(tmp_path).sampler.priorities.isfinite().sum() == 3
 
 
+def steps_of_an_episode(first, num_steps):
+    """Steps of one lane, none of which ends its episode."""
+    steps = torch.arange(first, first + num_steps)
+    return transitions(without_ends(num_steps), steps, torch.zeros_like(steps))
+
+
 class TestTheSeam:
     """An episode goes on after reopening if the environment did, and only then."""
 
     def test_goes_on(self, tmp_path):
         storage = make(tmp_path)
-        write(storage, 5)
+        storage.extend(steps_of_an_episode(0, 5))
         storage.close()
         again = make(tmp_path)
-        write(again, 3)
+        again.extend(steps_of_an_episode(5, 3))
         assert again.episodes.episodes()["length"].tolist() == [8]
 
     def test_after_a_reset(self, tmp_path):
         storage = make(tmp_path)
-        write(storage, 5)
+        storage.extend(steps_of_an_episode(0, 5))
         storage.close()
         again = make(tmp_path)
-        again.extend(transitions(torch.zeros(3).long(), torch.arange(50, 53)))
+        again.extend(steps_of_an_episode(50, 3))
         assert again.episodes.episodes()["length"].tolist() == [5, 3]
         again.close()
         assert make(tmp_path).episodes.episodes()["length"].tolist() == [5, 3]
 
     def test_ended_by_hand(self, tmp_path):
         storage = make(tmp_path)
-        write(storage, 5)
+        storage.extend(steps_of_an_episode(0, 5))
         storage.end_episodes()
         storage.close()
         again = make(tmp_path)
-        write(again, 3)
+        again.extend(steps_of_an_episode(5, 3))
         assert again.episodes.episodes()["length"].tolist() == [5, 3]
 
     def test_trajectories_of_collectors(self, tmp_path):
         storage = make(tmp_path)
-        data = transitions(torch.zeros(6).long(), torch.arange(6))
+        data = steps_of_an_episode(0, 6)
         data["collector", "traj_ids"] = torch.tensor([4, 4, 4, 4, 9, 9])
         storage.extend(data)
         storage.close()
         again = make(tmp_path)
         assert again.writer._lanes.trajectory.tolist() == [9]
-        data = transitions(torch.zeros(2).long(), torch.arange(6, 8))
+        data = steps_of_an_episode(6, 2)
         again.extend(data.set(("collector", "traj_ids"), torch.tensor([9, 9])))
         assert again.episodes.episodes()["length"].tolist() == [4, 4]
 
@@ -210,7 +218,7 @@ def test_states_loaded_into_a_directory(tmp_path):
     for storage, path in ((target, "state"), (other, "loaded")):
         storage.close()
         again = make(tmp_path / path)
-        check(again)
+        found(again)
         assert_same(again[:], source[:])
 
 
@@ -241,7 +249,7 @@ def test_stock_writers_may_not_make_a_directory(tmp_path):
         storage=PackedStorage(24, scratch_dir=tmp_path / "rows"), writer=RoundRobinWriter()
     )
     with pytest.raises(RuntimeError, match="EpisodeWriter"):
-        buffer.extend(transitions(torch.zeros(10).long(), torch.arange(10)))
+        buffer.extend(steps_of_an_episode(0, 10))
     assert not (tmp_path / "rows").exists()
 
 
@@ -252,9 +260,9 @@ def test_stock_writers_may_not_spoil_episodes(tmp_path):
     rows = PackedStorage(24, scratch_dir=tmp_path)
     buffer = TensorDictReplayBuffer(storage=rows, writer=RoundRobinWriter())
     with pytest.raises(RuntimeError, match="EpisodeWriter"):
-        buffer.extend(transitions(torch.zeros(2).long(), torch.arange(2)))
+        buffer.extend(steps_of_an_episode(0, 2))
     buffer.storage.close()
-    check(make(tmp_path))
+    found(make(tmp_path))
 
 
 SPACES = Box(-1, 1, (3,)), Discrete(2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from durable.rows import check, is_torn, make, priority_of, write
+from disk.rows import found, is_torn, make, priority_of, write
 
 from trl_storages import (
     ERESampler,
@@ -30,7 +30,7 @@ class TestReaders:
             write(storage, size)
             batch = reader.sample()
             assert not is_torn(batch).any()
-            check(reader)
+            assert found(reader) == found(storage)
             assert torch.equal(reader.episodes.cursors, storage.episodes.cursors)
             assert_same(reader.episodes.episodes(), storage.episodes.episodes())
         storage.empty()
@@ -75,7 +75,7 @@ class TestReaders:
         write(storage, 30)
         reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(24), batch_size=16)
         batch = reader.sample()
-        batch["td_error"] = priority_of(batch["index"], storage)
+        batch["td_error"] = priority_of(batch["serial"], 0)
         storage.update_tensordict_priority(batch)
         expected = storage.sampler.priorities
         reader.sample()
@@ -85,10 +85,10 @@ class TestReaders:
         # A row that was overwritten since it was drawn keeps its new priority.
         batch = reader.sample()
         write(storage, 24)
-        batch["td_error"] = torch.full((16,), 50.0)
+        batch["td_error"] = torch.full((16,), 5000.0)
         storage.update_tensordict_priority(batch)
         priorities = storage.sampler.priorities
-        assert (priorities[priorities.isfinite()] < 50).all()
+        assert (priorities[priorities.isfinite()] < 5000).all()
 
     def test_begin_phases_when_rows_come(self, tmp_path):
         storage = make(tmp_path)
@@ -111,7 +111,7 @@ class TestReaders:
             write(reader, 1)
         reader.storage.rows.zero_()  # in its own memory
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        check(storage)
+        found(storage)
 
     def test_bad_arguments(self, tmp_path):
         storage = make(tmp_path)

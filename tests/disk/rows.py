@@ -24,6 +24,8 @@ __all__ = [
     "new_serials",
     "priority_of",
     "transitions",
+    "without_ends",
+    "write",
 ]
 
 NOISE = 5
@@ -75,6 +77,25 @@ def transitions(serial: torch.Tensor, step: torch.Tensor, lane: torch.Tensor) ->
     )
 
 
+def without_ends(num_steps: int) -> torch.Tensor:
+    """Returns serial numbers of rows that end no episode."""
+    serials = new_serials(3 * num_steps + 20)
+    return serials[~_ends(serials)][:num_steps]
+
+
+def write(storage: ReplayStorage, num_steps: int, lanes: list[int] | None = None) -> TensorDict:
+    """Writes the next steps of some lanes, and returns them, `[L, S]`."""
+    cursors = storage.episodes.num_steps_written.clone()
+    of = torch.arange(len(cursors)) if lanes is None else torch.tensor(lanes)
+    steps = cursors[of].unsqueeze(1) + torch.arange(num_steps)
+    block = transitions(new_serials(*steps.shape), steps, of.unsqueeze(1).expand_as(steps))
+    if lanes is not None:
+        storage.writer.extend(block.clone(), lanes=of)
+    else:
+        storage.extend(block.clone() if len(cursors) > 1 else block[0].clone())
+    return block
+
+
 def is_torn(rows: TensorDict) -> torch.Tensor:
     """Whether each row `[B]` is anything else than one row that was written."""
     step, lane = rows["observation"].long().unbind(-1)
@@ -99,7 +120,7 @@ def make(
     size: int = 24,
     *,
     with_priorities: bool = True,
-    batch_size: int = 8,
+    batch_size: int | None = 8,
     **options: Any,
 ) -> ReplayStorage:
     """A storage of `size` rows in a directory, new or as it was left."""

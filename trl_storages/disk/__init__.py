@@ -12,8 +12,8 @@ said by one of two tables in `commits`; a selector word says which. Steps never 
     priorities.G.bin    [R E + 1] int64, if a sampler keeps some: a float32, a check over it and the mark
     lock                flock of the one writer
 
-A write is `begin` (marks away), rows, `seal` (checksums, marks), then `commit` (the other table, the
-selector): a killed writer leaves what was committed before it or after it, whole.
+A write is `begin` (marks away), rows, `seal` (checksums and priorities, marks), then `commit` (the other
+table, the selector): a killed writer leaves what was committed before it or after it, whole.
 
                   create                     first write: a history
     (nothing) ------------> CLEAN, no rows ------------------------+
@@ -24,7 +24,7 @@ selector): a killed writer leaves what was committed before it or after it, whol
                         open: every row is looked at                |
                         (killed, or power cut) ---------------------+
 
-    CLEAN     storage.json says so: the selected table is trusted, its rows are looked at by mark
+    CLEAN     storage.json says so: the selected table is trusted, its rows are taken in by their marks
     WRITTEN   everything is looked at by checksum: the selected table counts if each of its rows is whole;
               otherwise, lane by lane, the run of whole rows around the last one that was flushed
     load      files of generation G + 1 are filled beside the old ones, and one rename switches
