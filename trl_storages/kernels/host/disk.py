@@ -387,8 +387,12 @@ def _clear(
         cursor = lanes[lane, CURSOR]
         if tables[selector[0] & 1, 2 + lane] > cursor:
             continue
-        for step in range(cursor + max(num_steps - most_live, 0), cursor + num_steps):
-            marks[step % room * len(lanes) + lane, 0] = 0
+        start = cursor + max(num_steps - most_live, 0)
+        place = start % room
+        for _ in range(start, cursor + num_steps):
+            marks[place * len(lanes) + lane, 0] = 0
+            # To divide takes longer than all the rest.
+            place = place + 1 if place + 1 < room else 0
     fenced()
 
 
@@ -411,9 +415,10 @@ def _mark(
     for i in range(len(written)):
         lane = written[i]
         first = lanes[lane, CURSOR] - num_steps
+        place = first % room
         for s in range(num_steps):
-            step = first + s
-            slot = step % room * len(lanes) + lane
+            step, slot = first + s, place * len(lanes) + lane
+            place = place + 1 if place + 1 < room else 0
             entry = episode[slot]
             mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
             if spans[entry, FIRST] == step:
@@ -426,9 +431,10 @@ def _mark(
                 words[slot] = _sealed(largest, mark, factors)
     fenced()
     for i in range(len(written)):
-        first = lanes[written[i], CURSOR] - num_steps
+        place = (lanes[written[i], CURSOR] - num_steps) % room
         for s in range(num_steps):
-            marks[(first + s) % room * len(lanes) + written[i], 0] = new[i, s]
+            marks[place * len(lanes) + written[i], 0] = new[i, s]
+            place = place + 1 if place + 1 < room else 0
     fenced()
 
 
