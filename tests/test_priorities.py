@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scipy.stats import chisquare
 
 from trl_storages.priorities import ABSENT, PriorityTable
-from trl_storages.priorities.weighing import leaf_weights
+from trl_storages.priorities.table import leaf_weights
 from trl_storages.ring import EpisodeIndex
 
 CPU = torch.device("cpu")

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from trl_storages.kernels import Backend, device, host
-from trl_storages.kernels.absent import ABSENT
 from trl_storages.kernels.host import lane_order as host_lane_order
 from trl_storages.kernels.host import raw_priorities as host_raw_priorities
 from trl_storages.kernels.host import tree as host_tree
-from trl_storages.kernels.tree_levels import level_starts
+from trl_storages.kernels.tree_tables import ABSENT, level_starts
 from trl_storages.ring import EpisodeIndex
 
 BACKENDS = {"host": host, "device": device}

@@ -13,8 +13,16 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.arrays.ends import Ends, as_flags, check_flags, ends_of, last_rows, whole_rows
-from trl_storages.arrays.names import Entries, sort_entries
+from trl_storages.arrays.names import (
+    Ends,
+    Entries,
+    as_flags,
+    check_flags,
+    ends_of,
+    last_rows,
+    sort_entries,
+    whole_rows,
+)
 from trl_storages.gym.columns import as_tensor
 from trl_storages.gym.fields import Field, check_free
 from trl_storages.keys import (

@@ -4,7 +4,7 @@ A `PriorityTable` keeps the raw priorities by slot, and derives from them a tree
 `trl_storages.kernels`.
 """
 
-from trl_storages.kernels.absent import ABSENT
+from trl_storages.kernels.tree_tables import ABSENT
 from trl_storages.priorities.table import Normalization, PriorityTable
 
 __all__ = ["ABSENT", "Normalization", "PriorityTable"]

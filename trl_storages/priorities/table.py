@@ -12,15 +12,83 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from trl_storages.functional.priorities import importance_weight
+from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
-from trl_storages.kernels.absent import ABSENT
-from trl_storages.priorities.late_error import LateError
-from trl_storages.priorities.weighing import leaf_weights
+from trl_storages.kernels.tree_tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["Normalization", "PriorityTable"]
+__all__ = ["LateError", "Normalization", "PriorityTable", "leaf_weights"]
+
+
+class LateError:
+    """A flag on a device, and a copy of it on the host that follows in its own time.
+
+    Reading the flag would make the host wait for all the work queued before it. The copy is read
+    instead: it may lag behind, and is right once the device has come that far.
+
+    Args:
+        device: where errors are found.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Only into pinned memory does a copy go its way alone.
+        pinned = device.type == "cuda" and torch.cuda.is_available()
+        self._flag = torch.zeros((), dtype=torch.bool, device=device)
+        self._heard = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
+
+    def note(self, wrong: torch.Tensor) -> None:
+        """Takes note of an error where `wrong`, bool `[]` on the device, is true."""
+        self._flag.logical_or_(wrong)
+        self._heard.copy_(self._flag, non_blocking=True)
+
+    def pop(self, *, wait: bool = False) -> bool:
+        """Returns whether there was an error, and forgets it.
+
+        Args:
+            wait: whether to wait for the device, and hear of all errors so far.
+        """
+        source = self._flag if wait else self._heard
+        # Tensors of a simulated device (a subclass) have no value to read.
+        if type(source) is not torch.Tensor or not bool(source):
+            return False
+        self._flag.zero_()
+        self._heard.zero_()
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles would lose the pinned memory; and the error is not theirs.
+        return type(self), (self._flag.device,)
+
+
+# torch raises numbers to a power in vectors of at most so many, and differently, in the last bit, where
+# some are left over; and it shares more than `_SERIAL` of them among threads.
+_VECTOR = 16
+_SERIAL = 32_768
+
+
+def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch.Tensor:
+    """Returns `(p + eps)^alpha`, the same for the same priority wherever it stands.
+
+    So a table has the same weights, bit for bit, whether they came one by one or all at once.
+
+    Args:
+        priorities: `[n]` float32.
+        alpha: exponent of the draws.
+        eps: added to priorities.
+
+    Returns:
+        `[n]` float64.
+    """
+    size, weights = priorities.numel(), priorities.double()
+    if left_over := -size % _VECTOR:
+        weights = torch.cat([weights, weights.new_ones(left_over)])
+    if size > _SERIAL:
+        parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]  # type: ignore[no-untyped-call]
+        return torch.cat(parts)[:size]
+    weights = draw_weight(weights, alpha=alpha, eps=eps)
+    return weights[:size] if left_over else weights
+
 
 #: Whose largest weight is 1: that of the batch, that of all rows that could have been drawn, or none.
 Normalization = Literal["batch", "storage", "none"]

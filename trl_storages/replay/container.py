@@ -34,8 +34,14 @@ from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
 from trl_storages.replay.loader import batches_of, make_loader
-from trl_storages.replay.options import ONE_FORM, check_goals, check_options, check_parts, goal_keys
-from trl_storages.replay.parameters import Parameter
+from trl_storages.replay.options import (
+    ONE_FORM,
+    Parameter,
+    check_goals,
+    check_options,
+    check_parts,
+    goal_keys,
+)
 from trl_storages.replay.remote import in_actor
 from trl_storages.replay.saving import (
     Parts,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trl_storages.kernels.absent import ABSENT
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.marks import (
@@ -30,6 +29,7 @@ from trl_storages.kernels.marks import (
     pack_marks,
     unpack_marks,
 )
+from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = [
     "Commits",

@@ -9,7 +9,7 @@ import torch
 
 from trl_storages.kernels.device.scattering import only_last
 from trl_storages.kernels.ring_tables import take
-from trl_storages.kernels.tree_levels import FAN_OUT, level_starts
+from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
 
 __all__ = ["SumTree"]
 

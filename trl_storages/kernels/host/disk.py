@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trl_storages.kernels.absent import ABSENT
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
@@ -38,6 +37,7 @@ from trl_storages.kernels.marks import (
     factors,
 )
 from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
+from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = [
     "Commits",

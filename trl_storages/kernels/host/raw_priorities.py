@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from trl_storages.kernels.absent import ABSENT
 from trl_storages.kernels.host.compiling import compiled
+from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = ["RawPriorities"]
 

@@ -1,8 +1,12 @@
-"""Where the nodes of a sum tree lie, in one table for all levels."""
+"""What stands for a priority where there is none, and where the nodes of a sum tree lie in one table."""
 
 from __future__ import annotations
 
-__all__ = ["FAN_OUT", "level_starts"]
+__all__ = ["ABSENT", "FAN_OUT", "level_starts"]
+
+#: The priority of a slot without a row. It is never drawn, and never the least.
+ABSENT = float("inf")
+
 
 #: Children of a node: eight float64 numbers are a line of the cache.
 FAN_OUT = 8
