@@ -5,6 +5,9 @@ Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
 import torch
 
 from trl_storages.kernels.device.scattering import only_last
@@ -41,6 +44,10 @@ class SumTree:
         # What names no leaf is written to this one, as nothing.
         self._spare = num_leaves
         self._child = torch.arange(FAN_OUT, device=device)
+        # Of each level from below: how often leaves are divided by eight, and where it begins.
+        depth = len(self._sums)
+        self._shifts = 3 * torch.arange(depth, device=device).view(-1, 1, 1)
+        self._firsts = torch.tensor(starts[-2:0:-1], device=device).view(-1, 1, 1, 1)
         self._least: list[torch.Tensor] | None = None
 
     def _levels(self, table: torch.Tensor) -> list[torch.Tensor]:
@@ -104,32 +111,38 @@ class SumTree:
 
     def _edges(
         self, start: torch.Tensor, stop: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sums over ranges, and finds what the nodes on their edges weigh within them.
 
         A range has two edges: the nodes above its first leaf, and those above its last. All other
         nodes lie in it as a whole or not at all.
 
         Returns:
-            `[R]` sums, and by the level of their children, from below: `[R, 2]` the nodes on the
-            edges, `[R, 2, 8]` what their children weigh within the range.
+            `[R]` sums, and by the level of their children, from the root: `[L, R, 2]` the nodes on the
+            edges, `[L, R, 2, 8]` what their children weigh within the range.
         """
         # An empty range is a leaf that weighs nothing.
         edge = torch.stack([start, torch.maximum(stop - 1, start)], 1)
         is_any = (start < stop).unsqueeze(1)
         weight = torch.where(is_any, take(self._sums[-1].view(-1), edge), 0.0)
-        found = []
-        for sums in reversed(self._sums):
-            node = edge // FAN_OUT
-            child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
-            left, right = edge.view(-1, 2, 1, 1).unbind(1)
+        # Of all levels at once, `[L, R, 2, 8]`: what does not depend on the level below.
+        edges = edge >> self._shifts
+        nodes = edges // FAN_OUT
+        child = torch.add(self._child, nodes.unsqueeze(3), alpha=FAN_OUT)
+        left, right = edges.view(*edges.shape, 1, 1).unbind(2)
+        is_inside = (child > left) & (child < right)
+        inside = torch.where(is_inside, take(self._table, child + self._firsts), 0.0)
+        levels = zip(
+            inside.unbind(), (child == left).unbind(), (child == right).unbind(), strict=True
+        )
+        parts = []
+        for part, is_left, is_right in levels:
             left_weight, right_weight = weight.view(-1, 2, 1, 1).unbind(1)
-            part = torch.where((child > left) & (child < right), take(sums, node), 0.0)
-            part = torch.where(child == right, right_weight, part)
-            part = torch.where(child == left, left_weight, part)
-            found.append((node, part))
-            edge, weight = node, _sums_of(part)
-        return weight[:, 0], found
+            part = torch.where(is_right, right_weight, part)
+            part = torch.where(is_left, left_weight, part)
+            parts.append(part)
+            weight = _sums_of(part)
+        return weight[:, 0], nodes.flip(0), torch.stack(parts[::-1])
 
     def draw(
         self,
@@ -147,36 +160,34 @@ class SumTree:
         Returns:
             `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must weigh something.
         """
-        uniform = (noise >> 10).double() * 2.0**-53
+        uniform = ((noise >> 10).double() * 2.0**-53).unsqueeze(1)
         if start is None or stop is None:
-            leaf = self._descend(uniform * self.total)
+            leaf = self._descend(uniform * self.total, repeat((), len(self._sums)))
         else:
-            totals, edges = self._edges(start, stop)
+            totals, nodes, parts = self._edges(start, stop)
             ends = totals.cumsum(0)
-            mass = uniform * ends[-1]
-            which, mass = _part_at(ends.repeat(mass.shape[0], 1), mass.unsqueeze(1))
-            edges = [(take(node, which), take(part, which)) for node, part in edges]
+            which, mass = _part_at(ends.unsqueeze(0), uniform * ends[-1])
+            nodes, parts = nodes.index_select(1, which), parts.index_select(1, which)
+            edges = zip(*nodes.unbind(2), *parts.unbind(2), strict=True)
             leaf = self._descend(mass, edges)
         return leaf, self.weights.index_select(0, leaf)
 
-    def _descend(
-        self, rest: torch.Tensor, edges: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    ) -> torch.Tensor:
-        """Goes down from the root with a `[B]` mass, and returns the leaves it comes to.
+    def _descend(self, rest: torch.Tensor, edges: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Goes down from the root with a `[B, 1]` mass, and returns the leaves it comes to.
 
         Args:
             rest: the masses.
-            edges: for each draw, as `_edges` returns them, the parts of nodes that are in its range.
+            edges: for each level, if draws are within ranges: `[B]` the node of each draw on the left
+                edge of its range, `[B]` that on the right one, and `[B, 8]` what their children weigh.
         """
-        node = torch.zeros_like(rest, dtype=torch.int64)
-        for level, sums in enumerate(self._sums):
+        node = torch.zeros_like(rest[:, 0], dtype=torch.int64)
+        for sums, edge in zip(self._sums, edges, strict=True):
             weights = sums.index_select(0, node)
-            if edges is not None:
-                on_edge, parts = edges[-1 - level]
-                is_left, is_right = (on_edge == node.unsqueeze(1)).unsqueeze(2).unbind(1)
-                weights = torch.where(is_right, parts[:, 1], weights)
-                weights = torch.where(is_left, parts[:, 0], weights)
-            chosen, rest = _part_at(weights.cumsum(1), rest.unsqueeze(1))
+            if edge:
+                left, right, left_part, right_part = edge
+                weights = torch.where((right == node).unsqueeze(1), right_part, weights)
+                weights = torch.where((left == node).unsqueeze(1), left_part, weights)
+            chosen, rest = _part_at(weights.cumsum(1), rest)
             node = torch.add(chosen, node, alpha=FAN_OUT)
         return node
 
@@ -231,14 +242,13 @@ def _part_at(ends: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torc
     """Finds the last part that adds to the sum and begins at or below `rest`.
 
     Args:
-        ends: `[B, n]`, where the parts end.
+        ends: `[B, n]` or `[1, n]`, where the parts end.
         rest: `[B, 1]` masses.
 
     Returns:
-        `[B]` which part it is, and how far into it the mass reaches.
+        `[B]` which part it is, and `[B, 1]` how far into it the mass reaches.
     """
-    # The first that ends above the mass; where rounding took the mass to the end, the last that adds.
-    part = torch.searchsorted(ends, rest, right=True)
-    part = torch.minimum(part, torch.searchsorted(ends, ends[:, -1:].contiguous()))
-    begins = ends.gather(1, (part - 1).clamp(min=0))
-    return part.squeeze(1), (rest - torch.where(part > 0, begins, 0.0)).squeeze(1)
+    # Those before it end at or below the mass; where rounding took that to the end, the last one stays
+    # that adds.
+    is_before = (ends <= rest) & (ends < ends[:, -1:])
+    return is_before.sum(1), rest - (ends * is_before).amax(1, keepdim=True)
