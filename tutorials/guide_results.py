@@ -1,0 +1,142 @@
+"""Trains the agents of the guides at their whole budgets, on three seeds, and prints what they learnt.
+
+    python tutorials/guide_results.py                              # makes the runs that are missing
+    python tutorials/guide_results.py --table                      # only prints the table
+    python tutorials/guide_results.py --only rlpd --seeds 3 4      # another guide alone, other seeds
+
+A finished run is one line of guide_results.jsonl, with its budget and with its bound as it stood before
+the run. It is made again only where one of these has changed since.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from learning_results import versions
+from options import OneLineParser, integer_from
+
+RESULTS = Path(__file__).with_name("guide_results.jsonl")
+# What each measures after its training.
+GUIDES = {
+    "offline_goals": "tests that arrive",
+    "recurrent": "signs that are followed",
+    "torchrl_trainer": "goals that are reached",
+}
+
+
+def planned(guides: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns all that decides the runs, and what is asked of them."""
+    return [
+        {
+            "guide": name,
+            "agent": agent,
+            "seed": seed,
+            "budget": asdict(guide.Budget()),
+            "at_least": guide.AT_LEAST.get(agent),
+            "at_most": guide.AT_MOST.get(agent),
+        }
+        for name in guides
+        for guide in [importlib.import_module(name)]
+        for seed in seeds
+        for agent in guide.AGENTS
+    ]
+
+
+def make(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains an agent; returns how it went."""
+    guide = importlib.import_module(run["guide"])
+    # Time on a processor: it hardly depends on what else the machine does.
+    start = time.process_time()
+    result = guide.train(run["agent"], run["seed"], guide.Budget())
+    seconds = round(time.process_time() - start)
+    return {**run, "result": round(result, 4), "seconds": seconds, "versions": versions()}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the finished runs."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [finished_run(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def finished_run(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        meets(record)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise SystemExit(
+            f"guide_results.py: line {number} of {path} is not a finished run: remove it"
+        ) from None
+    return record
+
+
+def of_run(run: Mapping[str, Any], finished: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the finished run of the same settings, the last of equal ones."""
+    same = (record for record in reversed(finished) if run.items() <= record.items())
+    return next(same, None)
+
+
+def meets(record: Mapping[str, Any]) -> bool:
+    """Says whether a result is within its bounds."""
+    low, high = record["at_least"], record["at_most"]
+    return (low is None or record["result"] >= low) and (high is None or record["result"] <= high)
+
+
+def table(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -> str:
+    """Returns the results as Markdown; one outside of its bound stands out in bold."""
+    lines = ["| guide | agent | measured | results | asked |", "|---|---|---|---|---|"]
+    for guide, agent in dict.fromkeys((run["guide"], run["agent"]) for run in runs):
+        of_row = [run for run in runs if (run["guide"], run["agent"]) == (guide, agent)]
+        shown = ", ".join(cell(of_run(run, finished)) for run in of_row)
+        lines.append(f"| {guide}.py | {agent} | {GUIDES[guide]} | {shown} | {asked(of_row[0])} |")
+    return "\n".join(lines)
+
+
+def cell(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    result = f"{record['result']:.2f}"
+    return result if meets(record) else f"**{result}**"
+
+
+def asked(run: Mapping[str, Any]) -> str:
+    bounds = {"≥": run["at_least"], "≤": run["at_most"]}
+    return ", ".join(f"{sign} {bound:.2f}" for sign, bound in bounds.items() if bound is not None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the runs that are missing; returns 1 where one is not within its bound."""
+    parser = OneLineParser(
+        prog="guide_results.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=[*GUIDES], choices=GUIDES, help="guides (all)")
+    add("--seeds", nargs="+", default=[0, 1, 2], type=integer_from(0), help="(%(default)s)")
+    add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
+    add("--table", action="store_true", help="only print the table, of the runs that are finished")
+    args = parser.parse_args(argv)
+    runs, finished = planned(args.only, args.seeds), read(args.results)
+    for run in runs:
+        if args.table or of_run(run, finished):
+            continue
+        torch.set_num_threads(1)
+        finished.append(record := make(run))
+        with args.results.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        said = f"{run['guide']}, {run['agent']}, seed {run['seed']}: {record['result']:.2f}"
+        print(f"{said} in {record['seconds']} s", file=sys.stderr, flush=True)
+    print(table(runs, finished))
+    records = [of_run(run, finished) for run in runs]
+    return int(not all(record is None or meets(record) for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Learns to reach any goal of a maze from a data set alone, by goals out of a mixture.
+
+    python tutorials/offline_goals.py                              # a mixture of goals: about 1 minute
+    python tutorials/offline_goals.py --agent future               # the same agent by future goals alone
+
+The data are of a ball that rolls around at random in PointMaze: short episodes, none of which leads from
+one arm of the U-shaped maze to the other. The test is just that. Goals of the `future` of a step are
+goals of its own episode; whoever learns by these alone has never been asked for more. With `random`
+goals, of any episode, values must be put together from episodes that meet, and `current` ones say what
+it is like to have arrived. The two agents differ in nothing but these shares.
+
+Each batch has two goals, one for the value and one for the actor, drawn by two samplers.
+
+Reference: Park et al. 2025, OGBench, arXiv:2410.20092, whose GCIVL the agent is: a value by expectile
+regression (Kostrikov et al. 2021, arXiv:2110.06169), and an actor by weights of its advantage.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from options import OneLineParser, integer_from, need
+from torch import Tensor, nn
+from torchrl.modules import MLP
+
+from trl_storages import GoalRelabel, HERReplayStorage, HERSampler, ReplayStorage
+from trl_storages.datasets import from_arrays
+
+# Where goals come from: those of the value, and those of the actor.
+AGENTS: dict[str, tuple[Any, Any]] = {
+    "mixture": ({"future": 0.5, "random": 0.3, "current": 0.2}, {"future": 0.5, "random": 0.5}),
+    "future": ("future", "future"),
+}
+# Success rates that are asked of the whole budget; they were written down before its runs.
+AT_LEAST, AT_MOST = {"mixture": 0.80}, {"future": 0.50}
+NEAR = 0.45  # Whoever comes so close has arrived, says PointMaze.
+DISCOUNT, EXPECTILE, TEMPERATURE = 0.95, 0.8, 5.0
+U_MAZE = [
+    [1, 1, 1, 1, 1],
+    [1, 0, 0, 0, 1],
+    [1, 1, 1, 0, 1],
+    [1, 0, 0, 0, 1],
+    [1, 1, 1, 1, 1],
+]
+FREE = [(row, column) for row in range(5) for column in range(5) if not U_MAZE[row][column]]
+ENDS = [(1, 1), (3, 1)]  # of both arms
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many episodes of data, updates and tests."""
+
+    episodes: int = 2_000
+    updates: int = 10_000
+    tests: int = 50
+
+
+class Slower(gymnasium.Wrapper):
+    """Holds each action for some steps, for the ball hardly moves in one."""
+
+    def __init__(self, env: gymnasium.Env, steps: int = 10) -> None:
+        super().__init__(env)
+        self.steps = steps
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        """Takes the steps."""
+        for _ in range(self.steps):
+            result = self.env.step(action)
+        return result
+
+
+def make_maze() -> gymnasium.Env:
+    gymnasium.register_envs(need("gymnasium_robotics"))
+    maze = gymnasium.make("PointMaze_UMaze-v3", maze_map=U_MAZE, max_episode_steps=None)
+    return Slower(maze.unwrapped)
+
+
+def roll_around(episodes: int, seed: int, steps: int = 12) -> dict[str, np.ndarray]:
+    """Collects data: pushes the ball into a random direction, and soon into another."""
+    env, rng = make_maze(), np.random.default_rng(seed)
+    observations, actions = [], []
+    for episode in range(episodes):
+        start = np.array(FREE[rng.integers(len(FREE))])
+        seen, _ = env.reset(seed=seed + episode, options={"reset_cell": start})
+        for _ in range(steps):
+            if not actions or rng.random() < 0.2:
+                push = rng.uniform(-1, 1, 2).astype(np.float32)
+            observations.append(seen["observation"])
+            actions.append(push)
+            seen, *_ = env.step(push)
+    is_last = np.arange(1, len(actions) + 1) % steps == 0
+    return {
+        "observations": np.stack(observations),
+        "actions": np.stack(actions),
+        "timeouts": is_last,
+    }
+
+
+def arrived(achieved: Tensor, goal: Tensor, _: Mapping[Any, Tensor]) -> Tensor:
+    return (achieved - goal).norm(dim=-1) <= NEAR
+
+
+def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> ReplayStorage:
+    """Makes a storage of the data, whose batches have a goal for the value and one for the actor."""
+    of_value, of_actor = AGENTS[agent]
+    storage = from_arrays(
+        data,
+        recipe=HERReplayStorage,
+        float_dtype=torch.float32,
+        goal_fn=lambda observation: observation[..., :2],
+        reward_fn=lambda *reached: arrived(*reached).float() - 1,
+        terminated_fn=arrived,
+        goal_selection_strategy=of_value,
+        num_goals=math.inf,
+        seed=seed,
+    )
+    further = HERSampler(of_actor, math.inf, goal_key="actor_goal", base=storage.sampler)
+    storage.set_sampler(further)
+    storage.append_transform(GoalRelabel(None, goal_key="actor_goal"))
+    return storage
+
+
+class Learner:
+    """An actor, and what it is worth to be somewhere with a goal."""
+
+    def __init__(self) -> None:
+        layers = {"num_cells": [128, 128], "activation_class": nn.ReLU}
+        self.value = MLP(6, 1, **layers)
+        self.late_value = deepcopy(self.value).requires_grad_(False)
+        self.actor = nn.Sequential(MLP(6, 2, **layers), nn.Tanh())
+        parameters = [*self.value.parameters(), *self.actor.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=1e-3)
+
+    def update(self, batch: Mapping[Any, Tensor]) -> None:
+        """Learns from a batch."""
+        before, after = batch["observation"], batch["next", "observation"]
+        loss = self.value_loss(batch, before, after) + self.actor_loss(batch, before, after)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            for late, new in zip(
+                self.late_value.parameters(), self.value.parameters(), strict=True
+            ):
+                late.lerp_(new, 0.02)
+
+    def value_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
+        """Draws values to the better of what followed: above 0.5, an expectile leans to the maximum."""
+        goal = batch["desired_goal"]
+        with torch.no_grad():
+            goes_on = ~batch["next", "terminated"]
+            to_come = DISCOUNT * goes_on * self.late_value(torch.cat([after, goal], -1))
+            target = batch["next", "reward"] + to_come
+        error = target - self.value(torch.cat([before, goal], -1))
+        return (torch.where(error > 0, EXPECTILE, 1 - EXPECTILE) * error**2).mean()
+
+    def actor_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
+        """Imitates the actions, the more the nearer they have led to the actor's goal."""
+        goal = batch["actor_goal"]
+        with torch.no_grad():
+            gain = self.value(torch.cat([after, goal], -1)) - self.value(
+                torch.cat([before, goal], -1)
+            )
+            weight = (TEMPERATURE * gain).exp().clamp(max=100)
+        difference = self.actor(torch.cat([before, goal], -1)) - batch["action"]
+        return (weight * difference**2).mean()
+
+    @torch.no_grad()
+    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the action of the actor."""
+        inputs = np.concatenate([seen["observation"], seen["desired_goal"]])
+        return self.actor(torch.from_numpy(inputs).float()).numpy()
+
+
+def success_rate(learner: Learner, tests: int, seed: int, steps: int = 50) -> float:
+    """Returns how often it arrives, from the end of one arm at the end of the other."""
+    env, arrivals = make_maze(), 0
+    for test in range(tests):
+        start, goal = ENDS if test % 2 else ENDS[::-1]
+        options = {"reset_cell": np.array(start), "goal_cell": np.array(goal)}
+        seen, _ = env.reset(seed=seed + test, options=options)
+        for _ in range(steps):
+            seen, *_, info = env.step(learner.act(seen))
+            if info["success"]:
+                arrivals += 1
+                break
+    return arrivals / tests
+
+
+def train(agent: str, seed: int, budget: Budget) -> float:
+    """Collects data, learns from them, and returns the share of tests that succeed."""
+    torch.manual_seed(seed)
+    storage = make_storage(roll_around(budget.episodes, seed * 1_000_000), agent, seed)
+    learner = Learner()
+    for _ in range(budget.updates):
+        learner.update(storage.sample())
+    return success_rate(learner, budget.tests, seed=10**9)
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add, budget = parser.add_argument, Budget()
+    add("--agent", default="mixture", choices=AGENTS, help="where its goals come from")
+    add("--seed", default=0, type=integer_from(0))
+    add("--episodes", default=budget.episodes, type=integer_from(1), help="of data")
+    add("--updates", default=budget.updates, type=integer_from(1))
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    budget = Budget(arguments.episodes, arguments.updates)
+    rate = train(arguments.agent, arguments.seed, budget)
+    print(f"{rate:.2f} of the tests succeed")
+    return rate
+
+
+if __name__ == "__main__":
+    main()

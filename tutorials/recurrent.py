@@ -1,0 +1,267 @@
+"""Learns what needs a memory, the way of R2D2: a recurrent Q-network on sequences with burn-in.
+
+    python tutorials/recurrent.py                              # with a memory: about 1 minute
+    python tutorials/recurrent.py --agent none                 # the same without one
+
+A corridor shows a sign at its entrance, left or right, and some steps later there is a junction, where
+the sign must be followed; behind it the next corridor begins. Whoever only sees where it stands decides
+alike at each junction, and is right at every second one. A memory is right at all of them.
+
+What a replay has to do for that:
+
+- The network's state is one more entry of each row (`extra_fields`), as the agent had it then.
+- A drawn row grows into a sequence (`EpisodeSequence`). The state that is stored with its first row is
+  the one of an older network: the burn-in rows run through today's first, and nothing is learnt of them.
+- Rewards are folded over n steps within the sequence, whose last rows serve as their targets.
+- A sequence is drawn by the errors that it had, mostly by the largest (`sequence_priority`).
+
+Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
+"""
+
+import argparse
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from options import OneLineParser, integer_from
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import Unbounded
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    ExplorationType,
+    GymWrapper,
+    InitTracker,
+    TensorDictPrimer,
+    TransformedEnv,
+)
+from torchrl.envs import set_exploration_type as exploration
+from torchrl.modules import EGreedyModule, GRUModule, QValueModule, set_recurrent_mode
+
+from trl_storages import EpisodeSequence, PrioritizedReplayStorage, sequence_priority
+
+AGENTS = {"memory": True, "none": False}
+ROUNDS, STEPS = (
+    4,
+    6,
+)  # of an episode, and of a round: a sign at its first step, a junction at its last
+HIDDEN, NUM_ENVS, BATCH_SIZE = 32, 16, 32
+N_STEP, DISCOUNT = 3, 0.97
+# One round is learnt from at a time; what came before is in the stored state.
+# Of all orders of signs exactly half are followed by whoever decides alike at each junction.
+AT_LEAST, AT_MOST = {"memory": 0.95}, {"none": 0.50}
+UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many batches of a round of all environments, and updates after each."""
+
+    batches: int = 96
+    updates: int = 4
+
+
+class Corridors(gymnasium.Env):
+    """Rounds of a sign, a walk and a junction; the reward is 1 for following the sign there."""
+
+    observation_space = Box(0, 1, (3,), np.float32)  # sign says left, sign says right, junction
+    action_space = Discrete(2)
+
+    def __init__(self, signs: Sequence[int] | None = None) -> None:
+        self._given = signs
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Begins the first round."""
+        super().reset(seed=seed)
+        signs = self._given
+        self._signs = self.np_random.integers(2, size=ROUNDS) if signs is None else signs
+        self._step = 0
+        return self._seen(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Walks on; the action counts at a junction."""
+        number, at = divmod(self._step, STEPS)
+        followed = at == STEPS - 1 and action == self._signs[number]
+        self._step += 1
+        return self._seen(), float(followed), self._step == ROUNDS * STEPS, False, {}
+
+    def _seen(self) -> np.ndarray:
+        number, at = divmod(self._step, STEPS)
+        seen = np.zeros(3, np.float32)
+        if at == 0 and number < ROUNDS:
+            seen[self._signs[number]] = 1
+        seen[2] = at == STEPS - 1
+        return seen
+
+
+def make_env(makers: Sequence[Any], seed: int = 0) -> EnvBase:
+    """Makes environments that step together, and that hand the network's state on."""
+    env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    state = TensorDictPrimer(state=Unbounded((1, HIDDEN)), expand_specs=True)
+    env = GymWrapper(env, categorical_action_encoding=True)
+    env = TransformedEnv(env, Compose(InitTracker(), state))
+    env.set_seed(seed)
+    return env
+
+
+class NoMemory(nn.Module):
+    """Stands in the place of a memory, and forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh())
+
+    def forward(self, observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns features, and a state that says nothing."""
+        return self.layer(observation), torch.zeros_like(state)
+
+
+def make_network(has_memory: bool) -> TensorDictSequential:
+    """Returns a network that reads `observation` and `state`, and writes values of the actions."""
+    keys = {"in_keys": ["observation", "state"], "out_keys": ["features", ("next", "state")]}
+    memory = (
+        GRUModule(input_size=3, hidden_size=HIDDEN, **keys)
+        if has_memory
+        else TensorDictModule(NoMemory(), **keys)
+    )
+    values = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2))
+    return TensorDictSequential(
+        memory,
+        TensorDictModule(values, ["features"], ["action_value"]),
+        QValueModule("categorical"),
+    )
+
+
+class Learner:
+    """Double Q-learning on sequences."""
+
+    def __init__(self, has_memory: bool) -> None:
+        self.network = make_network(has_memory)
+        self.late_network = deepcopy(self.network).requires_grad_(False)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=2e-3)
+
+    def update(self, batch: TensorDictBase) -> Tensor:
+        """Learns from a batch `[B * S]`, and returns `[B]` priorities of its sequences."""
+        rows = batch.reshape(-1, UNIT.num_steps)
+        values = values_of(self.network, rows)
+        with torch.no_grad():
+            target, is_known = targets(rows, values, values_of(self.late_network, rows))
+        learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
+        chosen = values[:, : UNIT.length].gather(-1, learnt["action"].unsqueeze(-1)).squeeze(-1)
+        error = target - chosen
+        mask = is_known & learnt["validity_mask"]
+        weight = learnt["priority_weight"] * mask
+        loss = (weight * error**2).sum() / mask.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), 10.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            both = zip(self.late_network.parameters(), self.network.parameters(), strict=True)
+            for late, new in both:
+                late.lerp_(new, 0.02)
+        return sequence_priority(error.detach(), mask=mask)
+
+
+def values_of(network: TensorDictSequential, rows: TensorDictBase) -> Tensor:
+    """Returns the values of the actions in the rows behind the burn-in, `[B, length + bootstrap, 2]`."""
+    with set_recurrent_mode(True):
+        seen = rows.select("observation", "state", "is_init")
+        burn_in, seen = seen[:, : UNIT.burn_in], seen[:, UNIT.burn_in :].clone()
+        with torch.no_grad():
+            state = network(burn_in.clone())["next", "state"][:, -1]
+        # An episode that begins behind the burn-in begins with the state that is stored.
+        begins = seen["is_init"][:, 0].unsqueeze(-1)
+        seen["state"][:, 0] = torch.where(begins, seen["state"][:, 0], state)
+        return network(seen)["action_value"]
+
+
+def targets(rows: TensorDictBase, values: Tensor, late_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the n-step targets of the rows to learn from, and which of them are known."""
+    learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
+    taken = learnt["steps_to_next_obs"].squeeze(-1)
+    is_over = learnt["next", "terminated"].squeeze(-1)
+    # The row that the last of the n steps led to is in the sequence as well.
+    after = torch.arange(UNIT.length) + taken
+    best = values.argmax(-1, keepdim=True)
+    to_come = late_values.gather(-1, best).squeeze(-1).gather(1, after)
+    target = learnt["next", "reward"].squeeze(-1) + DISCOUNT**taken * ~is_over * to_come
+    # Nobody has been yet where the newest row leads to.
+    is_there = rows["validity_mask"][:, UNIT.burn_in :].gather(1, after)
+    return target, is_over | is_there
+
+
+def success_rate(network: TensorDictSequential) -> float:
+    """Returns the share of junctions at which the sign is followed, over all orders of signs."""
+    orders = [*product(range(2), repeat=ROUNDS)]
+    env = make_env([partial(Corridors, signs) for signs in orders])
+    with torch.no_grad(), exploration(ExplorationType.DETERMINISTIC):
+        played = env.rollout(ROUNDS * STEPS, network)
+    return played["next", "reward"].sum().item() / (len(orders) * ROUNDS)
+
+
+def train(agent: str, seed: int, budget: Budget) -> float:
+    """Acts and learns in turn, and returns the share of signs that are followed in the end."""
+    torch.manual_seed(seed)
+    env, learner = make_env([Corridors] * NUM_ENVS, seed), Learner(AGENTS[agent])
+    batch_steps = NUM_ENVS * STEPS
+    storage = PrioritizedReplayStorage(
+        Corridors.observation_space,
+        Corridors.action_space,
+        storage_size=budget.batches * batch_steps,
+        num_envs=NUM_ENVS,
+        batch_size=BATCH_SIZE,
+        n_step=N_STEP,
+        discount=DISCOUNT,
+        sample_unit=UNIT,
+        extra_fields={"state": (torch.float32, (1, HIDDEN))},
+        seed=seed,
+    )
+    explorer = TensorDictSequential(
+        learner.network, EGreedyModule(env.action_spec_unbatched, eps_init=0.2, eps_end=0.2)
+    )
+    collector = Collector(
+        env,
+        explorer,
+        frames_per_batch=batch_steps,
+        total_frames=budget.batches * batch_steps,
+    )
+    for steps in collector:
+        storage.extend(steps)
+        for _ in range(budget.updates):
+            batch = storage.sample()
+            # One a sequence; the batch size says so.
+            rows = batch.reshape(-1, UNIT.num_steps)
+            rows.batch_size = rows.batch_size[:1]
+            rows["td_error"] = learner.update(batch)
+            storage.update_tensordict_priority(rows)
+    collector.shutdown()
+    return success_rate(learner.network)
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add, budget = parser.add_argument, Budget()
+    add("--agent", default="memory", choices=AGENTS, help="what it remembers with")
+    add("--seed", default=0, type=integer_from(0))
+    add("--batches", default=budget.batches, type=integer_from(1), help="of steps")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rate = train(arguments.agent, arguments.seed, Budget(arguments.batches))
+    print(f"{rate:.2f} of the signs are followed")
+    return rate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Trains by TorchRL's `Trainer` with hindsight in its replay hook, and the same by a plain script.
+
+    python tutorials/torchrl_trainer.py                            # by a Trainer: half a minute
+    python tutorials/torchrl_trainer.py --agent script             # by a loop of one's own
+
+A storage of this package is a `TensorDictReplayBuffer`, so what takes one takes it. There are two ways
+in which programs over several environments hand their steps on, and both keep the episodes apart:
+
+- As the collector delivers them, `[num_envs, T]`. `ReplayBufferTrainer`, the hook of the `Trainer`, does
+  so unless it is told to flatten.
+- Flat, by `storage.extend(data.reshape(-1))`, as many scripts do. The collector's trajectory numbers say
+  which environment a row is from; so the storage must know how many there are, `num_envs`.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import gymnasium
+import torch
+from goal_agents import INPUTS, Agent, make_dqn
+from gymnasium.vector import AutoresetMode
+from options import OneLineParser, integer_from
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase, ExplorationType, GymWrapper
+from torchrl.envs import set_exploration_type as exploration
+from torchrl.objectives import SoftUpdate
+from torchrl.trainers import ReplayBufferTrainer, Trainer
+
+from trl_storages import HERReplayStorage, gym_reward
+
+NUM_ENVS, STEPS, UPDATES = 8, 64, 16  # steps of all environments together, and updates, in turn
+TESTS = 100
+# Success rates that are asked of the whole budget; they were written down before its runs.
+AT_LEAST, AT_MOST = {"trainer": 0.95, "script": 0.95}, {}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many bits to flip, and steps of all environments to learn it in."""
+
+    bits: int = 12
+    steps: int = 8_000
+
+    @property
+    def frames(self) -> int:
+        """The steps, in whole batches of the collector."""
+        return -(-self.steps // STEPS) * STEPS
+
+
+def make_env(bits: int, num_envs: int, seed: int) -> EnvBase:
+    env = gymnasium.make_vec(
+        "BitFlipping-v0",
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        # TorchRL does the resets, after it has seen the last observation of an episode.
+        vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED},
+        n_bits=bits,
+    )
+    env = GymWrapper(env, categorical_action_encoding=True)
+    env.set_seed(seed)
+    return env
+
+
+def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
+    return HERReplayStorage(
+        env.observation_spec,
+        env.action_spec,
+        reward_fn=gym_reward(gymnasium.make("BitFlipping-v0", n_bits=budget.bits)),
+        # In hindsight, an episode ends where its goal was reached.
+        terminated_fn=lambda achieved, goal, _: (achieved == goal).all(dim=-1),
+        storage_size=budget.frames,
+        num_envs=NUM_ENVS,
+        batch_size=256,
+        seed=seed,
+    )
+
+
+def by_trainer(
+    collector: Collector, storage: HERReplayStorage, agent: Agent, budget: Budget
+) -> None:
+    """Hooks the storage into a `Trainer`."""
+    trainer = Trainer(
+        collector=collector,
+        total_frames=budget.frames,
+        frame_skip=1,
+        optim_steps_per_batch=UPDATES,
+        loss_module=agent.loss,
+        optimizer=torch.optim.Adam(agent.loss.parameters(), lr=1e-3),
+        progress_bar=False,
+    )
+    # Writes what is collected, draws the batches, and hands new priorities back where there are any.
+    ReplayBufferTrainer(storage).register(trainer)
+    trainer.register_op("post_optim", SoftUpdate(agent.loss, tau=0.05).step)
+    trainer.train()
+
+
+def by_script(
+    collector: Collector, storage: HERReplayStorage, agent: Agent, budget: Budget
+) -> None:
+    """Does the same without a `Trainer`."""
+    optimizer = torch.optim.Adam(agent.loss.parameters(), lr=1e-3)
+    target = SoftUpdate(agent.loss, tau=0.05)
+    for data in collector:
+        storage.extend(data.reshape(-1))
+        for _ in range(UPDATES):
+            agent.loss(storage.sample())["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.step()
+    collector.shutdown()
+
+
+AGENTS: dict[str, Callable] = {"trainer": by_trainer, "script": by_script}
+
+
+def success_rate(agent: Agent, bits: int, seed: int) -> float:
+    """Returns the share of episodes, acted greedily, that reach their goal."""
+    env = make_env(bits, TESTS, seed)
+    with torch.no_grad(), exploration(ExplorationType.DETERMINISTIC):
+        played = env.rollout(bits, agent.policy, break_when_any_done=False)
+    # The first episode of each environment is over after as many steps as there are bits.
+    return (played["next", "reward"] == 0).any(dim=1).float().mean().item()
+
+
+def train(agent: str, seed: int, budget: Budget) -> float:
+    """Collects and learns, and returns the success rate in the end."""
+    torch.manual_seed(seed)
+    env = make_env(budget.bits, NUM_ENVS, seed)
+    examples = torch.randint(2, (1000, budget.bits * len(INPUTS))).float()
+    learner = make_dqn(examples, env.action_spec_unbatched)
+    learner.loss.make_value_estimator(gamma=0.98)
+    storage = make_storage(env, budget, seed)
+    collector = Collector(env, learner.explorer, frames_per_batch=STEPS, total_frames=budget.frames)
+    AGENTS[agent](collector, storage, learner, budget)
+    return success_rate(learner, budget.bits, seed + 10_000)
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add, budget = parser.add_argument, Budget()
+    add("--agent", default="trainer", choices=AGENTS, help="what it is trained by")
+    add("--seed", default=0, type=integer_from(0))
+    add("--bits", default=budget.bits, type=integer_from(1), help="to flip")
+    add("--steps", default=budget.steps, type=integer_from(1), help="of all environments")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rate = train(arguments.agent, arguments.seed, Budget(arguments.bits, arguments.steps))
+    print(f"{rate:.2f} of the goals are reached")
+    return rate
+
+
+if __name__ == "__main__":
+    main()
