@@ -52,15 +52,13 @@ from torchrl.modules import EGreedyModule, GRUModule, QValueModule, set_recurren
 from trl_storages import EpisodeSequence, PrioritizedReplayStorage, sequence_priority
 
 AGENTS = {"memory": True, "none": False}
-ROUNDS, STEPS = (
-    4,
-    6,
-)  # of an episode, and of a round: a sign at its first step, a junction at its last
+# Rounds of an episode, and steps of a round: a sign at the first, a junction at the last.
+ROUNDS, STEPS = 4, 6
 HIDDEN, NUM_ENVS, BATCH_SIZE = 32, 16, 32
 N_STEP, DISCOUNT = 3, 0.97
-# One round is learnt from at a time; what came before is in the stored state.
 # Of all orders of signs exactly half are followed by whoever decides alike at each junction.
 AT_LEAST, AT_MOST = {"memory": 0.95}, {"none": 0.50}
+# Longer than a round, and shorter than an episode: what came before is in the stored state.
 UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
 
 
@@ -68,7 +66,7 @@ UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
 class Budget:
     """How many batches of a round of all environments, and updates after each."""
 
-    batches: int = 96
+    batches: int = 240
     updates: int = 4
 
 

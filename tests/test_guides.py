@@ -1,0 +1,213 @@
+"""The guides run as readers run them, and end with agents that learn."""
+
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = ROOT / "tutorials"
+
+pytestmark = [
+    # TorchRL's collectors, trainers and losses warn of what is to change in them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def guide(monkeypatch):
+    """Returns what imports a guide as when it is run: its directory is searched first."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (
+            getattr(sys.modules[name], "__file__", None)
+            and TUTORIALS in Path(sys.modules[name].__file__).parents
+        ):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def results(guide):
+    return guide("guide_results")
+
+
+# Offline, with two goals a batch.
+
+
+def test_a_batch_has_a_goal_for_the_value_and_one_for_the_actor(guide):
+    offline_goals = guide("offline_goals")
+    rng = np.random.default_rng(0)
+    observations = rng.normal(size=(600, 4)).cumsum(0)
+    data = {
+        "observations": observations,
+        "actions": rng.uniform(-1, 1, (600, 2)),
+        "timeouts": np.arange(1, 601) % 12 == 0,
+    }
+    storage = offline_goals.make_storage(data, "mixture", seed=0)
+    batch = storage.sample(400)
+    reached, goal = batch["next", "achieved_goal"], batch["desired_goal"]
+    is_there = (reached - goal).norm(dim=-1, keepdim=True) <= offline_goals.NEAR
+    assert torch.equal(batch["next", "terminated"], is_there)
+    assert torch.equal(batch["next", "reward"], is_there.float() - 1)
+    # A fifth of the value's goals are the transitions' own outcomes, and few others come so near.
+    assert 80 <= (reached == goal).all(-1).sum() <= 140
+    assert not torch.equal(goal, batch["actor_goal"])
+    outcomes = storage[:]["next", "achieved_goal"].tolist()
+    assert all(one in outcomes for one in batch["actor_goal"].tolist())
+
+
+@pytest.mark.slow
+def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(guide):
+    pytest.importorskip("gymnasium_robotics", reason="needs the extra 'tutorials'")
+    offline_goals = guide("offline_goals")
+    torch.manual_seed(0)
+    data = offline_goals.roll_around(400, seed=0)
+    storage, learner = offline_goals.make_storage(data, "mixture", seed=0), offline_goals.Learner()
+    for _ in range(1_500):
+        learner.update(storage.sample())
+    # From the end of one arm around to that of the other; no episode has seen both.
+    way = [(-1, 1), (0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1)]
+    standing = torch.tensor([[*place, 0, 0] for place in way]).float()
+    goal = torch.tensor([way[-1]]).expand(len(way), 2)
+    with torch.no_grad():
+        values = learner.value(torch.cat([standing, goal], -1)).squeeze(-1)
+    assert (values.diff() > 0).all(), values
+
+
+# Recurrent.
+
+
+@pytest.mark.slow
+def test_what_follows_signs_more_often_than_half_the_time_has_a_memory(guide):
+    recurrent = guide("recurrent")
+    assert recurrent.train("memory", 0, recurrent.Budget(batches=96)) >= 0.75
+
+
+def test_without_a_memory_exactly_half_of_the_signs_are_followed(guide):
+    recurrent = guide("recurrent")
+    assert recurrent.train("none", 0, recurrent.Budget(batches=3)) == 0.5
+
+
+def test_targets_reach_n_steps_on_and_stop_where_nobody_has_been(guide):
+    recurrent = guide("recurrent")
+    storage = recurrent.PrioritizedReplayStorage(
+        recurrent.Corridors.observation_space,
+        recurrent.Corridors.action_space,
+        storage_size=100,
+        n_step=recurrent.N_STEP,
+        discount=recurrent.DISCOUNT,
+        sample_unit=recurrent.UNIT,
+    )
+    assert recurrent.STEPS == 6
+    env = recurrent.Corridors(signs=[1, 0, 1, 1])
+    observation, _ = env.reset()
+    for _ in range(20):
+        after, *outcome = env.step(1)
+        storage.record(observation, 1, *outcome, after)
+        observation = after
+    rows = storage.sample(200).reshape(-1, recurrent.UNIT.num_steps)
+    begin = recurrent.UNIT.burn_in
+    # Of a row the value says when it was; 0 is the better action throughout.
+    when = rows["index"][:, begin:].float()
+    values = torch.stack([when + 1, when], -1)
+    target, is_known = recurrent.targets(rows, values, values)
+    step = rows["index"][:, begin : begin + recurrent.UNIT.length]
+    mask = rows["validity_mask"][:, begin : begin + recurrent.UNIT.length]
+    n, gamma = recurrent.N_STEP, recurrent.DISCOUNT
+    # Of the signs 1, 0, 1 of the first three junctions, the first and the third are followed.
+    reward = sum(gamma**k * ((step + k == 5) | (step + k == 17)) for k in range(n))
+    assert torch.equal(is_known[mask], (step + n < 20)[mask])
+    expected = reward + gamma**n * (step + n + 1)
+    seen = mask & is_known
+    assert torch.allclose(target[seen], expected[seen])
+
+
+# A Trainer, and a plain script.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["trainer", "script"])
+def test_hindsight_learns_by_a_trainer_and_by_a_plain_script(guide, agent):
+    torchrl_trainer = guide("torchrl_trainer")
+    budget = torchrl_trainer.Budget(bits=6, steps=2_000)
+    assert torchrl_trainer.train(agent, 0, budget) >= 0.90
+
+
+def test_both_hand_over_the_same_rows(guide, monkeypatch):
+    torchrl_trainer = guide("torchrl_trainer")
+    monkeypatch.setattr(torchrl_trainer, "UPDATES", 0)
+    storages = []
+
+    def make_storage(*arguments, make=torchrl_trainer.make_storage):
+        storages.append(make(*arguments))
+        return storages[-1]
+
+    monkeypatch.setattr(torchrl_trainer, "make_storage", make_storage)
+    for agent in torchrl_trainer.AGENTS:
+        torchrl_trainer.train(agent, 0, torchrl_trainer.Budget(bits=4, steps=256))
+    by_trainer, by_script = storages
+    for storage in storages:
+        storage.validate()
+    episodes = [storage.episodes.episodes() for storage in storages]
+    assert sorted(episodes[0]["length"].tolist()) == sorted(episodes[1]["length"].tolist())
+    assert (by_trainer[:] == by_script[:]).all()
+
+
+# Results, at the whole budgets.
+
+
+def test_the_results_that_are_kept_are_within_their_bounds(results):
+    finished = results.read(results.RESULTS)
+    runs = results.planned([*results.GUIDES], [0, 1, 2])
+    records = [results.of_run(run, finished) for run in runs]
+    assert None not in records
+    assert all(map(results.meets, records))
+
+
+def test_the_readme_shows_the_table_of_the_guides_that_is_printed(results, capsys):
+    assert results.main(["--table"]) == 0
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
+
+
+def test_a_finished_run_is_a_line_and_is_made_again_only_for_other_settings(
+    results, tmp_path, monkeypatch, capsys
+):
+    recurrent = sys.modules.get("recurrent") or __import__("recurrent")
+    made = []
+
+    def train(agent, seed, budget):
+        assert budget == recurrent.Budget()
+        made.append((agent, seed))
+        return {"memory": 1.0, "none": 0.75}[agent]
+
+    monkeypatch.setattr(recurrent, "train", train)
+    path = tmp_path / "results.jsonl"
+    options = ["--only", "recurrent", "--seeds", "5", "--results", str(path)]
+    assert results.main(options) == 1  # 0.75 without a memory is out of its bound
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["result"] for line in lines] == [1.0, 0.75]
+    assert lines[0]["budget"] == asdict(recurrent.Budget())
+    assert lines[0]["versions"]["torch"] == torch.__version__
+    assert "| recurrent.py | none | signs that are followed | **0.75** | ≤ 0.50 |" in (
+        capsys.readouterr().out
+    )
+    results.main(options)
+    assert made == [("memory", 5), ("none", 5)]
+    monkeypatch.setattr(recurrent, "AT_MOST", {"none": 0.6})
+    results.main(options)
+    assert made[2:] == [("none", 5)]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"guide": "recurrent"}', "7", ""])
+def test_a_damaged_line_of_the_guides_results_is_named(results, tmp_path, damage):
+    path = tmp_path / "results.jsonl"
+    path.write_text(f"{damage}\n")
+    with pytest.raises(SystemExit, match=r"line 1 of .*results.jsonl is not a finished run"):
+        results.main(["--table", "--results", str(path)])
