@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-TUTORIALS = ROOT / "tutorials"
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
 
 pytestmark = [
     # TorchRL's collectors, trainers and losses warn of what is to change in them.
@@ -160,6 +159,36 @@ def test_both_hand_over_the_same_rows(guide, monkeypatch):
     assert (by_trainer[:] == by_script[:]).all()
 
 
+# Half offline, half online.
+
+
+@pytest.mark.slow
+def test_half_of_each_batch_from_demonstrations_finds_what_chance_does_not(guide):
+    rlpd = guide("rlpd")
+    assert rlpd.train("rlpd", 0, rlpd.Budget(episodes=100, steps=1_200, tests=20)) >= 0.50
+
+
+def test_data_and_steps_online_make_batches_of_both(guide):
+    rlpd = guide("rlpd")
+    paths = rlpd.demonstrate(3, seed=0)
+    for path in paths:
+        assert path["rewards"].sum() == path["terminals"].sum() == path["terminals"][-1]
+        assert path["timeouts"][-1] != path["terminals"][-1]
+        assert (np.abs(path["observations"]) <= 2).all()
+    storages = rlpd.make_storages(paths, rlpd.Budget(steps=50), seed=0)
+    assert len(storages[0]) == sum(len(path["actions"]) for path in paths)
+    env = rlpd.Valley()
+    observation, _ = env.reset(seed=0)
+    for _ in range(20):
+        action = env.action_space.sample()
+        after, *outcome = env.step(action)
+        storages[1].record(observation, action, *outcome, after)
+        observation = after
+    shares = {agent: rlpd.ensemble(storages, agent).sample()["buffer_ids"] for agent in rlpd.AGENTS}
+    assert shares["rlpd"].float().mean() == 0.5
+    assert shares["online"].float().mean() == 1
+
+
 # Results, at the whole budgets.
 
 
@@ -171,9 +200,9 @@ def test_the_results_that_are_kept_are_within_their_bounds(results):
     assert all(map(results.meets, records))
 
 
-def test_the_readme_shows_the_table_of_the_guides_that_is_printed(results, capsys):
+def test_the_page_of_results_shows_the_table_of_the_guides_that_is_printed(results, capsys):
     assert results.main(["--table"]) == 0
-    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
+    assert capsys.readouterr().out in (TUTORIALS / "results.md").read_text()
 
 
 def test_a_finished_run_is_a_line_and_is_made_again_only_for_other_settings(

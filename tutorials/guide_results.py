@@ -28,6 +28,7 @@ GUIDES = {
     "offline_goals": "tests that arrive",
     "recurrent": "signs that are followed",
     "torchrl_trainer": "goals that are reached",
+    "rlpd": "flags that are reached",
 }
 
 
