@@ -102,7 +102,10 @@ def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any
     return (achieved_goal == desired_goal).all(dim=-1)
 
 
-def make_storage(args: argparse.Namespace, name: str, num_goals: int) -> HERReplayStorage:
+def make_storage(
+    args: argparse.Namespace, name: str, num_goals: int, **further: Any
+) -> HERReplayStorage:
+    """Makes a storage; `further` options of it, such as `n_step`, are up to the caller."""
     env = make_env(args, args.num_envs, args.seed)
     return HERReplayStorage(
         env.observation_spec,
@@ -118,6 +121,8 @@ def make_storage(args: argparse.Namespace, name: str, num_goals: int) -> HERRepl
         terminated_fn=goal_reached if args.env == "BitFlipping-v0" else None,
         goal_selection_strategy=args.strategy,
         num_goals=num_goals,
+        discount=args.task.discount,
+        **further,
     )
 
 
@@ -149,7 +154,10 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
     for turn, _ in enumerate(collector):
         if turn >= RANDOM_BATCHES:
             for _ in range(args.steps_per_batch // args.task.steps_per_update):
-                losses = agent.loss(storage.sample())
+                batch = storage.sample()
+                losses = agent.loss(batch)
+                # Does nothing unless the storage draws by priority.
+                storage.update_tensordict_priority(batch)
                 if num_updates % agent.policy_delay:
                     del losses["loss_actor"]
                 minimise(losses, optimizer)
