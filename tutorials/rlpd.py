@@ -3,8 +3,8 @@
     python tutorials/rlpd.py                                       # half offline, half online: 1 minute
     python tutorials/rlpd.py --agent online                        # online only
 
-A car in a valley must swing itself up to a flag, where the only reward is. Who does not know that never
-gets there by chance, and without a reward learns nothing. There are 100 episodes of somebody who pushes
+A car in a valley must swing itself up to a flag, where the only reward is. Who does not know that hardly
+ever gets there by chance, and without a reward learns nothing. There are 100 episodes of somebody who pushes
 into the direction of the car's motion now and then, else anywhere: most get there, though late. The
 agent has half the time that they had.
 
