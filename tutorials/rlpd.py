@@ -4,9 +4,9 @@
     python tutorials/rlpd.py --agent online                        # online only
 
 A car in a valley must swing itself up to a flag, where the only reward is. Who does not know that hardly
-ever gets there by chance, and without a reward learns nothing. There are 100 episodes of somebody who pushes
-into the direction of the car's motion now and then, else anywhere: most get there, though late. The
-agent has half the time that they had.
+ever gets there by chance, and without a reward learns nothing. There are 100 episodes of somebody who
+pushes into the direction of the car's motion now and then, else anywhere: most get there, though late.
+The agent has half the time that they had.
 
 The offline data are one storage, what the agent itself sees is another, and an ensemble draws each
 batch from both, in exact shares. The agents differ in nothing but these. What makes learning from both
