@@ -26,6 +26,7 @@ from trl_storages import (
     ReplayStorage,
     UniformReplayStorage,
 )
+from trl_storages.kernels import sharing
 from trl_storages.rows import Layout
 
 
@@ -217,6 +218,25 @@ def test_an_interrupted_write_is_done(num_steps: int) -> None:
         assert_same(cut_off[:], expected[:])
         cut_off.extend(data)
         assert_same(cut_off[-2:], data[:, -1:].reshape(-1))
+
+
+def test_entries_find_room_where_memory_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_STORAGES_BACKEND", "torch")
+    monkeypatch.setattr(sharing, "_is_lazy", lambda device: False)
+    monkeypatch.setattr(sharing, "_FIRST_ROOM", 2)
+    plain, shared = (make(60, 2, share_next=share) for share in (False, True))
+    stream, rooms = Stream(2, 1), []
+    for _ in range(30):
+        data = stream.steps([0, 1], 4)
+        for storage in (plain, shared):
+            storage.extend(data)
+        assert_same(plain[:], shared[:])
+        check_side(shared)
+        rooms.append(len(shared._storage._side.values))
+    # It holds little more than what is used, and twice that at most.
+    assert rooms[0] < 20
+    assert rooms == sorted(rooms)
+    assert rooms[-1] <= 61
 
 
 def test_other_writers_are_refused() -> None:

@@ -40,6 +40,11 @@ class Sharing(NamedTuple):
     """Words that stand in their place."""
 
 
+def _is_lazy(device: torch.device) -> bool:
+    """Returns whether memory that was never written to takes none."""
+    return device.type == "cpu"
+
+
 class SideTable:
     """Next values that are not the observations of another row, and which of its entries are free.
 
@@ -52,7 +57,7 @@ class SideTable:
     def __init__(self, num_rows: int, shared_words: int, device: torch.device) -> None:
         self.num_rows = num_rows
         # Memory of a GPU is taken at once. On the CPU it is where something was written.
-        self._room = num_rows if device.type == "cpu" else min(num_rows, _FIRST_ROOM)
+        self._room = num_rows if _is_lazy(device) else min(num_rows, _FIRST_ROOM)
         # How many entries may be in use, as the host knows it without waiting for the device.
         self._most_used = 0
         self.device = device

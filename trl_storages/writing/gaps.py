@@ -131,7 +131,7 @@ class GapWatch:
         if self._pairs is None or self._pairs[0] is not layout:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
         is_ring, table = True, None
-        if isinstance(storage, PackedStorage) and not storage.share_next:
+        if isinstance(storage, PackedStorage):
             table = storage.table
         elif storage.initialized:
             is_ring, table = False, self._rows_before(storage, layout, lanes)
@@ -143,11 +143,9 @@ class GapWatch:
     def _rows_before(
         self, storage: Storage, layout: Layout, lanes: Sequence[int] | None
     ) -> RowTable:
-        """Returns the newest rows of the lanes `[L, W]`, where the ring holds none as they are seen."""
+        """Returns the newest rows of the lanes `[L, W]`, for a storage of TorchRL's."""
         episodes: EpisodeIndex = storage.episodes
         newest, before = episodes.newest_slots(lanes), {}
-        if isinstance(storage, PackedStorage):
-            return backend(episodes.device).RowTable(storage.table.pick(newest))  # type: ignore[union-attr]
         for key in self.compared(layout.keys):
             after = next_key(key)
             before[key] = before[after] = read_fields(storage, newest, [after])[after]

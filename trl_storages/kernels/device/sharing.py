@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["SharedTable"]
 
 _WORD = 8  # bytes
-# Rows that are overwritten at a time.
-_PIECE = 4096
 _NO_SPANS = np.zeros((0, 2), np.int64)
 
 
@@ -115,6 +113,10 @@ class SharedTable(RowTable):
 
     # Writing
 
+    def newest(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns rows `[L, W]` as they are seen."""
+        return self.pick(slots)
+
     def write(
         self,
         ring: Ring,
@@ -164,27 +166,28 @@ class SharedTable(RowTable):
         slots, places = only_last(slots, spare=-1)
         slots, places = slots[slots >= 0], places[slots >= 0]
         words, heads = rows.words()[places], ring.heads().to(slots.device)
-        # In pieces, as each row has an entry of its own at first.
-        for some, put in zip(slots.split(_PIECE), words.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
-            self._overwrite(some, put)
-            self._join(some, heads)
-            self._join(self._wrapped(some - self.lanes[0]), heads)
-
-    def _overwrite(self, slots: torch.Tensor, words: torch.Tensor) -> None:
-        """Copies rows `[n, W]` over others; what these were the next values of is kept."""
         header, shared = self._sharing.header_words, self._sharing.shared_words
-        num_lanes = self.lanes[0]
-        follower = slots[self.rows[slots, 0] & 1 == 1]
-        before = self._wrapped(follower - num_lanes)
-        entries = self._taken(torch.ones_like(before, dtype=torch.bool))
-        self.side.values[entries] = self.rows[follower, header : header + shared]
-        self.rows[before, 0] += 2 * entries
-        self.rows[follower, 0] &= -2
+        before, after = (self._wrapped(slots + step) for step in (-self.lanes[0], self.lanes[0]))
+        is_other = ~torch.isin(before, slots)
+        # What they were the next values of is kept, where they change.
+        was = self.rows[slots, header : header + shared]
+        changes = (was != words[:, shared : 2 * shared]).any(1)
+        is_lost = changes & is_other & (self.rows[slots, 0] & 1 == 1)
+        entries = self._taken(is_lost)
+        self.side.values[entries[is_lost]] = was[is_lost]
+        self.rows[before[is_lost], 0] += 2 * entries[is_lost]
+        self.rows[slots[is_lost], 0] &= -2
+        self.rows[slots, header:] = words[:, shared:]
+
+        now = self.rows[after, header : header + shared]
+        goes_on = (words[:, :shared] == now).all(1) & (after != heads[after % self.lanes[0]])
+        self.rows[after, 0] = self.rows[after, 0] & -2 | goes_on.long()
+        self._forget(slots, goes_on)
         headers = self.rows[slots, 0]
-        headers += 2 * self._taken(headers <= 1)
-        self.side.values[headers >> 1] = words[:, :shared]
-        self._put(slots, words, headers)
-        self.rows[self._wrapped(slots + num_lanes), 0] &= -2
+        headers += 2 * self._taken(~goes_on & (headers <= 1))
+        self.side.values[headers[~goes_on] >> 1] = words[~goes_on, :shared]
+        self.rows[slots, 0] = headers
+        self._join(before[is_other], heads)
 
     def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
         """Gives up the entries of rows whose next values are the observations of the rows after them."""

@@ -100,6 +100,9 @@ class Ring(RingTables):
         """
         written = self._all_lanes if lanes is None else lanes.numpy()
         gaps = np.empty((len(written), num_steps), bool)
+        before = _NO_TABLE if table is None else table.array
+        if is_ring and table is not None:
+            before, is_ring = table.newest(self, written)
         found = find_gaps(
             self._arrays[2],
             self.ring_steps,
@@ -109,7 +112,7 @@ class Ring(RingTables):
             *rows.ends,
             _NO_CUTS if cut is None else cut.numpy(),
             _NO_ORDER if order is None else order.numpy(),
-            _NO_TABLE if table is None else table.array,
+            before,
             is_ring,
             pairs,
             gaps,

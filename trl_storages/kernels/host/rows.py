@@ -106,6 +106,14 @@ class RowTable:
                 f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
             )
 
+    def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Returns where the newest rows of `[L]` lanes are as they are seen.
+
+        Returns:
+            all rows of the ring, or those `[L, W]`; and whether it is the former.
+        """
+        return self.array, True
+
     def sources(
         self,
         rows: NewRows,

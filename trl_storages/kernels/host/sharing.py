@@ -55,6 +55,9 @@ class SharedTable(RowTable):
         self._moved = (sharing.shared_words - sharing.header_words) * _WORD
         #: As given.
         self.lanes = lanes
+        # The sources of the rows written last, the headers of these, and where what is stored comes from:
+        # a step is written from the same block each time.
+        self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
 
     def pick(
         self,
@@ -99,6 +102,12 @@ class SharedTable(RowTable):
         wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out.data_ptr())
         self._check(wrong, flat)
 
+    def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
+        slots = np.empty(len(written), np.int64)
+        _newest(ring._arrays[2], ring.ring_steps, written, slots)
+        return self.pick(torch.from_numpy(slots)).numpy(), False
+
     def sources(
         self,
         rows: NewRows,
@@ -109,10 +118,12 @@ class SharedTable(RowTable):
         cut: np.ndarray,
     ) -> np.ndarray:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
-        headers = np.zeros(rows.num_rows, np.int64)
-        self.side.make_room(rows.num_rows)
+        if rows.sources is not self._known[0]:
+            headers = np.zeros(rows.num_rows, np.int64)
+            self._known = rows.sources, headers, self._stored(rows.sources, headers)
+        _, headers, sources = self._known
         _link(
-            ring.lanes.numpy(),
+            ring._arrays[2],
             ring.steps_per_lane,
             ring.ring_steps,
             written,
@@ -127,17 +138,15 @@ class SharedTable(RowTable):
             *self._sharing,
             headers,
         )
-        return self._stored(rows, headers)
+        return sources
 
-    def _stored(self, rows: NewRows, headers: np.ndarray) -> np.ndarray:
+    def _stored(self, seen: np.ndarray, headers: np.ndarray) -> np.ndarray:
         """Returns where what is stored of rows comes from, and where it belongs."""
-        own = rows.sources[self._sharing.num_shared :]
+        own = seen[self._sharing.num_shared :]
         sources = np.empty((len(own) + 1, 4), np.int64)
         sources[:-1] = own
         sources[:-1, _START] -= self._moved
         sources[-1] = headers.ctypes.data, _WORD, 0, _WORD
-        # For as long as their address is used.
-        self._headers = headers
         return sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
@@ -237,6 +246,13 @@ def _pick(
             at = spans[s, 0]
             copy_bytes(to + at, address + lender * row_bytes + at - moved, spans[s, 1])
     return -1
+
+
+@compiled
+def _newest(lanes: Any, room: int, written: Any, slots: Any) -> None:
+    """Finds the newest rows of lanes."""
+    for i in range(len(written)):
+        slots[i] = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
 
 
 @inlined
