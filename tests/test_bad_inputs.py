@@ -56,6 +56,10 @@ BAD: dict[str, list[Any]] = {
     "count from 1": [*NO_COUNT, 0, np.int64(0)],
     "count from 2": [*NO_COUNT, 0, 1],
     "one": [*NO_COUNT, 0, 2],
+    "stacks": [
+        *("x", math.nan, THING, [], True, torch.zeros(2), 0, 1, -4, 1.5, 99),
+        *({"pixels": 4}, {5: trl_storages.FrameStack(2)}, {"x": trl_storages.FrameStack(2)}),
+    ],
     "dimension": [*NO_NUMBER, math.nan, math.inf, 1.5, 2**63, -(2**70)],
     "count or inf": [*NO_NUMBER, math.nan, -math.inf, 1.5, -1],
     "share": [*NO_NUMBER, math.nan, math.inf, -0.1, 1.1, np.float32(2)],
@@ -144,6 +148,7 @@ RECIPE = {
     "seed": "count?",
     "info_keys": "keys",
     "extra_fields": "mapping",
+    "frame_stack": "stacks?",
     "share_next": "flag",
     "sample_unit": "object?",
     "autoreset_mode": "choice?",

@@ -1,15 +1,24 @@
 """Stacks of frames, of which rows hold the newest one: what is read is as if they held all."""
 
+import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
+import pytest
 import torch
+from gymnasium.wrappers import FrameStackObservation
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.collectors import Collector
+from torchrl.envs import CatFrames, Compose, GymWrapper, TransformedEnv
 
+import trl_storages
 from trl_storages import (
+    EpisodeSequence,
     EpisodeWriter,
     FrameStack,
     PackedStorage,
@@ -39,8 +48,15 @@ class Stream:
     """Steps of one lane: episodes of random lengths, whose frames differ."""
 
     def __init__(
-        self, seed: int, lane: int, stack: FrameStack, shape: tuple[int, ...], joined: bool
-    ):
+        self,
+        seed: int,
+        lane: int,
+        stack: FrameStack,
+        shape: tuple[int, ...],
+        joined: bool,
+        share_done: float = 0.25,
+    ) -> None:
+        self._share_done = share_done
         self._rng = np.random.default_rng([seed, lane])
         self._stack, self._shape, self._joined = stack, shape, joined
         self._frames: list[torch.Tensor] = []
@@ -57,7 +73,7 @@ class Stream:
             before = stacked(self._frames, self._stack, joined=self._joined)
             self._frames.append(self._frame())
             after = stacked(self._frames, self._stack, joined=self._joined)
-            done = bool(self._rng.random() < 0.25)
+            done = bool(self._rng.random() < self._share_done)
             self._number += 1
             ended = torch.tensor([done])
             rows.append(
@@ -203,3 +219,238 @@ def test_reads_what_a_storage_of_stacks_reads(
         for storage in (plain, framed):
             storage.extend(data if num_envs > 1 else data[0])
         assert_same_storages(plain, framed)
+
+
+class Frames(gymnasium.Env):
+    """Frames that all differ; episodes of 2 to 6 steps."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, channels: tuple[int, ...] = ()) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (*channels, 3, 5), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._left = int(self.np_random.integers(2, 7))
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        over = self._left == 0
+        is_terminal = over and bool(self.np_random.integers(2))
+        return self.observation_space.sample(), float(self._left), is_terminal, over, {}
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "UniformReplayStorage": {},
+    "NStepReplayStorage": {"n_step": 3},
+    "PrioritizedReplayStorage": {"alpha": 0.7, "n_step": 2},
+    "EREReplayStorage": {"eta": 0.9, "c_min": 5, "sample_unit": EpisodeSequence(4, burn_in=1)},
+    "EpisodeReplayStorage": {},
+}
+
+
+@pytest.mark.parametrize("padding", ["reset", "zero"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_records_wrapped_environments(name: str, padding: str) -> None:
+    modes = list(gymnasium.vector.AutoresetMode)
+    mode = modes[len(name) % 2]
+    envs = gymnasium.vector.SyncVectorEnv(
+        [lambda: FrameStackObservation(Frames(), 4, padding_type=padding)] * 3,
+        autoreset_mode=mode,
+    )
+    stack = FrameStack(4, padding="same" if padding == "reset" else "constant")
+    spaces = envs.single_observation_space, envs.single_action_space
+    storages = [
+        getattr(trl_storages, name)(
+            *spaces,
+            storage_size=45,
+            num_envs=3,
+            batch_size=4,
+            seed=3,
+            autoreset_mode=mode,
+            **options,
+            **RECIPES[name],
+        )
+        for options in (
+            {},
+            {"frame_stack": {"observation": stack}},
+            {"frame_stack": {"observation": stack}, "share_next": True},
+        )
+    ]
+    observations, _ = envs.reset(seed=0)
+    envs.single_observation_space.seed(0)
+    for step in range(60):
+        actions = envs.action_space.sample()
+        after, *outcome = envs.step(actions)
+        for storage in storages:
+            storage.record(observations, actions, *outcome, after)
+        observations = after
+        if step % 6 == 5 and storages[0].can_sample():
+            batches = [storage.sample() for storage in storages]
+            for batch in batches[1:]:
+                assert_same(batches[0], batch)
+            episodes = [storage.sample_episodes(2) for storage in storages]
+            for batch in episodes[1:]:
+                assert_same(episodes[0], batch)
+    for storage in storages[1:]:
+        assert_same(storages[0][:], storage[:])
+        assert storage._storage.row_nbytes < storages[0]._storage.row_nbytes / 2
+        assert "stacks" in repr(storage._storage)
+
+
+def test_a_number_of_frames_finds_the_stacks() -> None:
+    box = gymnasium.spaces.Box
+    spaces = gymnasium.spaces.Dict(
+        first=box(0, 255, (4, 8, 6), np.uint8),
+        last=box(0, 255, (8, 6, 4), np.uint8),
+        vector=box(-1, 1, (4,)),
+        other=box(-1, 1, (3, 2)),
+    )
+    storage = trl_storages.UniformReplayStorage(spaces, gymnasium.spaces.Discrete(2), frame_stack=4)
+    stacks = storage._storage.layout.stacks
+    assert stacks == {
+        "first": FrameStack(4),
+        ("next", "first"): FrameStack(4),
+        "last": FrameStack(4, -1),
+        ("next", "last"): FrameStack(4, -1),
+    }
+    ambiguous = box(0, 255, (4, 8, 4), np.uint8)
+    with pytest.raises(ValueError, match="along which dimension"):
+        trl_storages.UniformReplayStorage(ambiguous, gymnasium.spaces.Discrete(2), frame_stack=4)
+    with pytest.raises(ValueError, match="first or last of the dimensions"):
+        trl_storages.UniformReplayStorage(
+            spaces["vector"], gymnasium.spaces.Discrete(2), frame_stack=4
+        )
+
+
+@pytest.mark.parametrize("padding", ["same", "constant"])
+@pytest.mark.parametrize("share_next", [False, True])
+def test_takes_what_collectors_with_stacks_send(padding: str, share_next: bool) -> None:
+    def make_env() -> TransformedEnv:
+        env = GymWrapper(Frames((1,)), categorical_action_encoding=True)
+        stack = CatFrames(3, -3, in_keys=["observation"], padding=padding)
+        return TransformedEnv(env, Compose(stack))
+
+    env = make_env()
+    storages = [
+        trl_storages.NStepReplayStorage(
+            env.observation_spec, env.action_spec, storage_size=50, batch_size=16, seed=2, **options
+        )
+        for options in (
+            {},
+            {
+                "frame_stack": {"observation": FrameStack(3, padding=padding)},
+                "share_next": share_next,
+            },
+        )
+    ]
+    collector = Collector(make_env, None, frames_per_batch=20, total_frames=100)
+    for data in collector:
+        for storage in storages:
+            storage.extend(data)
+        assert_same_storages(*storages)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("share_next", [False, True])
+def test_stacks_that_do_not_continue_one_another_are_refused(
+    num_before: int, share_next: bool
+) -> None:
+    stack = FrameStack(3)
+    _, storage = both(stack, (3, 2, 3), 20, share_next=share_next)
+    stream = Stream(3, 0, stack, (2, 3), False, share_done=0)
+    data = stream.steps(6)
+    if num_before:
+        storage.extend(data[:num_before])
+    before = storage[:] if num_before else None
+    good = data[num_before:]
+    for key, where, message in (
+        ("pixels", (0, 0), "must continue" if num_before else "must begin with"),
+        ("pixels", (2, 1), "must continue"),
+        (("next", "pixels"), (3, 0), "under 'next'"),
+    ):
+        bad = good.clone()
+        bad[key][where] += 1
+        with pytest.raises(ValueError, match=message):
+            storage.extend(bad)
+        assert len(storage) == num_before
+        storage.validate()
+        if before is not None:
+            assert_same(before, storage[:])
+    storage.extend(good)
+    assert_same(data.exclude("x"), storage[:].exclude("index"))
+    # In the middle of an episode there is nothing to begin with.
+    storage.end_episodes()
+    with pytest.raises(ValueError, match="must begin with"):
+        storage.extend(stream.steps(2))
+    with pytest.raises(RuntimeError, match="never changed in place"):
+        storage[0] = storage[0]
+
+
+def test_a_reset_without_a_word_is_cut_where_that_is_asked_for() -> None:
+    stack = FrameStack(3)
+    _, storage = both(stack, (3, 2, 3), 20)
+    storage._writer.gaps.on_gap = "cut"
+    data = torch.cat(
+        [Stream(seed, 0, stack, (2, 3), False, share_done=0).steps(2) for seed in (1, 2)]
+    )
+    storage.extend(data)
+    assert storage.episodes.behind(torch.arange(4)).tolist() == [0, 1, 0, 1]
+    assert torch.equal(storage[:]["pixels"], data["pixels"])
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+def test_dumps_and_copies_go_on_where_they_were(share_next: bool, tmp_path: Path) -> None:
+    stack, shape = of_kind("last", 4, "same")
+    plain, framed = both(stack, shape, 24, 2, share_next=share_next)
+    _, other = both(stack, shape, 24, 2, share_next=share_next)
+    lanes = streams(stack, "last", 2, 5)
+    for num_steps in (9, 7):
+        data = torch.stack([lane.steps(num_steps) for lane in lanes])
+        plain.extend(data)
+        framed.extend(data)
+    framed.dumps(tmp_path / "dump")
+    other.loads(tmp_path / "dump")
+    assert_same(plain[:], other[:])
+    copied = pickle.loads(pickle.dumps(framed._storage))
+    slots = framed.episodes.live_slots()
+    assert_same(plain._storage.get(slots), copied.get(slots))
+    data = torch.stack([lane.steps(5) for lane in lanes])
+    for storage in (plain, other):
+        storage.extend(data)
+    assert_same(plain[:], other[:])
+    with pytest.raises(ValueError, match="saved rows"):
+        plain.loads(tmp_path / "dump")
+
+
+def test_stacks_are_not_stored_on_disk_yet(tmp_path: Path) -> None:
+    space = gymnasium.spaces.Box(0, 255, (4, 8, 6), np.uint8)
+    action = gymnasium.spaces.Discrete(2)
+    with pytest.raises(ValueError, match="in memory only"):
+        trl_storages.UniformReplayStorage(space, action, frame_stack=4, path=tmp_path / "rows")
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ((torch.uint8, (4, 3), FrameStack(3)), "num_frames=3"),
+        ((torch.uint8, (4, 6), FrameStack(3, -1)), "just num_frames"),
+        ((torch.uint8, (4, 6), FrameStack(4, 2)), "dim must be"),
+        ((torch.uint8, (4, 6), 4), "FrameStack"),
+    ],
+)
+def test_fields_that_are_no_stacks_are_refused(field: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        PackedStorage(4, fields={"pixels": field})
+
+
+def test_a_stack_under_next_alone_is_refused() -> None:
+    kind = (torch.uint8, (4, 6))
+    stacked_alone = {"pixels": kind, ("next", "pixels"): (*kind, FrameStack(4))}
+    with pytest.raises(ValueError, match="alone"):
+        PackedStorage(4, fields=stacked_alone)
+    others = {"pixels": (*kind, FrameStack(4)), ("next", "pixels"): (torch.uint8, (4, 5))}
+    with pytest.raises(ValueError, match="must be the same stack"):
+        PackedStorage(4, fields=others)

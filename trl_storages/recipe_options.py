@@ -17,6 +17,7 @@ from trl_storages import arguments
 from trl_storages.gym.fields import Field, InfoKeys
 from trl_storages.priorities import Normalization
 from trl_storages.replay.options import Check, check_sample_unit, checked
+from trl_storages.rows import FrameStack
 from trl_storages.writing import OnGap
 
 __all__ = ["OPTIONS", "Option", "Options", "chosen", "with_options"]
@@ -37,6 +38,24 @@ def _extra_fields(name: str, value: Any) -> dict[NestedKey, Field]:
             case _:
                 raise TypeError(f"{name} must be {what}, got {field!r} for {key!r}.")
     return fields
+
+
+def _frame_stack(name: str, value: Any) -> int | Mapping[NestedKey, FrameStack]:
+    if not isinstance(value, Mapping):
+        try:
+            return arguments.integer(name, value, at_least=2)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} must be the number of frames of a stack, a mapping from key to FrameStack, or "
+                f"None, got {value!r:.80}."
+            ) from error
+    kind = "a FrameStack"
+    return {
+        arguments.key(name, key): arguments.instance(
+            f"{name}[{key!r}]", stack, FrameStack, what=kind
+        )
+        for key, stack in value.items()
+    }
 
 
 def _by_its_part(name: str, value: Any) -> Any:
@@ -79,6 +98,10 @@ class Options(TypedDict, total=False):
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
     extra_fields: Annotated[
         Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
+    ]
+    frame_stack: Annotated[
+        int | Mapping[NestedKey, FrameStack] | None,
+        Option(None, partial(arguments.optional, _frame_stack)),
     ]
     share_next: Annotated[bool, Option(False, arguments.flag)]
     sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]

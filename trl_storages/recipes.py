@@ -26,7 +26,7 @@ from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.recipe_options import Options, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
-from trl_storages.rows import PackedStorage
+from trl_storages.rows import PackedStorage, stacked_observations
 from trl_storages.samplers import (
     ERESampler,
     GoalMixture,
@@ -86,6 +86,10 @@ class UniformReplayStorage(ReplayStorage):
         extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
             has, such as hidden states or log-probabilities. `record` can't know them. That of
             `("next", "reward")` is in the place of (float32, [1]).
+        frame_stack: k, where observations are stacks of the k newest frames along their first or last
+            dimension: each frame is stored once, and batches have the stacks. A mapping from key to
+            `FrameStack` says which they are, and how an episode begins (by its first frame repeated,
+            unless said otherwise).
         share_next: whether next observations are stored once, as the observations of the rows that
             follow: little more than half the memory, for batches that are the same. Collectors may
             leave them out then (`compact_obs=True`), which loses those that end episodes.
@@ -168,6 +172,8 @@ class UniformReplayStorage(ReplayStorage):
         if taken := {*further} & {*stored} - {keys.REWARD}:
             raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
         stored |= further
+        for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
+            stored[key] = (*fields[key], stack)
         fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])

@@ -2,7 +2,7 @@
 
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
-from trl_storages.rows.frames import FrameStack
+from trl_storages.rows.frames import FrameStack, stacked_observations
 from trl_storages.rows.layout import Field, Layout, nest
 from trl_storages.rows.packed import Moved, PackedStorage
 from trl_storages.rows.row_view import RowView
@@ -30,6 +30,7 @@ __all__ = [
     "read_fields",
     "rows_of_flags",
     "rows_part",
+    "stacked_observations",
     "stage",
     "stored_fields",
     "tensors_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from tensordict import NestedKey, unravel_key
 from trl_storages import arguments
 from trl_storages.keys import next_key
 
-__all__ = ["FrameStack", "Padding", "stacks_of"]
+__all__ = ["FrameStack", "Padding", "stacked_observations", "stacks_of"]
 
 Padding = Literal["same", "constant"]
 
@@ -122,5 +122,52 @@ def stacks_of(fields: Mapping[NestedKey, tuple[Any, ...]]) -> dict[NestedKey, Fr
         raise ValueError(
             f"stacks under 'next' are those of the entries at the root, got {alone} alone: give the "
             "FrameStack to these."
+        )
+    return found
+
+
+def stacked_observations(
+    frame_stack: int | Mapping[NestedKey, FrameStack] | None,
+    fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]],
+    others: Collection[NestedKey] = (),
+) -> dict[NestedKey, FrameStack]:
+    """Returns which observations are stacks of frames.
+
+    Args:
+        frame_stack: which are; or k, where all are that have k frames as their first or last dimension.
+        fields: of a transition.
+        others: fields that are no observations.
+
+    Raises:
+        KeyError: there is no such observation; the message lists those that are there.
+        ValueError: none of them has k frames, or one has both along its first and its last dimension.
+    """
+    if frame_stack is None:
+        return {}
+    there = [
+        key for key in fields if key[0] != "next" and next_key(key) in fields and key not in others
+    ]
+    if not isinstance(frame_stack, int):
+        if missing := [key for key in frame_stack if key not in there]:
+            raise KeyError(f"frame_stack must name observations, one of {there}, got {missing}.")
+        return {**frame_stack}
+    found: dict[NestedKey, FrameStack] = {}
+    for key in there:
+        shape = fields[key][1]
+        dims = [dim for dim in (0, -1) if len(shape) > 1 and shape[dim] == frame_stack]
+        if len(dims) == 2:
+            raise ValueError(
+                f"frame_stack={frame_stack} must say along which dimension frames are stacked, as "
+                f"{key!r} has the shape {list(shape)}: pass frame_stack={{{key!r}: FrameStack("
+                f"{frame_stack}, dim=...)}}."
+            )
+        if dims:
+            found[key] = FrameStack(frame_stack, dims[0])
+    if not found:
+        shapes = {key: list(fields[key][1]) for key in there}
+        raise ValueError(
+            f"frame_stack={frame_stack} must be the first or last of the dimensions of an observation, "
+            f"got {shapes}; for frames of several channels pass a mapping from key to "
+            "FrameStack."
         )
     return found
