@@ -1,5 +1,6 @@
 """What type checkers see of the public names: a file that uses them, and one that uses them wrongly."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 HEADER = """
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,26 @@ def by_pyright(file: Path) -> list[str]:
     if shutil.which("pyright") is None:
         pytest.skip("pyright is not installed")
     return told(["pyright", "--pythonpath", sys.executable, str(file)])
+
+
+def code_of_users(directory: Path) -> list[str]:
+    """Writes the blocks of README and guides into a file each."""
+    guides = [ROOT / "README.md", *sorted((ROOT / "tutorials").glob("*.md"))]
+    written = []
+    for guide in guides:
+        blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
+        file = directory / f"{guide.stem.lower()}.py"
+        file.write_text("\n".join(blocks))
+        written += [file] if blocks else []
+    return [str(file) for file in written]
+
+
+@pytest.mark.slow
+def test_code_of_readme_and_guides_passes(tmp_path):
+    # As users check theirs: they need not annotate it.
+    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    options += ["--check-untyped-defs", "--allow-redefinition", "--no-error-summary"]
+    assert told([sys.executable, "-m", "mypy", *options, *code_of_users(tmp_path)]) == []
 
 
 def told(command: list[str]) -> list[str]:
