@@ -1,0 +1,56 @@
+"""The figure of the hindsight paper: runs are made once, and the kept ones are those that are planned."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "tutorials" / "bits_figure.py"
+# TorchRL's collectors warn of their own base class when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("bits_figure", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    # As when the script is run: its directory is searched first.
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setitem(sys.modules, "bits_figure", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "STEPS_PER_BIT", 320)
+    threads = torch.get_num_threads()
+    yield module
+    torch.set_num_threads(threads)
+
+
+def test_runs_are_made_once_and_drawn(script, tmp_path, capsys):
+    kept, picture = tmp_path / "runs.jsonl", tmp_path / "new" / "figure.png"
+    options = ["--bits", "2", "--seeds", "5", "--results", str(kept), "--output", str(picture)]
+
+    script.main(options)
+    lines = kept.read_text()
+    script.main(options)
+
+    assert kept.read_text() == lines
+    assert lines.count("\n") == 2
+    assert capsys.readouterr().err.count("with hindsight, seed 5") == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_any_run_there_is_nothing_to_draw(script, tmp_path):
+    with pytest.raises(SystemExit, match="holds none of these runs"):
+        script.main(["--draw", "--results", str(tmp_path / "none.jsonl")])
+
+
+def test_only_with_hindsight_many_bits_are_flipped(script, monkeypatch):
+    monkeypatch.setattr(script, "STEPS_PER_BIT", 1024)
+    finished = script.learning_results.read(script.RESULTS)
+
+    assert {*finished} <= {*script.planned(script.BITS, script.SEEDS)}
+    assert {run.bits for run in finished} == {*script.BITS}
+    for run, record in finished.items():
+        if run.bits >= 20:
+            assert (record["success"] >= 0.5) == run.hindsight
