@@ -164,8 +164,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.share_next = arguments.flag("share_next", share_next)
         if self.share_next and scratch_dir is not None:
             raise ValueError(
-                f"share_next=True is for rows in memory, got scratch_dir={scratch_dir!r}: leave out one "
-                "of the two."
+                f"share_next=True is for rows in memory, got a directory, {str(scratch_dir)!r}: leave "
+                "out share_next, or scratch_dir (path, of a ready-made storage)."
             )
         super().__init__(max_size, device=device)
         if scratch_dir is not None and self.device.type != "cpu":
