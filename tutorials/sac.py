@@ -1,0 +1,185 @@
+"""SAC, all in one file: a plain loop over vector environments.
+
+    python tutorials/sac.py                        # Pendulum-v1, a few minutes
+    python tutorials/sac.py --env MountainCarContinuous-v0 --steps 50000
+    python tutorials/sac.py --seed 1 --results tutorials/agent_curves.jsonl
+
+The storage is made of the spaces of the environments and fed by `record`; `sample` returns a
+TensorDict. Results are added to a file as a line of JSON.
+
+Reference: Haarnoja et al. 2018, arXiv:1812.05905.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+from options import OneLineParser, integer_from
+from tensordict import TensorDictBase
+from torch import nn
+
+from trl_storages import UniformReplayStorage
+
+NUM_ENVS = 4
+BATCH_SIZE = 128
+DISCOUNT = 0.99
+LEARNING_RATE = 1e-3
+TARGET_RATE = 0.005
+FIRST_UPDATE = 1_000  # environment steps that are taken at random before
+STEPS_PER_UPDATE = 1
+CURVE_POINTS = 10
+
+
+def layers(num_inputs: int, num_outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(num_inputs, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_outputs),
+    )
+
+
+class Actor(nn.Module):
+    """Draws actions `[B, A]` within the bounds of the space, and says how likely they were."""
+
+    def __init__(self, observation_size: int, actions: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        self.layers = layers(observation_size, 2 * actions.shape[0])
+        low, high = torch.from_numpy(actions.low), torch.from_numpy(actions.high)
+        self.register_buffer("scale", (high - low) / 2)
+        self.register_buffer("center", (high + low) / 2)
+
+    def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns actions and `[B, 1]` logarithms of their densities."""
+        mean, log_std = self.layers(observations).chunk(2, dim=-1)
+        normal = torch.distributions.Normal(mean, log_std.clamp(-5, 2).exp())
+        drawn = normal.rsample()
+        squashed = drawn.tanh()
+        log_density = normal.log_prob(drawn) - ((1 - squashed**2) * self.scale + 1e-6).log()
+        return squashed * self.scale + self.center, log_density.sum(-1, keepdim=True)
+
+
+class Critics(nn.Module):
+    """Two values of an action, `[2, B, 1]`."""
+
+    def __init__(self, num_inputs: int) -> None:
+        super().__init__()
+        self.both = nn.ModuleList([layers(num_inputs, 1), layers(num_inputs, 1)])
+
+    def forward(self, observations: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Returns both values."""
+        inputs = torch.cat([observations, actions], dim=-1)
+        return torch.stack([critic(inputs) for critic in self.both])
+
+
+class Agent:
+    """The networks and one update of them."""
+
+    def __init__(self, observation_size: int, actions: gymnasium.spaces.Box) -> None:
+        num_inputs = observation_size + actions.shape[0]
+        self.actor = Actor(observation_size, actions)
+        self.critics, self.targets = Critics(num_inputs), Critics(num_inputs)
+        self.targets.load_state_dict(self.critics.state_dict())
+        self.log_alpha, self.least_entropy = nn.Parameter(torch.zeros(())), -actions.shape[0]
+        parts = self.actor.parameters(), self.critics.parameters(), [self.log_alpha]
+        self.optimizers = [torch.optim.Adam(part, lr=LEARNING_RATE) for part in parts]
+
+    def update(self, batch: TensorDictBase) -> None:
+        """Takes one step of each network on a batch."""
+        observations, alpha = batch["observation"], self.log_alpha.exp().detach()
+        with torch.no_grad():
+            after = batch["next", "observation"]
+            actions, log_density = self.actor(after)
+            value = self.targets(after, actions).amin(0) - alpha * log_density
+            # Truncated ends still have a value, terminal ones none.
+            goes_on = ~batch["next", "terminated"]
+            wanted = batch["next", "reward"] + DISCOUNT * value * goes_on
+        critic_loss = ((self.critics(observations, batch["action"]) - wanted) ** 2).mean(1).sum()
+        self.step(1, critic_loss)
+        actions, log_density = self.actor(observations)
+        self.step(0, (alpha * log_density - self.critics(observations, actions).amin(0)).mean())
+        self.step(2, -(self.log_alpha * (log_density.detach() + self.least_entropy)).mean())
+        with torch.no_grad():
+            pairs = zip(self.targets.parameters(), self.critics.parameters(), strict=True)
+            for target, parameter in pairs:
+                target.lerp_(parameter, TARGET_RATE)
+
+    def step(self, number: int, loss: torch.Tensor) -> None:
+        """Takes a step of one optimizer."""
+        self.optimizers[number].zero_grad()
+        loss.backward()
+        self.optimizers[number].step()
+
+
+def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
+    """Trains an agent; returns the mean return of the last 20 episodes after so many steps."""
+    torch.manual_seed(seed)
+    mode = AutoresetMode.SAME_STEP
+    envs = gymnasium.make_vec(
+        env, num_envs=NUM_ENVS, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+    )
+    envs = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs, buffer_length=20)
+    spaces = envs.single_observation_space, envs.single_action_space
+    envs.action_space.seed(seed)
+    agent = Agent(spaces[0].shape[0], spaces[1])
+    storage = UniformReplayStorage(
+        *spaces,
+        storage_size=-(-steps // NUM_ENVS) * NUM_ENVS,
+        num_envs=NUM_ENVS,
+        autoreset_mode=mode,
+        batch_size=BATCH_SIZE,
+        seed=seed,
+    )
+    curve: list[tuple[int, float]] = []
+    observations, _ = envs.reset(seed=seed)
+    for step in range(NUM_ENVS, steps + 1, NUM_ENVS):
+        actions = envs.action_space.sample()
+        if step > FIRST_UPDATE:
+            with torch.no_grad():
+                actions = agent.actor(torch.from_numpy(observations))[0].numpy()
+        after, rewards, terminations, truncations, infos = envs.step(actions)
+        storage.record(observations, actions, rewards, terminations, truncations, infos, after)
+        observations = after
+        for _ in range(NUM_ENVS // STEPS_PER_UPDATE if step > FIRST_UPDATE else 0):
+            agent.update(storage.sample())
+        if step * CURVE_POINTS >= steps * (len(curve) + 1) and envs.return_queue:
+            curve.append((step, round(float(np.mean(envs.return_queue)), 1)))
+            print(f"{step:>8,} steps: return {curve[-1][1]:.1f}", flush=True)
+    envs.close()
+    return curve
+
+
+def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--env", default="Pendulum-v1", help="(%(default)s)")
+    parser.add_argument(
+        "--steps", default=8_000, type=integer_from(NUM_ENVS), help="(%(default)s)"
+    )
+    parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
+    parser.add_argument("--results", type=Path, help="file that gets one more line")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # Networks as small as these gain nothing from more.
+    curve = train(args.env, args.steps, args.seed)
+    if args.results is not None:
+        line = {
+            "agent": "SAC",
+            "env": args.env,
+            "seed": args.seed,
+            "steps": args.steps,
+            "curve": curve,
+        }
+        with args.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return curve
+
+
+if __name__ == "__main__":
+    main()
