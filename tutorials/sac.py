@@ -160,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--env", default="Pendulum-v1", help="(%(default)s)")
-    parser.add_argument(
-        "--steps", default=8_000, type=integer_from(NUM_ENVS), help="(%(default)s)"
-    )
+    parser.add_argument("--steps", default=8_000, type=integer_from(NUM_ENVS), help="(%(default)s)")
     parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
     parser.add_argument("--results", type=Path, help="file that gets one more line")
     args = parser.parse_args(argv)
