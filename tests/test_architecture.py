@@ -27,8 +27,8 @@ def test_arrows_point_down():
 
 def test_parts_that_the_page_names_are_there():
     names = {name for name in re.findall(r"`([a-z_]+)`", PAGE.read_text()) if "_" not in name}
-    parts = {path.stem for path in PACKAGE.rglob("*") if path.is_dir()}
-    others = {"next", "recipes", "sample", "lint-imports"}
+    parts = {path.stem for path in PACKAGE.rglob("*") if path.is_dir() or path.suffix == ".py"}
+    others = {"next", "recipes", "sample", "lint-imports", "compiled"}
     kernels = {path.stem for path in (PACKAGE / "kernels").iterdir()}
     modules = {part for layer in layers() for part in layer}
     assert names - parts - others - kernels - modules == set()
