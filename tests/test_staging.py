@@ -81,6 +81,15 @@ def test_tensors_that_only_look_like_their_elements():
     assert all(torch.equal(views[key], entry) for key, entry in entries.items())
 
 
+def test_what_windows_take_from_other_rows_lies_together():
+    """Of elements of one size, whatever the order in which the fields are named."""
+    reward, seen = ("next", "reward"), ("next", "seen")
+    floats = dict.fromkeys((reward, "seen", seen, "action"), (torch.float32, (2,)))
+    layout = Layout({**floats, ("next", "done"): (torch.bool, (1,)), "mark": (torch.bool, (1,))})
+    assert layout.keys == ("seen", "action", reward, seen, "mark", ("next", "done"))
+    assert layout.following.tolist() == [[16, 16], [33, 1]]
+
+
 LAYOUT = Layout(
     {
         "seen": (torch.uint8, (3,)),

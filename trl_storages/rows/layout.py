@@ -75,7 +75,8 @@ class Layout:
     """Places fields in a row, so that one gather of rows fetches all of them.
 
     Fields are sorted by the size of their elements, the largest first: each is aligned without gaps,
-    and only the end of the row is padded, to whole words.
+    and only the end of the row is padded, to whole words. Of equal ones those under `next` come last:
+    windows take them from other rows, and together they lie in fewer lines of the cache.
 
     With `share_next` a row begins with the next values of its observations, and goes on with the
     observations in the same order. As it is stored, a header stands in the place of the next values:
@@ -122,7 +123,7 @@ class Layout:
                 )
         # 16-byte elements (complex128) need rows that are a multiple of their size.
         unit = max(_WORD, *(dtype.itemsize for _, dtype, _ in described))
-        described.sort(key=lambda field: -field[1].itemsize)
+        described.sort(key=lambda field: (-field[1].itemsize, field[0][0] == "next"))
         # Frames are shared, and not stacks.
         shares = share_next and not self.stacks
         parts = _shared_first(described) if shares else [described]
