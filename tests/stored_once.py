@@ -122,6 +122,10 @@ class Stream:
         elements = [luck.choice(self._patterns) for _ in range(self.shape.numel())]
         return torch.frombuffer(bytearray(b"".join(elements)), dtype=self.dtype).view(self.shape)
 
+    def again(self, seen: torch.Tensor) -> torch.Tensor:
+        """Returns what is seen after a reset to where `seen` was seen."""
+        return seen
+
     def after(self, seen: torch.Tensor, luck: random.Random) -> torch.Tensor:
         """Returns what is seen after `seen`."""
         return seen if luck.random() < 0.2 else self.first(luck)
@@ -303,8 +307,8 @@ class BesidePlain(RuleBasedStateMachine):
 
     kind: Callable[[random.Random], Kind]
     backend: str | None = None
-    #: Environments that do something other than go on, reset and end.
-    has_gaps = True
+    #: Whether either make of storage loads what the other one saved.
+    loads_crosswise = True
 
     # What a subclass says
 
@@ -407,13 +411,11 @@ class BesidePlain(RuleBasedStateMachine):
         seen, begins = self.seen[lane], self.begins[lane]
         if seen is None or (begins and luck.random() < 0.7):
             now = {key: stream.first(luck) for key, stream in self.streams.items()}
-        elif not begins and self.has_gaps and luck.random() < gaps:
-            # All of it, or only a part, such as a goal that is drawn anew.
-            parts = [*self.streams] if luck.random() < 0.5 else [luck.choice([*self.streams])]
-            anew = {key: self.streams[key].first(luck) for key in parts}
-            now = seen | anew
+        elif begins:
+            now = {key: stream.again(seen[key]) for key, stream in self.streams.items()}
+        elif luck.random() < gaps:
+            now = self.after_gap(seen, luck)
         else:
-            # Where an episode begins: a reset that leads to just the last observation.
             now = seen
         after = {key: stream.after(now[key], luck) for key, stream in self.streams.items()}
         done = luck.random() < share
@@ -439,6 +441,12 @@ class BesidePlain(RuleBasedStateMachine):
         self.bits.append({key: as_bits(value) for key, value in row.items()})
         self.seen[lane], self.begins[lane] = after, done
         return is_gap
+
+    def after_gap(self, seen: Transition, luck: random.Random) -> Transition:
+        """Returns what is seen within an episode that does not go on where it was."""
+        # All of it, or only a part, such as a goal that is drawn anew.
+        parts = [*self.streams] if luck.random() < 0.5 else [luck.choice([*self.streams])]
+        return seen | {key: self.streams[key].first(luck) for key in parts}
 
     def compared(self) -> list[NestedKey]:
         """Which entries the writer compares, by its documentation."""
@@ -560,7 +568,8 @@ class BesidePlain(RuleBasedStateMachine):
     )
     def save_and_load(self, way: str, crosswise: bool) -> None:
         """Crosswise, what one of them saved is loaded into one of the other make."""
-        saved = self.both[::-1] if crosswise and way != "pickle" else self.both
+        crosswise = crosswise and self.loads_crosswise and way != "pickle"
+        saved = self.both[::-1] if crosswise else self.both
         with tempfile.TemporaryDirectory() as folder:
             self.both = [
                 self.loaded(buffer, way, once, Path(folder) / str(once))

@@ -114,14 +114,17 @@ class Stacks:
         """
         size = (slots.numel(), self._layout.num_words)
         out = torch.empty(size, dtype=torch.int64, device=framed.device, pin_memory=pin_memory)
-        into, source = out.view(torch.uint8), framed.view(len(out), -1).view(torch.uint8)
+        into, source = (
+            out.view(torch.uint8),
+            framed.view(len(out), framed.shape[-1]).view(torch.uint8),
+        )
         for start, to, num_bytes in self._spans:
             into[:, to : to + num_bytes] = source[:, start : start + num_bytes]
         fields = [self._layout.fields[place] for place in self._fields[:, 0].tolist()]
         frames = [self._layout.framed.field(it.key) for it in fields]
         newest, targets = _columns(source, frames), _columns(into, fields)
         self._fill(self._fields, slots, following, newest, targets)
-        return out.view(*slots.shape, -1)
+        return out.view(*slots.shape, out.shape[1])
 
     def read(
         self,
@@ -154,7 +157,7 @@ class Stacks:
                 lenders = slots if following is None else following
                 frame = self._layout.framed.field(key)
                 last = table.pick_field(lenders, frame.start_byte, torch.uint8, (frame.num_bytes,))
-            newest.append(last.view(len(out), -1))
+            newest.append(last.view(len(out), last.shape[-1]))
         self._fill(self._fields[stacks], slots, following, newest, targets)
         return found
 
