@@ -26,9 +26,9 @@ from tests.benchmarks.tables import format_machine, format_report
 
 ROOT = Path(__file__).parents[2]
 # Sections that are of one number of threads, the first that is asked for.
-ONCE = ("growth", "mapped", "cold", "memory")
+ONCE = ("stored_once", "growth", "mapped", "cold", "memory")
 # Sections that compare with what only the CPU has.
-ON_CPU = ("growth", "mapped", "memory")
+ON_CPU = ("stored_once", "growth", "mapped", "memory")
 BACKENDS = ("numba", "torch")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.benchmarks.data import Columns, flat_columns, goal_columns, take_rows
 from tests.benchmarks.measure import Effort, Turn, nothing
+from tests.benchmarks.memory import resident_bytes
 from tests.benchmarks.peers import ON_CUDA, PEERS, Buffer, load_peer
 
 __all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who"]
@@ -20,7 +21,10 @@ SPARE_ROWS = 2000
 # Of them, those that are written between samples, over and over. A multiple of the episodes.
 NEW_ROWS = 400
 # Works on observations that are one array.
-FLAT = ("n_step", "priorities", "recent", "pixels", "pixels_n_step")
+FLAT = (
+    *("n_step", "priorities", "recent", "pixels", "pixels_n_step"),
+    *("flat", "flat_plain", "stacks", "stacks_plain"),
+)
 
 Contestant = tuple[str, str]  # peer, work
 
@@ -81,6 +85,8 @@ class Contest:
         gc.collect()  # The libraries of the contest before this one may still hold their rows.
         self.buffers: dict[Contestant, Buffer] = {}
         self.steps: dict[Contestant, Iterator] = {}
+        #: What a stored transition takes in memory, as the system says.
+        self.row_nbytes: dict[Contestant, float] = {}
         for contestant in contestants:
             self.add(contestant, **attributes)
 
@@ -94,11 +100,14 @@ class Contest:
             named: what they are called in the results; None is as they are.
             **attributes: of `Buffer`.
         """
+        before = resident_bytes()
         buffer = adapter(*contestant, **attributes)(self.fill, self.capacity)
+        taken = resident_bytes() - before
         new_rows = range(min(NEW_ROWS, self.capacity - self.rows))
         prepared = [buffer.prepare(take_rows(self.new, row, row + 1)) for row in new_rows]
         named = contestant if named is None else named
         self.buffers[named], self.steps[named] = buffer, itertools.cycle(prepared)
+        self.row_nbytes[named] = taken / self.rows
 
     def turns(
         self, batch_size: int, between: Callable[[], Any] = nothing

@@ -19,6 +19,7 @@ __all__ = [
     "LANES",
     "N_STEPS",
     "OBSERVATION_SIZE",
+    "PIXEL_SHAPE",
     "PRIORITY_ALPHA",
     "PRIORITY_BETA",
     "SEQUENCE_STEPS",
@@ -29,6 +30,7 @@ __all__ = [
     "lane_steps",
     "pixel_columns",
     "single_rows",
+    "stacked_columns",
     "take_rows",
     "to_tensordict",
 ]
@@ -128,6 +130,33 @@ def pixel_columns(num_rows: int, *, seed: int = 0) -> Columns:
     return flat | {
         "observation": frames[:-1],
         "next_observation": frames[1:].copy(),
+        "action": flat["action"][:, :1].copy(),
+    }
+
+
+def stacked_columns(num_rows: int, *, seed: int = 0) -> Columns:
+    """Makes transitions of a game seen as its four newest frames, in time order.
+
+    Within an episode a stack is the one before it with a new frame; the first one is of one frame.
+
+    Args:
+        num_rows: how many transitions, N.
+        seed: of the generator.
+
+    Returns:
+        As `pixel_columns`.
+    """
+    rng = np.random.default_rng(seed)
+    flat = flat_columns(goal_columns(num_rows, seed=seed))
+    rows = np.arange(num_rows)
+    # An episode has one frame more than steps, and each has as many steps.
+    first = rows // EPISODE_LENGTH * (EPISODE_LENGTH + 1)
+    newest = rows + rows // EPISODE_LENGTH
+    frames = rng.integers(0, 256, (newest[-1] + 2, *PIXEL_SHAPE[1:]), np.uint8)
+    back = np.arange(1 - PIXEL_SHAPE[0], 1)
+    return flat | {
+        "observation": frames[np.maximum(newest[:, None] + back, first[:, None])],
+        "next_observation": frames[np.maximum(newest[:, None] + 1 + back, first[:, None])],
         "action": flat["action"][:, :1].copy(),
     }
 

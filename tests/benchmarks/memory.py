@@ -6,9 +6,12 @@ libraries and their warm-up are in both. The peak is what `/usr/bin/time -v` pri
 resident set size".
 """
 
+import ctypes
+import gc
 import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import torch
 from tests.benchmarks.data import goal_columns, take_rows, to_tensordict
 from trl_storages import PackedStorage, ReplayStorage
 
-__all__ = ["measure_memory"]
+__all__ = ["measure_memory", "resident_bytes"]
 
 BLOCK = 1000
 
@@ -45,6 +48,20 @@ def peak_of_process() -> int:
                 return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def resident_bytes() -> int:
+    """Returns the bytes that this process has in memory now; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            # The C library keeps what was freed; others than glibc have no such function.
+            ctypes.CDLL(None).malloc_trim(0)
+        for line in status.read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return 1024 * int(line.split()[1])
+    return 0
 
 
 def measure_memory(num_rows: int) -> dict[str, float]:

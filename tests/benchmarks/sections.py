@@ -7,6 +7,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.benchmarks.data import (
     EPISODE_LENGTH,
     LANES,
     SEQUENCE_STEPS,
+    flat_columns,
     goal_columns,
     pixel_columns,
+    stacked_columns,
     take_rows,
 )
 from tests.benchmarks.measure import Turn, measure
@@ -32,6 +35,8 @@ from tests.benchmarks.results import Report, Result
 __all__ = ["SECTIONS", "prepare_process", "run_section"]
 
 PIXEL_ROWS = 5000
+# Rows that are stored once: they fill memory so far that what else a library needs hardly counts.
+ONCE_ROWS = {"flat": 200_000, "stacks": 4000}
 LOOP_ROWS = 200_000
 OURS_WITH_GOALS = ("her", "her_n_step", "everything")
 # What takes turns: our own works, and what the others do next to them.
@@ -205,6 +210,24 @@ def pixels(plan: Plan) -> Iterator[Result]:
         del contest
 
 
+def stored_once(plan: Plan) -> Iterator[Result]:
+    """Batches of flat observations and of stacked frames, stored once as well as a library can."""
+    for work in progress(tuple(ONCE_ROWS), "stored_once"):
+        rows = min(ONCE_ROWS[work], plan.most_rows) // EPISODE_LENGTH * EPISODE_LENGTH
+        # What is written between draws begins an episode, and ends one.
+        size = rows + 2 * EPISODE_LENGTH
+        columns = flat_columns(goal_columns(size)) if work == "flat" else stacked_columns(size)
+        contestants = who(plan, work, own=(f"{work}_plain", work))
+        # What a library loads with its first batch is no memory of its rows.
+        few = contest_of(contestants, EPISODE_LENGTH, plan, columns=take_rows(columns, 0, 150))
+        for turn in few.turns(16).values():
+            turn.call()
+        contest = contest_of(contestants, rows, plan, columns=columns)
+        for result in drawn(work, contest, [256], plan, unequal=False):
+            yield replace(result, row_nbytes=contest.row_nbytes[result.peer, result.work])
+        del contest
+
+
 def writing(plan: Plan) -> Iterator[Result]:
     """Steps of a loop, and writes of several rows at once, over the oldest ones of a full storage."""
     for work in progress(tuple(WRITES), "writing"):
@@ -276,6 +299,7 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
     "writing": writing,
     "sequences": sequences,
     "pixels": pixels,
+    "stored_once": stored_once,
     "growth": growth,
     "mapped": mapped,
     "cold": cold,

@@ -32,6 +32,8 @@ HEADS = {
     "sequences": "Stretches of 16 steps, one step written before each",
     "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
     "pixels_n_step": "Pixels, returns of three steps (in brackets, ratio to ours)",
+    "flat": "Flat observations of 31 numbers, each stored once (SB3 and tianshou: no true last ones)",
+    "stacks": "Stacks of 4 frames, 84 x 84 uint8, each stored once (SB3 and tianshou: no true last ones)",
     "growth": "Every work of ours at two sizes, next to the raw gather",
     "mapped": "Rows in memory-mapped files, all pages warm, next to rows in memory",
 }
@@ -57,6 +59,7 @@ def format_report(report: Report) -> Iterator[str]:
             if of_section:
                 yield f"\n{head} ({counted})"
                 yield from format_section(of_section)
+                yield from format_bytes(of_section)
         yield from format_cold_start(results)
     if report.memory:
         yield "\n" + format_memory(report.memory)
@@ -80,6 +83,23 @@ def format_section(results: list[Result]) -> Iterator[str]:
     for work in works:
         for case in (case for case in cases if case[0] == work):
             yield format_line(results, *case, peers=peers)
+
+
+def format_bytes(results: list[Result]) -> Iterator[str]:
+    """Gives a line for each of our works: what a transition takes here, and with the others."""
+    peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
+    for ours in results:
+        if ours.peer != "ours" or not ours.row_nbytes:
+            continue
+        cells = []
+        for peer in peers:
+            found = pick(results, peer=peer, work=ours.work)
+            many = "-" if found is None else f"{found.row_nbytes:,.0f}"
+            if found is not None and found is not ours:
+                many += f" ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)"
+            cells.append(f"{many:>{WIDTH}}")
+        title = f"  bytes a transition, {WORKS[ours.work]}"
+        yield f"{title:<69}" + "".join(cells)
 
 
 def format_line(

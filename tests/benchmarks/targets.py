@@ -23,6 +23,10 @@ WORKS = {
     "sequences": "sequences, 32 of 16 steps",
     "pixels": "pixels",
     "pixels_n_step": "pixels, 3-step returns",
+    "flat": "flat observations, stored once",
+    "flat_plain": "flat observations, stored twice",
+    "stacks": "stacks of 84 x 84, frames stored once",
+    "stacks_plain": "stacks of 84 x 84, stored twice",
     "record": "record, one environment",
     "record_lanes": "record, 8 environments",
     "extend": "extend",
@@ -120,6 +124,20 @@ def compared(section: str, over: Side, under: Side) -> Finder:
         return Measured(
             ratio(above, below), ours=ours.median, compiled=None if plain is None else plain.median
         )
+
+    return measured
+
+
+def smaller(over: Side, under: Side) -> Finder:
+    """Divides the memory that a transition takes in two libraries."""
+
+    def measured(results: list[Result], threads: int, batch_size: int) -> Measured | None:
+        case = {"section": over[1], "threads": threads, "batch_size": batch_size}
+        above = pick(results, peer=over[0], work=over[1], **case)
+        below = pick(results, peer=under[0], work=under[1], **case)
+        if above is None or below is None or min(above.row_nbytes, below.row_nbytes) <= 0:
+            return None
+        return Measured(above.row_nbytes / below.row_nbytes)
 
     return measured
 
@@ -275,6 +293,36 @@ TARGETS = [
         faster(work, peer, limit, section=work)
         for work in ("pixels", "pixels_n_step")
         for peer, limit in (("torchrl", 8), ("sb3", 1.3))
+    ),
+    *(
+        Target(
+            work=f"bytes: {WORKS[work]}",
+            against=WORKS[f"{work}_plain"],
+            limits={256: most},
+            at_most=True,
+            measured=smaller(("ours", work), ("ours", f"{work}_plain")),
+        )
+        for work, most in (("flat", 0.63), ("stacks", 0.14))
+    ),
+    *(
+        Target(
+            work=f"bytes: {WORKS[work]}",
+            against=TITLES[peer],
+            limits={256: 1.0},
+            measured=smaller((peer, work), ("ours", work)),
+        )
+        for work in ("flat", "stacks")
+        for peer in ("torchrl", "sb3", "cpprb", "tianshou")
+    ),
+    *(
+        Target(
+            work=f"time: {WORKS[work]}",
+            against=WORKS[f"{work}_plain"],
+            limits={256: most},
+            at_most=True,
+            measured=compared(work, ("ours", work), ("ours", f"{work}_plain")),
+        )
+        for work, most in (("flat", 1.25), ("stacks", 1.0))
     ),
     Target(
         work="ours at the most rows / the fewest",

@@ -13,6 +13,7 @@ from tests.benchmarks.data import (
     goal_columns,
     goal_reward,
     pixel_columns,
+    stacked_columns,
     take_rows,
 )
 from tests.benchmarks.peers import PEERS, load_peer
@@ -136,6 +137,29 @@ def test_pixels_are_as_stored(name):
 
     assert np.asarray(batch["observation"]).dtype == np.uint8
     assert_as_stored(batch, columns, rows, {"observation", "next_observation", "action"})
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("work", ["flat", "stacks"])
+def test_what_is_stored_once_is_drawn_as_it_was_written(name, work):
+    columns = stacked_columns(250) if work == "stacks" else flat_columns(goal_columns(250))
+    batch, columns, rows = draw(name, work, columns=columns, batch_size=32)
+
+    assert_as_stored(batch, columns, rows, {"observation", "action"})
+    # Their memory options have no last observation of an episode.
+    known = ~columns["done"][rows] if name in ("sb3", "tianshou") else np.ones(len(rows), bool)
+    following = np.asarray(batch["next_observation"])
+    np.testing.assert_array_equal(following[known], columns["next_observation"][rows][known])
+
+
+def test_stacks_slide_within_an_episode_and_begin_with_one_frame():
+    columns = stacked_columns(150)
+    seen, following, done = (columns[n] for n in ("observation", "next_observation", "done"))
+
+    np.testing.assert_array_equal(following[:, :3], seen[:, 1:])
+    np.testing.assert_array_equal(following[:-1][~done[:-1]], seen[1:][~done[:-1]])
+    begins = np.roll(done, 1)
+    np.testing.assert_array_equal(seen[begins], seen[begins][:, -1:].repeat(4, 1))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

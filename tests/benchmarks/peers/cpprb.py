@@ -1,6 +1,7 @@
 """cpprb: `ReplayBuffer`, `HindsightReplayBuffer`, `PrioritizedReplayBuffer`."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 from cpprb import HindsightReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
@@ -165,6 +166,54 @@ class Prioritized(Uniform):
         return batch
 
 
+class FlatOnce(Uniform):
+    """Flat observations, of which the next one is that of the following row (`next_of`)."""
+
+    options: ClassVar[dict] = {}
+
+    def __init__(self, columns: Columns, capacity: int):
+        columns = self.turned(columns)
+        fields = {
+            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
+            for name, column in columns.items()
+            if name != "next_observation"
+        }
+        self.buffer = ReplayBuffer(capacity, fields, next_of="observation", **self.options)
+        self.write(list(stretches(columns)))
+
+    @staticmethod
+    def turned(columns: Columns) -> Columns:
+        """Lays observations out as the buffer wants them."""
+        return columns
+
+    def write(self, prepared: list[Columns]) -> None:
+        for steps in prepared:
+            self.buffer.add(**steps)
+            if steps["done"][-1]:
+                self.buffer.on_episode_end()
+
+
+class StacksOnce(FlatOnce):
+    """Stacked frames, of which rows hold the newest one (`stack_compress`), the frames last."""
+
+    options: ClassVar[dict] = {"stack_compress": "observation"}
+
+    @staticmethod
+    def turned(columns: Columns) -> Columns:
+        parts = ("observation", "next_observation")
+        return columns | {part: np.moveaxis(columns[part], 1, -1) for part in parts}
+
+    @staticmethod
+    def prepare(rows: Columns) -> list[Columns]:
+        return list(single_rows(StacksOnce.turned(rows)))
+
+    @staticmethod
+    def columns_of(batch: Columns) -> Columns:
+        columns = Uniform.columns_of(batch)
+        parts = ("observation", "next_observation")
+        return columns | {part: np.moveaxis(columns[part], -1, 1) for part in parts}
+
+
 class Extend(Uniform):
     """Writes of several rows at once."""
 
@@ -182,6 +231,8 @@ WORKS = {
     "n_step": NStep,
     "priorities": Prioritized,
     "pixels": Uniform,
+    "flat": FlatOnce,
+    "stacks": StacksOnce,
     "pixels_n_step": NStep,
     "extend": Extend,
 }

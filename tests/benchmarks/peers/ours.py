@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.envs.transforms import Compose
 
 from tests.benchmarks.data import (
@@ -17,6 +17,7 @@ from tests.benchmarks.data import (
     LANES,
     N_STEPS,
     OBSERVATION_SIZE,
+    PIXEL_SHAPE,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
     SEQUENCE_STEPS,
@@ -28,7 +29,9 @@ from tests.benchmarks.peers.base import Buffer
 from tests.benchmarks.peers.torchrl import columns_of
 from trl_storages import (
     EpisodeSequence,
+    EpisodeWriter,
     ERESampler,
+    FrameStack,
     GoalRelabel,
     HERReplayStorage,
     HERSampler,
@@ -174,6 +177,32 @@ class Sequences(Uniform):
         return self.buffer.sample(batch_size // SEQUENCE_STEPS)
 
 
+class FlatOnce(Uniform):
+    """Flat observations, of which the next one is that of the following row."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        rows = PackedStorage(capacity, device=self.device, share_next=True)
+        return ReplayStorage(storage=rows)
+
+
+class StacksOnce(Uniform):
+    """Stacked frames, of which rows hold the newest one."""
+
+    def make(self, capacity: int) -> ReplayStorage:
+        pixels = (torch.uint8, PIXEL_SHAPE)
+        number, flag = (torch.float32, (1,)), (torch.bool, (1,))
+        fields: Mapping[NestedKey, Any] = {
+            "observation": (*pixels, FrameStack(PIXEL_SHAPE[0])),
+            "action": number,
+            ("next", "observation"): pixels,
+            ("next", "reward"): number,
+            **{("next", name): flag for name in ("done", "terminated", "truncated")},
+        }
+        rows = PackedStorage(capacity, device=self.device, fields=fields, share_next=True)
+        # The steps between draws are the same over and over.
+        return ReplayStorage(storage=rows, writer=EpisodeWriter(on_gap="cut"))
+
+
 class Extend(Uniform):
     """Writes of several rows at once."""
 
@@ -267,6 +296,10 @@ WORKS = {
     "recent": Recent,
     "sequences": Sequences,
     "pixels": Uniform,
+    "flat": FlatOnce,
+    "flat_plain": Uniform,
+    "stacks": StacksOnce,
+    "stacks_plain": Uniform,
     "pixels_n_step": Folded,
     "extend": Extend,
     "record": Record,

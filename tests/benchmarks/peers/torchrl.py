@@ -149,6 +149,9 @@ WORKS = {
     "priorities": Prioritized,
     "sequences": Sequences,
     "pixels": Uniform,
+    # `NextStateReconstructor` is for rows in order: of rows that are drawn it gives others, or NaN.
+    "flat": Uniform,
+    "stacks": Uniform,
     "pixels_n_step": NStep,
     "extend": Extend,
 }
