@@ -240,3 +240,39 @@ def test_a_damaged_line_of_the_guides_results_is_named(results, tmp_path, damage
     path.write_text(f"{damage}\n")
     with pytest.raises(SystemExit, match=r"line 1 of .*results.jsonl is not a finished run"):
         results.main(["--table", "--results", str(path)])
+
+
+# What to switch on.
+
+
+def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypatch, capsys):
+    script = guide("what_to_switch_on")
+    task = {"env": "BitFlipping-v0", "algo": "dqn", "bits": 3, "steps": 576}
+    monkeypatch.setattr(script, "TASKS", {"3 bits": task})
+    monkeypatch.setattr(script, "TESTS", 2)
+    parts = {name: script.PARTS[name] for name in ("hindsight alone", "with all")}
+    monkeypatch.setattr(script, "PARTS", parts)
+    storages = []
+
+    def make_storage(*arguments, make=script.train_her.make_storage, **further):
+        storages.append(make(*arguments, **further))
+        return storages[-1]
+
+    monkeypatch.setattr(script.train_her, "make_storage", make_storage)
+    path = tmp_path / "results.jsonl"
+    script.main(["--results", str(path)])
+    alone, together = storages
+    assert not hasattr(alone, "alpha")
+    assert (together.n_step, together.alpha, together.eta) == (3, 0.6, 0.996)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["part"] for line in lines] == [*parts]
+    assert all(0 <= line["mean"] <= 1 and line["curve"][-1][0] >= 576 for line in lines)
+    printed = capsys.readouterr().out
+    script.main(["--results", str(path)])
+    assert len(storages) == 2
+    assert capsys.readouterr().out == printed
+
+
+def test_the_page_of_results_shows_what_was_switched_on(guide, capsys):
+    guide("what_to_switch_on").main(["--table"])
+    assert capsys.readouterr().out in (TUTORIALS / "results.md").read_text()

@@ -1,0 +1,117 @@
+"""Adds n-step returns, priorities and recency to hindsight, one by one and all together, on three tasks.
+
+    python tutorials/what_to_switch_on.py                          # makes the runs that are missing
+    python tutorials/what_to_switch_on.py --table                  # only prints the table
+    python tutorials/what_to_switch_on.py --seeds 0 1 2 3 4        # more seeds
+
+Each run is one of train_her.py with other options of the storage. A finished one is a line of
+what_to_switch_on.jsonl. What is compared is how fast an agent learns: its success rate, averaged over
+tests at equal distances through a budget that hindsight alone hardly needs more than.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import train_her
+from learning_results import versions
+from options import OneLineParser, integer_from
+
+RESULTS = Path(__file__).with_name("what_to_switch_on.jsonl")
+TESTS = 8  # of a run
+# Budgets and settings were fixed before the first run. What is not named is as in train_her.py.
+TASKS: dict[str, dict[str, Any]] = {
+    "25 bits, DQN": {"env": "BitFlipping-v0", "algo": "dqn", "bits": 25, "steps": 12_000},
+    "8 bits, TD3": {"env": "BitFlipping-v0", "algo": "td3", "bits": 8, "steps": 3_000},
+    "FetchReach, DDPG": {"env": "FetchReach-v4", "algo": "ddpg", "steps": 1_500},
+}
+# The options that each part has in its own ready-made storage.
+N_STEP, PRIORITIES, RECENCY = {"n_step": 3}, {"alpha": 0.6}, {"eta": 0.996, "c_min": 1_000}
+PARTS: dict[str, dict[str, Any]] = {
+    "hindsight alone": {},
+    "with n-step": N_STEP,
+    "with PER": PRIORITIES,
+    "with ERE": RECENCY,
+    "with all": {**N_STEP, **PRIORITIES, **RECENCY},
+}
+
+
+def planned(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns all that decides the runs, seed by seed, so that every cell soon has a first result."""
+    return [
+        {"task": task, "part": part, "seed": seed, "options": {**run, "seed": seed}, "parts": parts}
+        for seed in seeds
+        for task, run in TASKS.items()
+        for part, parts in PARTS.items()
+    ]
+
+
+def make(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains an agent; returns how it went."""
+    args = train_her.parse([f"--{name}={value}" for name, value in run["options"].items()])
+    args.curve_points = TESTS
+    # Time on a processor: it hardly depends on what else the machine does.
+    start = time.process_time()
+    storage = train_her.make_storage(args, run["part"], args.num_goals, **run["parts"])
+    curve = train_her.train(args, storage, run["part"])
+    return {
+        **run,
+        "mean": round(sum(curve.success) / len(curve.success), 4),
+        "curve": [
+            [step, round(rate, 4)] for step, rate in zip(curve.steps, curve.success, strict=True)
+        ],
+        "seconds": round(time.process_time() - start),
+        "versions": versions(),
+    }
+
+
+def table(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -> str:
+    """Returns the finished runs as Markdown."""
+    lines = [f"| | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 1) + "|"]
+    for part in PARTS:
+        cells = []
+        for task in TASKS:
+            of_cell = [run for run in runs if (run["task"], run["part"]) == (task, part)]
+            records = [of_run(run, finished) for run in of_cell]
+            cells.append(", ".join(f"{one['mean']:.2f}" for one in records if one) or "-")
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def of_run(run: Mapping[str, Any], finished: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the finished run of the same settings."""
+    return next((record for record in finished if run.items() <= record.items()), None)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Makes the runs that are missing, and prints the table."""
+    parser = OneLineParser(
+        prog="what_to_switch_on.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seeds", nargs="+", default=[0], type=integer_from(0), help="(%(default)s)")
+    add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
+    add("--table", action="store_true", help="only print the table, of the runs that are finished")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    lines = args.results.read_text().splitlines() if args.results.exists() else []
+    runs, finished = planned(args.seeds), [json.loads(line) for line in lines]
+    for run in runs:
+        if args.table or of_run(run, finished):
+            continue
+        finished.append(record := make(run))
+        with args.results.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{run['task']}, {run['part']}: {record['mean']:.2f}", file=sys.stderr, flush=True)
+    print(table(runs, finished))
+
+
+if __name__ == "__main__":
+    main()
