@@ -6,7 +6,7 @@
 
 Each run is one of train_her.py with other options of the storage. A finished one is a line of
 what_to_switch_on.jsonl. What is compared is how fast an agent learns: its success rate, averaged over
-tests at equal distances through a budget that hindsight alone hardly needs more than.
+tests at equal distances through a budget by whose end hindsight alone reaches most goals.
 """
 
 import argparse
