@@ -406,6 +406,26 @@ class TestFiles:
             with pytest.raises(ValueError, match="damaged"):
                 ReplayStorage.open(closed, mode=mode, check=True)
 
+    @pytest.mark.parametrize("number", [-1, -5, 0, 2**62, -(2**63), 2**63 - 1])
+    def test_a_number_of_commits_that_there_never_was(self, tmp_path, originals, number):
+        files, history = originals[False]
+        put_back(files, tmp_path / "rows")
+        file = self.file(tmp_path / "rows", "commits")
+        file.write_bytes(number.to_bytes(8, "little", signed=True) + file.read_bytes()[8:])
+        with pytest.raises(ValueError, match="open it for writing"):
+            ReplayStorage.open(tmp_path / "rows", mode="r")
+        with pytest.warns(RuntimeWarning, match="was not closed"):
+            storage = make(tmp_path / "rows", 2, SIZE)
+        assert found(storage) == history.live
+        reader = ReplayStorage.open(tmp_path / "rows", mode="r")
+        assert found(reader) == history.live
+        act = write(history, 2)
+        act.do(storage)
+        reader.sample(4)
+        assert found(reader) == found(storage) == act.after.live
+        storage.close()
+        assert found(make(tmp_path / "rows", 2, SIZE)) == act.after.live
+
     def test_a_planted_pickle_never_runs(self, closed, live):
         import pickle
 

@@ -202,7 +202,8 @@ def follow(
         seen = [board.seen(reader) for reader in every]
         if any(one.failed for one in seen):
             break
-        if happened >= 2 * len(events) and min(one.rows for one in seen) >= rows:
+        is_written = board.words[Board.WRITTEN] >= SIZE
+        if is_written and happened >= 2 * len(events) and min(one.rows for one in seen) >= rows:
             break
         time.sleep(0.1 + 0.2 * rng.random())
         event = events[happened % len(events)] if events else ""

@@ -65,7 +65,7 @@ class Reader:
         self._stamp: tuple[int, int, int] | None = None
         #: What was committed at the last look, and the number of that commit.
         self.state: State | None = None
-        self._number = -1
+        self._number: int | None = None
         self.seen: list[torch.Tensor] | None = None
         if directory is None:
             self._map(self.description)
@@ -119,7 +119,7 @@ class Reader:
         if (new.generation, new.histories) != (old.generation, old.histories):
             # What is known may be of rows that a killed writer left behind.
             index.clear()
-            self.state, self._number = None, -1
+            self.state, self._number = None, None
 
     def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
         """Takes in what was committed since the last look.
