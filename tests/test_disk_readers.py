@@ -50,6 +50,8 @@ class InAFork:
         self.pid = os.fork()
         if not self.pid:
             os.close(reading)
+            # Whoever waits for it hears by its end that it hangs.
+            signal.alarm(120)
             said = "failed"
             try:
                 said = str(body())
@@ -122,6 +124,22 @@ class TestFollowing:
         batch = reader.sample()
         assert len(calls) == 2
         assert (batch["observation"][:, 0] >= 60).all()
+
+    def test_the_first_try_may_take_as_long_as_it_does(self, tmp_path, monkeypatch):
+        """As where loops are compiled for it: what it loses to the writer is drawn anew."""
+        monkeypatch.setattr("trl_storages.disk.reader._PATIENCE", 0.0)
+        storage, history = filled(tmp_path)
+        calls = []
+
+        def overtake(batch):
+            calls.append(1)
+            if len(calls) == 1:
+                for _ in range(3):
+                    write(storage, history, 20)
+            return batch
+
+        assert not is_torn(reader_of(tmp_path, transform=overtake).sample()).any()
+        assert len(calls) == 2
 
     def test_rows_that_are_replaced_within_the_spare_steps_are_whole(self, tmp_path):
         storage, history = filled(tmp_path)

@@ -72,6 +72,8 @@ class Board:
 def _fork(body: Callable[..., Any], *args: Any) -> int:
     pid = os.fork()
     if not pid:
+        # Whoever waits for it hears by its end that it hangs.
+        signal.alarm(400)
         status = 1
         try:
             body(*args)

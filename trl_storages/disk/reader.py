@@ -179,7 +179,7 @@ class Reader:
         """
         if self.seen is not None:
             return read()  # within another call, which will look
-        until = time.monotonic() + _PATIENCE
+        until: float | None = None
         while True:
             self.seen = []
             try:
@@ -192,7 +192,10 @@ class Reader:
                     raise
             finally:
                 self.seen = None
-            if time.monotonic() > until:
+            # The first try may have waited for loops to be compiled.
+            if until is None:
+                until = time.monotonic() + _PATIENCE
+            elif time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
             refresh()
 
