@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from mktestdocs import check_md_file
 
+from tests.benchmarks import durability
 from tests.benchmarks.readme import PAGES, update, written
 from tests.benchmarks.results import Report
 
@@ -72,6 +73,14 @@ def test_speed_is_that_of_the_run_that_is_kept(name):
 
     assert page == written(page, PAGES[name](Report.load(KEPT))), (
         "run python -m tests.benchmarks --readme tests/benchmarks/results.json"
+    )
+
+
+def test_rows_on_disk_are_as_fast_as_in_the_run_that_is_kept():
+    page = durability.PAGE.read_text()
+
+    assert page == durability.written(page, durability.load(durability.KEPT)), (
+        "run python -m tests.benchmarks.durability --page tests/benchmarks/durability.json"
     )
 
 

@@ -3,9 +3,13 @@
 All take the same transitions, hold them in a ring of so many slots that is full, give such batches back,
 and take turns in one run. What each of them syncs is named beside it; none waits for the disk at each
 write, except where it says so. Absolute figures move between machines; look at the ratios.
+
+The run that is kept is in the page on directories: `--json tests/benchmarks/durability.json` keeps one,
+`--page tests/benchmarks/durability.json` writes it there.
 """
 
 import argparse
+import json
 import shutil
 import sqlite3
 import statistics
@@ -14,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each storage")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a turn")
     parser.add_argument("--path", type=Path, help="where to; a temporary directory otherwise")
+    parser.add_argument("--json", type=Path, help="where to keep the run")
+    parser.add_argument("--page", type=Path, help="only write a run that was kept into the page")
     return parser.parse_args()
 
 
@@ -268,50 +275,109 @@ def by_turns(
     return [statistics.median(times) for times in taken]
 
 
-def show(name: str, values: list[float], unit: str) -> None:
-    cells = "".join(f"{value:>14,.1f} {value / values[1]:>5.1f}x" for value in values)
-    print(f"{name:>18} {cells}   {unit}", flush=True)
+class Run:
+    """What was found, shown as it comes.
+
+    Args:
+        rows: slots of each ring.
+        machine: it ran on.
+        syncs: name of each store -> what it syncs.
+        found: of each work the unit, and what each store took; None where it was not measured.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        machine: dict[str, str | int],
+        syncs: dict[str, str],
+        found: dict[str, tuple[str, list[float | None]]],
+    ) -> None:
+        self.rows, self.machine, self.syncs, self.found = rows, machine, syncs, found
+
+    def add(self, work: str, unit: str, values: list[float | None]) -> None:
+        self.found[work] = unit, values
+        cells = "".join(f"{'-' if it is None else format(it, ',.1f'):>21}" for it in values)
+        print(f"{work:>18} {cells}   {unit}", flush=True)
+
+    def table(self) -> Iterator[str]:
+        """Gives what the page shows."""
+        yield f"{self.rows:,} rows. {format_machine(self.machine)}."
+        yield ""
+        yield "| | " + " | ".join(self.syncs) + " |"
+        yield "| --- |" + " ---: |" * len(self.syncs)
+        yield "| what it syncs | " + " | ".join(self.syncs.values()) + " |"
+        for work, (unit, values) in self.found.items():
+            cells = (f"{it:,.{1 if it < 1000 else 0}f}" if it is not None else "" for it in values)
+            yield f"| {work}, {unit} | " + " | ".join(cells) + " |"
+
+
+BEGIN, END = "<!-- durability: begin -->\n", "<!-- durability: end -->"
+PAGE = Path(__file__).parents[2] / "tutorials" / "on_disk.md"
+KEPT = Path(__file__).parent / "durability.json"
+
+
+def load(path: Path) -> Run:
+    """Returns a run that was kept."""
+    return Run(**json.loads(path.read_text()))
+
+
+def written(page: str, run: Run) -> str:
+    """Returns the page with a run between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n".join(run.table()) + "\n" + END + rest.split(END)[1]
+
+
+def _machine() -> dict[str, str | int]:
+    """Describes what the run depends on."""
+    others = ("stable_baselines3", "cpprb", "tianshou", "flashbax", "jax")
+    known = {name: it for name, it in describe_machine().items() if name not in others}
+    return {**known, "SQLite": sqlite3.sqlite_version, "lmdb": version("lmdb")}
+
+
+def measure(arguments: argparse.Namespace, root: Path) -> Run:
+    """Lets all stores take turns."""
+    paths = [None, *(root / str(number) for number in range(1, len(STORES)))]
+    stores = [store(path, arguments.rows) for store, path in zip(STORES, paths, strict=True)]
+    run = Run(arguments.rows, _machine(), {it.name: it.syncs for it in stores}, {})
+    for name, syncs in run.syncs.items():
+        print(f"{name:>24}: {syncs}")
+    print(" " * 19 + "".join(f"{store.name[:20]:>21}" for store in stores))
+    filling = transitions(max(arguments.rows // 10, 1))
+    for store in stores:
+        for _ in range(11):
+            store.write(filling)
+    for num_steps in BLOCKS:
+        data = transitions(num_steps)
+        acts = [partial(store.write, data) for store in stores]
+        steps = f"{num_steps:,} step" + "s" * (num_steps > 1)
+        run.add(f"write {steps}", "us", by_turns(stores, acts, arguments))
+    draws = [store.draw for store in stores]
+    run.add(f"draw {BATCH}", "us", by_turns(stores, draws, arguments))
+    run.add("flush", "ms", [None, *(microseconds(it.flush, 0) / 1000 for it in stores[1:])])
+    for store in stores:
+        store.close()
+    on_disk = stores[1:]
+    run.add("a row", "bytes", [None, *(store.num_bytes() / arguments.rows for store in on_disk)])
+    times = [microseconds(store.reopen, 0) / 1000 for store in on_disk]
+    run.add("reopen and draw", "ms", [None, *times])
+    for store in on_disk:
+        store.close()
+    return run
 
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.page is not None:
+        PAGE.write_text(written(PAGE.read_text(), load(arguments.page)))
+        return
     torch.set_num_threads(1)
-    print(format_machine(describe_machine()))
     root = Path(tempfile.mkdtemp(dir=arguments.path))
     try:
-        paths = [None, *(root / str(number) for number in range(1, len(STORES)))]
-        stores = [store(path, arguments.rows) for store, path in zip(STORES, paths, strict=True)]
-        for store in stores:
-            print(f"{store.name:>24}: {store.syncs}")
-        print(" " * 19 + "".join(f"{store.name[:20]:>21}" for store in stores))
-        filling = transitions(max(arguments.rows // 10, 1))
-        for store in stores:
-            for _ in range(11):
-                store.write(filling)
-        for num_steps in BLOCKS:
-            data = transitions(num_steps)
-            acts = [partial(store.write, data) for store in stores]
-            show(f"write {num_steps}", by_turns(stores, acts, arguments), "us")
-        draws = [store.draw for store in stores]
-        show(f"draw {BATCH}", by_turns(stores, draws, arguments), "us")
-        show("flush", [microseconds(store.flush, 0) / 1000 for store in stores], "ms")
-        for store in stores:
-            store.close()
-        on_disk = stores[1:]
-        sizes = [store.num_bytes() / arguments.rows for store in on_disk]
-        print(
-            f"{'bytes a row':>18} {'':>20} " + "".join(f"{size:>14,.1f}{'':>7}" for size in sizes)
-        )
-        times = [microseconds(store.reopen, 0) / 1000 for store in on_disk]
-        print(
-            f"{'reopen, draw':>18} {'':>20} "
-            + "".join(f"{took:>14,.1f}{'':>7}" for took in times)
-            + "  ms"
-        )
-        for store in on_disk:
-            store.close()
+        run = measure(arguments, root)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(vars(run), indent=1) + "\n")
 
 
 if __name__ == "__main__":
