@@ -123,6 +123,8 @@ class History:
             rows = lanes[lane] if lanes else []
             cursor = cursors[lane] if lanes else 0
             self.cursors[lane], self.tails[lane] = cursor, cursor - len(rows)
+            # What was forgotten without a flush may be back, and stays until it is forgotten again.
+            self.forgotten[lane] = min(self.forgotten[lane], self.tails[lane])
             # What was written beyond is of a writer that is gone, and must never be found again.
             self.rows[lane] = {s: n for s, n in self.rows[lane].items() if s < cursor} | dict(rows)
             self.flushed[lane] = min(self.flushed[lane], cursor)
