@@ -20,11 +20,17 @@ import trl_storages
 from trl_storages import (
     EpisodeSequence,
     EpisodeWriter,
+    ERESampler,
     FrameStack,
+    GoalRelabel,
+    HERSampler,
+    NStep,
     PackedStorage,
+    PERSampler,
     ReplayStorage,
     UniformSampler,
 )
+from trl_storages.writing import writer
 
 # How stacks are laid out: the shape of a frame, that of the stack, and the dimension.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -219,6 +225,44 @@ def test_reads_what_a_storage_of_stacks_reads(
         for storage in (plain, framed):
             storage.extend(data if num_envs > 1 else data[0])
         assert_same_storages(plain, framed)
+
+
+def reached(goal: torch.Tensor, wanted: torch.Tensor, _: Any) -> torch.Tensor:
+    return (goal == wanted).float()
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hindsight, recency, n steps": lambda: {
+        "sampler": HERSampler("future", base=ERESampler(0.9, 4)),
+        "transform": Compose(GoalRelabel(reached), NStep(3, 0.9)),
+    },
+    "hindsight, priorities": lambda: {
+        "sampler": HERSampler("episode", base=PERSampler(24)),
+        "transform": GoalRelabel(reached),
+    },
+    "recency of priorities, sequences": lambda: {
+        "sampler": ERESampler(0.9, 4, base=PERSampler(24)),
+        "sample_unit": EpisodeSequence(5, burn_in=2, boundary="cross"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("share_next", [False, True])
+def test_every_sampler_and_transform_sees_stacks(name: str, share_next: bool) -> None:
+    stack, shape = of_kind("last", 3, "same")
+    plain, framed = both(stack, shape, 24, 2, PARTS[name], share_next=share_next)
+    lanes = streams(stack, "last", 2, 4)
+    for num_steps in (4, 9, 13, 1, 5):
+        data = torch.stack([lane.steps(num_steps) for lane in lanes])
+        for storage in (plain, framed):
+            storage.extend(data)
+        assert_same_storages(plain, framed)
+        if "priorities" in name:
+            batches = [storage.sample() for storage in (plain, framed)]
+            for storage, batch in zip((plain, framed), batches, strict=True):
+                batch["td_error"] = batch["index"].float() / 10
+                storage.update_tensordict_priority(batch)
 
 
 class Frames(gymnasium.Env):
@@ -454,3 +498,36 @@ def test_a_stack_under_next_alone_is_refused() -> None:
     others = {"pixels": (*kind, FrameStack(4)), ("next", "pixels"): (torch.uint8, (4, 5))}
     with pytest.raises(ValueError, match="must be the same stack"):
         PackedStorage(4, fields=others)
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("padding", ["same", "constant"])
+def test_draws_on_a_gpu_without_waiting_for_it(
+    simulated_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, padding: str, share_next: bool
+) -> None:
+    # What is written is checked before, for which the host must wait.
+    monkeypatch.setattr(writer, "checked_stacks", lambda storage, steps, block, cuts: block)
+    shape = (2, 3, 4)
+    stack = FrameStack(4, -1, padding)  # type: ignore[arg-type]
+    storage = trl_storages.NStepReplayStorage(
+        gymnasium.spaces.Box(0, 255, shape, np.uint8),
+        gymnasium.spaces.Discrete(2),
+        storage_size=20,
+        num_envs=2,
+        batch_size=8,
+        device=simulated_gpu,
+        frame_stack={"observation": stack},
+        share_next=share_next,
+        on_gap="ignore",
+    )
+    pixels = torch.zeros(2, 13, *shape, dtype=torch.uint8, device=simulated_gpu)
+    flags = torch.zeros(2, 13, 1, dtype=torch.bool, device=simulated_gpu)
+    outcome = dict.fromkeys(("done", "terminated", "truncated"), flags)
+    after = {"observation": pixels, "reward": flags.float(), **outcome}
+    action = torch.zeros(2, 13, dtype=torch.int64, device=simulated_gpu)
+    rows = {"observation": pixels, "action": action, "next": after}
+    storage.extend(TensorDict(rows, [2, 13], device=simulated_gpu))
+    batch = storage.sample()
+    for key in ("observation", ("next", "observation")):
+        assert batch[key].device == simulated_gpu
+        assert batch[key].shape == (8, *shape)
