@@ -26,7 +26,7 @@ SAMPLES = {
     "her_n_step": "her",
     "everything": "her",
 }
-# What the README shows of them, of one batch size.
+# What the README shows of them, of this batch size or the nearest to it that was measured.
 SHORT = ("uniform", "her", "n_step", "priorities", "everything")
 SHORT_BATCH = 256
 # Who is named with a version there, and the package that has it.
@@ -53,15 +53,16 @@ BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 
 def format_short(report: Report) -> Iterator[str]:
     """Gives what the README shows: draws of one size, within a training loop if they were measured."""
-    results = [r for r in report.results if r.threads == 1 and r.batch_size == SHORT_BATCH]
+    results = [r for r in report.results if r.threads == 1 and not r.unequal]
     section = "loop" if any(r.section == "loop" for r in results) else "sampling"
-    results = [r for r in results if r.section == section and not r.unequal]
+    results = [r for r in results if r.section == section]
     if not results:
         return
     rows = max(result.rows for result in results)
-    results = [r for r in results if r.rows == rows and r.peer != "raw"]
+    size = min({r.batch_size for r in results}, key=lambda size: abs(size - SHORT_BATCH))
+    results = [r for r in results if (r.rows, r.batch_size) == (rows, size) and r.peer != "raw"]
     peers = peers_of(results)
-    yield from head(f"| draw {SHORT_BATCH} from {rows:,} rows | ", peers)
+    yield from head(f"| draw {size} from {rows:,} rows | ", peers)
     for work in SHORT:
         ours = pick(results, work=work, peer="ours")
         if ours is not None:

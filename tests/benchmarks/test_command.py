@@ -214,11 +214,14 @@ def test_every_target_is_measured_where_all_libraries_are():
               for w in ("record", "record_lanes", "extend")}  # fmt: skip
     sides |= {("mapped", p, w) for p in ("ours", "ours_mapped") for w in ("uniform", "her")}
     sides |= {("growth", p, "uniform") for p in ("ours", "raw")}
+    sides |= {(s, p, f"{s}{plain}") for p in peers for s in ("flat", "stacks")
+              for plain in ("", "_plain")}  # fmt: skip
     report = Report(
         results=[
             replace(
                 result(peer, 2, 2, work=work, section=section, batch_size=batch_size, rows=size),
                 threads=threads,
+                row_nbytes=8,
             )
             for threads in (1, 2)
             for section, peer, work in sides

@@ -43,7 +43,7 @@ class Ring(RingTables):
         before = torch.zeros_like(now[:, 0])
         if table is not None:
             newest = (self.cursors[lanes] - 1) % self.ring_steps * self.num_envs + lanes
-            before = (table.newest(newest) if is_ring else table.rows).view(torch.uint8)
+            before = (table.rows_at(newest) if is_ring else table.rows).view(torch.uint8)
         led_to = torch.cat([before.unsqueeze(1), now[:, :-1]], 1)
         gaps = torch.zeros_like(done)
         for at, end in pairs.tolist():

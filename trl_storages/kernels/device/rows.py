@@ -73,7 +73,7 @@ class RowTable:
         flat = slots.reshape(-1)
         return torch.where(flat < 0, flat + self._num_rows, flat)
 
-    def newest(self, slots: torch.Tensor) -> torch.Tensor:
+    def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns rows `[L, W]` as they are seen."""
         return self.rows[slots]
 

@@ -113,7 +113,7 @@ class SharedTable(RowTable):
 
     # Writing
 
-    def newest(self, slots: torch.Tensor) -> torch.Tensor:
+    def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns rows `[L, W]` as they are seen."""
         return self.pick(slots)
 
