@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,22 @@ def of_run(run: Mapping[str, Any], finished: Sequence[dict[str, Any]]) -> dict[s
     return next(same, None)
 
 
+def make_missing(
+    runs: Sequence[dict[str, Any]],
+    finished: list[dict[str, Any]],
+    make: Callable[[Mapping[str, Any]], dict[str, Any]],
+    path: Path,
+) -> Iterator[dict[str, Any]]:
+    """Makes those of the runs that are not finished; keeps each as one more line, and yields it."""
+    torch.set_num_threads(1)
+    for run in runs:
+        if of_run(run, finished) is None:
+            finished.append(record := make(run))
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            yield record
+
+
 def meets(record: Mapping[str, Any]) -> bool:
     """Says whether a result is within its bounds."""
     low, high = record["at_least"], record["at_most"]
@@ -125,14 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--table", action="store_true", help="only print the table, of the runs that are finished")
     args = parser.parse_args(argv)
     runs, finished = planned(args.only, args.seeds), read(args.results)
-    for run in runs:
-        if args.table or of_run(run, finished):
-            continue
-        torch.set_num_threads(1)
-        finished.append(record := make(run))
-        with args.results.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        said = f"{run['guide']}, {run['agent']}, seed {run['seed']}: {record['result']:.2f}"
+    for record in make_missing([] if args.table else runs, finished, make, args.results):
+        said = (
+            f"{record['guide']}, {record['agent']}, seed {record['seed']}: {record['result']:.2f}"
+        )
         print(f"{said} in {record['seconds']} s", file=sys.stderr, flush=True)
     print(table(runs, finished))
     records = [of_run(run, finished) for run in runs]

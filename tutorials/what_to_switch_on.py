@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import train_her
+from guide_results import make_missing, of_run
 from learning_results import versions
 from options import OneLineParser, integer_from
 
@@ -83,11 +83,6 @@ def table(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) ->
     return "\n".join(lines)
 
 
-def of_run(run: Mapping[str, Any], finished: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the finished run of the same settings."""
-    return next((record for record in finished if run.items() <= record.items()), None)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Makes the runs that are missing, and prints the table."""
     parser = OneLineParser(
@@ -100,16 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
     add("--table", action="store_true", help="only print the table, of the runs that are finished")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     runs, finished = planned(args.seeds), [json.loads(line) for line in lines]
-    for run in runs:
-        if args.table or of_run(run, finished):
-            continue
-        finished.append(record := make(run))
-        with args.results.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(f"{run['task']}, {run['part']}: {record['mean']:.2f}", file=sys.stderr, flush=True)
+    for record in make_missing([] if args.table else runs, finished, make, args.results):
+        told = f"{record['task']}, {record['part']}: {record['mean']:.2f}"
+        print(told, file=sys.stderr, flush=True)
     print(table(runs, finished))
 
 

@@ -10,8 +10,9 @@ episode began and ended. A row that was evicted changes no entry: answers are cl
 
 from __future__ import annotations
 
-import numpy as np
 import torch
+
+from trl_storages.kernels.zeros import zeros
 
 __all__ = [
     "BEGUN",
@@ -38,8 +39,6 @@ GOAL_KINDS = {name: number for number, name in enumerate(GOAL_STRATEGIES, 1)}
 #: What a sequence does at the ends of its episode; compiled loops know each by its place.
 BOUNDARIES = ("pad", "fit", "cross")
 
-_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
-
 
 class RingTables:
     """Which rows of a ring belong to one episode.
@@ -65,21 +64,15 @@ class RingTables:
         # 4 bytes a slot while entries fit.
         entries = torch.int32 if self.capacity < 2**31 else torch.int64
         #: `[M]` the entry of each slot's episode.
-        self.episode = self._zeros(self.num_slots, dtype=entries)
+        self.episode = zeros(self.num_slots, device=device, dtype=entries)
         #: `[T E + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
         #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
         #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
-        self.spans = self._zeros(self.capacity + 1, 3)
+        #: There are far fewer than there could be.
+        self.spans = zeros(self.capacity + 1, 3, device=device)
         #: `[E, 4]` int64, of each lane: steps written, episodes begun, whether its next row continues
         #: the last one, and the oldest step that is live.
-        self.lanes = self._zeros(num_envs, 4)
-
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        # Unlike torch's, NumPy's zeros take no memory before they are written to, and there are far
-        # fewer episodes than there could be.
-        return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
+        self.lanes = zeros(num_envs, 4, device=device)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
+
+from trl_storages.kernels.zeros import zeros
 
 __all__ = ["NUM_FREE", "NUM_TAKEN", "Sharing", "SideTable"]
 
@@ -62,11 +63,11 @@ class SideTable:
         self._most_used = 0
         self.device = device
         #: `[N + 1, S]` int64; the first one is nobody's.
-        self.values = self._zeros(self._room + 1, shared_words)
+        self.values = zeros(self._room + 1, shared_words, device=self.device)
         #: `[N + 1]` int64, the entries that were given up, the last one last.
-        self.free = self._zeros(self._room + 1)
+        self.free = zeros(self._room + 1, device=self.device)
         #: `[2]` int64: how many were given up, and how many were ever taken.
-        self.counts = self._zeros(2)
+        self.counts = zeros(2, device=self.device)
 
     @classmethod
     def of(cls, values: torch.Tensor) -> SideTable:
@@ -74,11 +75,6 @@ class SideTable:
         side = cls(0, values.shape[1], values.device)
         side.values = values
         return side
-
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return torch.from_numpy(np.zeros(shape, np.int64))
-        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     @property
     def num_used(self) -> int:
@@ -104,7 +100,7 @@ class SideTable:
             self._room = min(2 * self._most_used, self.num_rows)
             for name in ("values", "free"):
                 old = getattr(self, name)
-                new = self._zeros(self._room + 1, *old.shape[1:])
+                new = zeros(self._room + 1, *old.shape[1:], device=self.device)
                 new[: len(old)] = old
                 setattr(self, name, new)
 

@@ -27,6 +27,7 @@ from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.sharing import SideTable
+from trl_storages.kernels.zeros import zeros
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
@@ -414,7 +415,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if framed.sharing is not None:
                 size = framed.sharing.shared_words
                 self._side = SideTable(self.max_size, size, self.device)
-            self._adopt(layout, _zero_rows(self.max_size, layout.stored_words, self.device))
+            self._adopt(layout, zeros(self.max_size, layout.stored_words, device=self.device))
             return
         if self.episodes is None:
             raise RuntimeError(_NO_EPISODES)
@@ -964,15 +965,6 @@ def _table_of(
     if layout.sharing is None:
         return kernels.RowTable(rows)
     return kernels.SharedTable(rows, layout.sharing, side, lanes)  # type: ignore[arg-type]
-
-
-def _zero_rows(num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
-    """Returns `[N, W]` int64 zeros, in memory whose random access is cheap."""
-    if device.type != "cpu":
-        return torch.zeros(num_rows, num_words, dtype=torch.int64, device=device)
-    # NumPy asks the kernel for huge pages, torch does not: a seventh of a gather's time is the
-    # look-up of small ones.
-    return torch.from_numpy(np.zeros((num_rows, num_words), np.int64))
 
 
 def _check_same(

@@ -42,8 +42,9 @@ class Ring(RingTables):
         now = words.view(torch.uint8)
         before = torch.zeros_like(now[:, 0])
         if table is not None:
-            newest = (self.cursors[lanes] - 1) % self.ring_steps * self.num_envs + lanes
-            before = (table.rows_at(newest) if is_ring else table.rows).view(torch.uint8)
+            before = (table.rows_at(self.newest_slots(lanes)) if is_ring else table.rows).view(
+                torch.uint8
+            )
         led_to = torch.cat([before.unsqueeze(1), now[:, :-1]], 1)
         gaps = torch.zeros_like(done)
         for at, end in pairs.tolist():
@@ -52,6 +53,10 @@ class Ring(RingTables):
             gaps |= differs.any(-1)
         gaps &= torch.cat([self.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
         return gaps if cut is None else gaps & ~cut.to(self.device)
+
+    def newest_slots(self, lanes: torch.Tensor) -> torch.Tensor:
+        """Returns the slots `[L]` of the newest rows of lanes."""
+        return (self.cursors[lanes] - 1) % self.ring_steps * self.num_envs + lanes
 
     def append(
         self,

@@ -132,7 +132,7 @@ class SharedTable(RowTable):
         """
         num_steps, shared = words.shape[1], self._sharing.shared_words
         after, now = words[..., :shared], words[..., shared : 2 * shared]
-        newest = (ring.cursors[lanes] - 1) % ring.ring_steps * ring.num_envs + lanes
+        newest = ring.newest_slots(lanes)
         first, before = self.rows[slots[:, 0], 0], self.rows[newest, 0]
         # The newest row has no entry only where this was done before.
         led_to = self.side.values.index_select(0, before >> 1)

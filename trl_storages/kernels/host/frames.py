@@ -17,6 +17,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
+from trl_storages.kernels.host.rows import check_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.ring_tables import CURSOR, FIRST, OPEN, TAIL
 from trl_storages.kernels.stack_fields import (
@@ -86,10 +87,7 @@ class FrameTable:
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
         at, lent = slots.numpy(), following.numpy()
         wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
-        if wrong >= 0:
-            raise IndexError(
-                f"slots must be below {len(self._rows)}, the size of the storage, got {at[wrong]}."
-            )
+        check_found(wrong, at, len(self._rows))
 
     def find_breaks(
         self,

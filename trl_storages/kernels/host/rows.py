@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
     from trl_storages.kernels.ring_tables import RingTables
 
-__all__ = ["RowTable", "fold"]
+__all__ = ["RowTable", "check_found", "fold"]
 
 _WORD = 8  # bytes
 _LINE = 64  # bytes that memory delivers at once
@@ -97,14 +97,7 @@ class RowTable:
 
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
         flat = slots.numpy().reshape(-1)
-        self._check(_pick(self.array, flat, start, size, out.data_ptr()), flat)
-
-    def _check(self, wrong: int, flat: np.ndarray) -> None:
-        """Raises an IndexError if one of the slots is that of no row, which is given by its place."""
-        if wrong >= 0:
-            raise IndexError(
-                f"slots must be below {len(self.array)}, the size of the storage, got {flat[wrong]}."
-            )
+        check_found(_pick(self.array, flat, start, size, out.data_ptr()), flat, len(self.array))
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are as they are seen.
@@ -168,6 +161,14 @@ def fold(
     out = torch.empty(rewards.shape[1], dtype=rewards.dtype)
     _fold(rewards.contiguous().numpy(), length.numpy(), weights.numpy(), out.numpy())
     return out.to(dtype)
+
+
+def check_found(wrong: int, slots: np.ndarray, num_rows: int) -> None:
+    """Raises an IndexError if one of the slots is that of no row, which is given by its place, or -1."""
+    if wrong >= 0:
+        raise IndexError(
+            f"slots must be below {num_rows}, the size of the storage, got {slots[wrong]}."
+        )
 
 
 @compiled

@@ -15,7 +15,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.host.rows import RowTable
+from trl_storages.kernels.host.rows import RowTable, check_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, TAIL, RingTables
 from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
@@ -100,7 +100,7 @@ class SharedTable(RowTable):
         spans = _NO_SPANS if following is None else spans
         table = self.array, self._side[0], *self.lanes, *self._sharing
         wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out.data_ptr())
-        self._check(wrong, flat)
+        check_found(wrong, flat, len(self.array))
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
