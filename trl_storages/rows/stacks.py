@@ -6,8 +6,8 @@ of slots, L lanes and S steps written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,9 +79,17 @@ class Stacks:
             past = torch.zeros(size, dtype=torch.int64, device=rows.device)
         #: `[D * E, *]` int64.
         self.past = past
+        # Those at the root come first.
         self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
         self._table = backend(rows.device).FrameTable(rows, past, self._fields)
-        # What lies in a row as it is seen and as it is stored with single frames: `(from, to, size)`.
+        # Each of these, and what lies under `next` of it; and where the newest frame of that begins.
+        self._pairs = [(key, next_key(key)) for key in layout.stacks if key[0] != "next"]
+        twins = [key if twin not in layout.stacks else twin for key, twin in self._pairs]
+        self._starts = [layout.framed.field(key).start_byte for key in twins]
+        # The stacks that were wanted last, and how the table is asked for them.
+        self._wanted: tuple[Any, ...] = ((), None, (), (), ())
+        # What is no stack: where it begins in a row with single frames, and in one as it is seen, how
+        # many bytes it takes, and whether it lies under `next`.
         self._spans = [*_spans(layout)]
 
     @staticmethod
@@ -92,19 +100,19 @@ class Stacks:
 
     # Reading
 
-    def extend(
+    def gather(
         self,
-        framed: torch.Tensor,
+        table: RowTable,
         slots: torch.Tensor,
         following: torch.Tensor | None,
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
-        """Returns rows with their stacks.
+        """Copies rows with their stacks.
 
         Args:
-            framed: `[*B, *]` int64, the rows with their newest frames, of `layout.framed`.
-            slots: `[*B]` int64, as `following`.
+            table: of the rows, with their newest frames.
+            slots: `[*B]` int64.
             following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
                 themselves.
             pin_memory: whether the new memory is such that a GPU reads it by itself.
@@ -113,17 +121,17 @@ class Stacks:
             `[*B, W]` int64 in new memory.
         """
         size = (slots.numel(), self._layout.num_words)
-        out = torch.empty(size, dtype=torch.int64, device=framed.device, pin_memory=pin_memory)
-        into, source = (
-            out.view(torch.uint8),
-            framed.view(len(out), framed.shape[-1]).view(torch.uint8),
-        )
-        for start, to, num_bytes in self._spans:
-            into[:, to : to + num_bytes] = source[:, start : start + num_bytes]
-        fields = [self._layout.fields[place] for place in self._fields[:, 0].tolist()]
-        frames = [self._layout.framed.field(it.key) for it in fields]
-        newest, targets = _columns(source, frames), _columns(into, fields)
-        self._fill(self._fields, slots, following, newest, targets)
+        out = torch.empty(size, dtype=torch.int64, device=slots.device, pin_memory=pin_memory)
+        into = out.view(torch.uint8)
+        for start, to, num_bytes, is_next in self._spans:
+            lenders = following if is_next and following is not None else slots
+            table.pick_into(into[:, to : to + num_bytes], lenders, start)
+        targets = {
+            key: into[:, it.start_byte : it.start_byte + it.num_bytes]
+            for key in self._layout.stacks
+            for it in [self._layout.field(key)]
+        }
+        self._fill(table, slots, following, targets)
         return out.view(*slots.shape, out.shape[1])
 
     def read(
@@ -136,42 +144,41 @@ class Stacks:
         """Gathers some stacks, together in less time than one by one.
 
         Args:
-            table: of the rows.
+            table: as in `gather`.
             slots: `[*B]` int64.
             keys: of the stacks.
-            following: as in `extend`.
+            following: as in `gather`.
 
         Returns:
             key -> tensor `[*B, *shape]` in new memory.
         """
-        stacks, newest, targets, found = [], [], [], {}
-        numbers = self._fields[:, 0].tolist()
+        targets, found = {}, {}
         for key in keys:
             field = self._layout.field(key)
             out = torch.empty((slots.numel(), field.size), dtype=field.dtype, device=slots.device)
-            targets.append(out.view(torch.uint8))
+            targets[key] = out.view(torch.uint8)
             found[key] = field.as_stacks(out, slots.shape)
-            stacks.append(numbers.index(self._layout.fields.index(field)))
-            last = out
-            if key[0] == "next":
-                lenders = slots if following is None else following
-                frame = self._layout.framed.field(key)
-                last = table.pick_field(lenders, frame.start_byte, torch.uint8, (frame.num_bytes,))
-            newest.append(last.view(len(out), last.shape[-1]))
-        self._fill(self._fields[stacks], slots, following, newest, targets)
+        self._fill(table, slots, following, targets)
         return found
 
     def _fill(
         self,
-        stacks: np.ndarray,
+        table: RowTable,
         slots: torch.Tensor,
         following: torch.Tensor | None,
-        newest: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        targets: Mapping[NestedKey, torch.Tensor],
     ) -> None:
-        flat = slots.reshape(-1)
-        lent = flat if following is None else following.reshape(-1)
-        self._table.fill(self._episodes.ring, stacks, flat, lent, newest, targets)
+        """Copies stacks to where they are wanted, the bytes of each row one after another."""
+        keys = tuple(targets)
+        if self._wanted[0] != keys:
+            of = [f for f, pair in enumerate(self._pairs) if not targets.keys().isdisjoint(pair)]
+            roots, twins = ([self._pairs[f][at] for f in of] for at in range(2))
+            self._wanted = keys, self._fields[of], [self._starts[f] for f in of], roots, twins
+        _, fields, starts, roots, twins = self._wanted
+        seen, after = [*map(targets.get, roots)], [*map(targets.get, twins)]
+        lent = None if following is None else following.reshape(-1)
+        ring = self._episodes.ring
+        self._table.fill(ring, table, fields, starts, slots.reshape(-1), lent, seen, after)
 
     # Writing
 
@@ -281,23 +288,23 @@ def framed_rows(layout: Layout, rows: NewRows) -> NewRows:
     return framed
 
 
-def _spans(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """Yields from where in framed rows to where in those that are seen bytes go, and how many."""
-    known: list[int] = []
+def _spans(layout: Layout) -> Iterator[tuple[int, int, int, bool]]:
+    """Yields what is no stack, neighbours together; see `Stacks._spans`."""
+    known: tuple[int, int, int, bool] | None = None
     for frame in sorted(layout.framed.fields, key=_start):
-        field = layout.field(frame.key)
+        field, is_next = layout.field(frame.key), frame.key[0] == "next"
         if field.stack:
-            # It is gathered together with those before it.
             continue
-        span = [frame.start_byte, field.start_byte, frame.num_bytes]
-        if known and known[0] + known[2] == span[0] and known[1] + known[2] == span[1]:
-            known[2] += span[2]
-            continue
-        if known:
-            yield tuple(known)  # type: ignore[misc]
-        known = span
-    if known:
-        yield tuple(known)  # type: ignore[misc]
+        start, to, size = frame.start_byte, field.start_byte, frame.num_bytes
+        if known is not None:
+            first, before, so_far, was_next = known
+            if (first + so_far, before + so_far, was_next) == (start, to, is_next):
+                known = first, before, so_far + size, is_next
+                continue
+            yield known
+        known = start, to, size, is_next
+    if known is not None:
+        yield known
 
 
 def _num_past(layout: Layout) -> int:
@@ -306,11 +313,6 @@ def _num_past(layout: Layout) -> int:
 
 def _in_words(frame: Field) -> int:
     return -(-frame.num_bytes // _WORD)
-
-
-def _columns(rows: torch.Tensor, fields: Sequence[Field]) -> list[torch.Tensor]:
-    """Returns the bytes of fields in `[B, *]` bytes of rows."""
-    return [rows[:, it.start_byte : it.start_byte + it.num_bytes] for it in fields]
 
 
 def _is_next(field: tuple[int, ...]) -> bool:

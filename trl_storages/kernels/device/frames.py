@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
+from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED, SIZE
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring
+    from trl_storages.kernels.device.rows import RowTable
 
 __all__ = ["FrameTable"]
 
@@ -37,30 +38,42 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
+        table: RowTable,
         stacks: np.ndarray,
+        starts: Sequence[int],
         slots: torch.Tensor,
-        following: torch.Tensor,
-        newest: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor],
+        following: torch.Tensor | None,
+        seen: Sequence[torch.Tensor | None],
+        after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks to where they are wanted."""
-        for stack, last, to in zip(stacks.tolist(), newest, out, strict=True):
-            is_next = stack[0] != stack[1]
-            at = following if is_next else slots
-            at = torch.where(at < 0, at + self._num_rows, at)
-            # Slots behind those of the lanes hold no row.
-            inside = at.clamp(max=ring.num_slots - 1)
-            step, first = ring.steps(inside), ring.span(inside)[:, 0]
-            tail = ring.oldest(inside)
-            is_live = (step >= tail) & (inside == at)
-            depth = torch.where(is_live, step - first, 0)
-            step = torch.where(is_live, step, at // ring.num_envs)
-            tail = torch.where(is_live, tail, 0)
-            lane = at % ring.num_envs
-            found = self._frames(ring, lane, step, tail, depth, stack[3] - is_next, stack).flatten(
-                1
-            )
-            to.copy_(torch.cat([found, last], 1) if is_next else found)
+        """Copies stacks, and what lies under `next` of them, to where they are wanted."""
+        lenders = slots if following is None else following
+        for stack, start, now, later in zip(stacks.tolist(), starts, seen, after, strict=True):
+            count, size = stack[COUNT], stack[SIZE]
+            found = self._before(ring, slots, count, stack)
+            if now is not None:
+                now.copy_(found.flatten(1))
+            if later is None:
+                continue
+            if following is not None:
+                found = self._before(ring, following, count, stack)
+            newest = table.pick_field(lenders, start, torch.uint8, (size,))
+            later.copy_(torch.cat([found[:, 1:].flatten(1), newest], 1))
+
+    def _before(
+        self, ring: Ring, slots: torch.Tensor, count: int, stack: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns the newest frames of rows, `[B, count, F]` bytes."""
+        at = torch.where(slots < 0, slots + self._num_rows, slots)
+        # Slots behind those of the lanes hold no row.
+        inside = at.clamp(max=ring.num_slots - 1)
+        step, first = ring.steps(inside), ring.span(inside)[:, 0]
+        tail = ring.oldest(inside)
+        is_live = (step >= tail) & (inside == at)
+        depth = torch.where(is_live, step - first, 0)
+        step = torch.where(is_live, step, at // ring.num_envs)
+        tail = torch.where(is_live, tail, 0)
+        return self._frames(ring, at % ring.num_envs, step, tail, depth, count, stack)
 
     def _frames(
         self,

@@ -68,6 +68,11 @@ class RowTable:
         # Flat, as a row of no bytes at all has no stride that another dtype could be seen with.
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
+    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
+        """Copies neighbouring fields of rows to where they are wanted, `[B, *]` uint8."""
+        size = out.shape[1]
+        out.copy_(self.pick_field(slots, start_byte, torch.uint8, (size,)).view(len(out), size))
+
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""
         flat = slots.reshape(-1)

@@ -35,6 +35,7 @@ from trl_storages.kernels.stack_fields import (
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
+    from trl_storages.kernels.host.rows import RowTable
 
 __all__ = ["FrameTable"]
 
@@ -62,31 +63,41 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
+        table: RowTable,
         stacks: np.ndarray,
+        starts: Sequence[int],
         slots: torch.Tensor,
-        following: torch.Tensor,
-        newest: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor],
+        following: torch.Tensor | None,
+        seen: Sequence[torch.Tensor | None],
+        after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks to where they are wanted.
+        """Copies stacks, and what lies under `next` of them, to where they are wanted.
 
         Args:
             ring: of the rows.
-            stacks: `[q, 7]`, those of `fields` that are wanted.
+            table: of the rows, with their newest frames.
+            stacks: `[q, 7]`, those of `fields` at the root that are wanted, or are under `next`.
+            starts: q, where the newest frame under `next` begins in a row, as the table takes it.
             slots: `[B]` int64; negative ones count from the end.
-            following: `[B]` int64, the rows that lend what lies under `next`.
-            newest: q of `[B, *]`, of which each row is contiguous: the newest frames of stacks under
-                `next`; others are not looked at.
-            out: q of `[B, *]`, likewise.
+            following: `[B]` int64, the rows that lend what lies under `next`; None are the rows
+                themselves.
+            seen: q of `[B, *]` bytes, of which each row is contiguous; None is not wanted.
+            after: likewise, of what lies under `next`.
 
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        pairs = zip(out, newest, strict=True)
-        targets = np.array([(*_lie(to), *_lie(last)) for to, last in pairs], np.int64)
+        lenders = slots if following is None else following
+        targets = np.array(
+            [(*_lie(to), *_lie(later)) for to, later in zip(seen, after, strict=True)]
+        )
+        newest = np.zeros((len(stacks), len(slots)), np.int64)
+        for f, start in enumerate(starts):
+            if after[f] is not None:
+                newest[f] = table.addresses(lenders, start)
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
-        at, lent = slots.numpy(), following.numpy()
-        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
+        at, lent = slots.numpy(), lenders.numpy()
+        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, newest, at, lent)
         check_found(wrong, at, len(self._rows))
 
     def find_breaks(
@@ -132,9 +143,16 @@ class FrameTable:
         return torch.from_numpy(breaks) if found else None
 
 
-def _lie(rows: torch.Tensor) -> tuple[int, int]:
-    """Returns where rows begin, and how many bytes it is from one to the next."""
-    return rows.data_ptr(), rows.stride(0) * rows.itemsize
+def _lie(rows: torch.Tensor | None) -> tuple[int, int]:
+    """Returns where rows begin, and how many bytes it is from one to the next; 0 if there are none."""
+    return (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0) * rows.itemsize)
+
+
+@inlined
+def _past_frame_at(past: Any, num_lanes: int, lane: int, step: int, at: Any) -> Any:
+    """Returns the address of the frame of a step before the oldest live row, of the stack `at`."""
+    row = step % (len(past) // num_lanes) * num_lanes + lane
+    return past.ctypes.data + row * past.shape[1] * _WORD + at[PAST]
 
 
 @inlined
@@ -145,8 +163,52 @@ def _frame_at(
     if step >= tail:
         row = step % room * num_lanes + lane
         return rows.ctypes.data + row * rows.shape[1] * _WORD + at[STORED]
-    row = step % (len(past) // num_lanes) * num_lanes + lane
-    return past.ctypes.data + row * past.shape[1] * _WORD + at[PAST]
+    return _past_frame_at(past, num_lanes, lane, step, at)
+
+
+@inlined
+def _ask_for(rows: Any, start: int, size: int) -> None:
+    """Asks for a frame that will be read soon."""
+    for byte in range(0, min(size, _MOST_AHEAD), _LINE):
+        prefetch(rows, start + byte)
+
+
+@inlined
+def _copy_frames(
+    episode: Any,
+    spans: Any,
+    lanes: Any,
+    room: int,
+    rows: Any,
+    past: Any,
+    zeros: int,
+    stack: Any,
+    slot: int,
+    count: int,
+    to: int,
+) -> None:
+    """Copies the newest frames of a row, so many of the stack."""
+    num_lanes = len(lanes)
+    lane, place = slot % num_lanes, slot // num_lanes
+    newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
+    step, depth = newest - (newest - place) % room, 0
+    if step >= tail:
+        depth = step - spans[episode[slot], FIRST]
+    else:
+        # There is no live row.
+        step, tail = place, 0
+    step_bytes = num_lanes * rows.shape[1] * _WORD
+    address = rows.ctypes.data + slot * rows.shape[1] * _WORD + stack[STORED]
+    for j in range(count):
+        back, source = count - 1 - j, zeros
+        if back <= depth or stack[IS_CONSTANT] == 0:
+            at = step - min(back, depth)
+            source = address - (step - at) * step_bytes
+            if at < tail:
+                source = _past_frame_at(past, num_lanes, lane, at, stack)
+            elif place < step - at:
+                source += room * step_bytes
+        copy_bytes(to + j * stack[SIZE], source, stack[SIZE])
 
 
 @compiled
@@ -160,44 +222,45 @@ def _fill(
     zeros: int,
     stacks: Any,
     targets: Any,
+    newest: Any,
     slots: Any,
     following: Any,
 ) -> int:
     """Returns which of the slots is of no row, or -1."""
     num_lanes, num_rows, row_bytes = len(lanes), len(rows), rows.shape[1] * _WORD
+    num_slots = room * num_lanes
     for b in range(len(slots)):
+        if b + 2 < len(slots):
+            prefetch(episode, slots[b + 2] * _WORD)
         if b + 1 < len(slots):
+            near, size = slots[b + 1], stacks[0, SIZE]
             for back in range(stacks[0, COUNT]):
-                start = (slots[b + 1] - back * num_lanes) % num_rows * row_bytes
-                for byte in range(0, min(stacks[0, SIZE], _MOST_AHEAD), _LINE):
-                    prefetch(rows, start + stacks[0, STORED] + byte)
+                start = near - back * num_lanes
+                start = start + num_slots if start < 0 else start
+                _ask_for(rows, start * row_bytes + stacks[0, STORED], size)
+            if newest[0, b + 1] != 0:
+                _ask_for(rows, newest[0, b + 1] - rows.ctypes.data, size)
+        slot, lender = slots[b], following[b]
+        slot = slot + num_rows if slot < 0 else slot
+        lender = lender + num_rows if lender < 0 else lender
+        if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
+            return b
         for f in range(len(stacks)):
-            size, count = stacks[f, SIZE], stacks[f, COUNT]
-            # What lies under `next` is one step ahead.
-            is_next = stacks[f, PLACE] != stacks[f, ROOT]
-            slot, num_known = slots[b], count
-            if is_next:
-                slot, num_known = following[b], count - 1
-            slot = slot + num_rows if slot < 0 else slot
-            if slot < 0 or slot >= num_rows:
-                return b
-            lane, place = slot % num_lanes, slot // num_lanes
-            newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
-            step, depth = newest - (newest - place) % room, 0
-            if step >= tail:
-                depth = step - spans[episode[slot], FIRST]
-            else:
-                # There is no live row.
-                step, tail = place, 0
+            stack, size, count = stacks[f], stacks[f, SIZE], stacks[f, COUNT]
             to = targets[f, 0] + b * targets[f, 1]
-            for j in range(num_known):
-                back, source = num_known - 1 - j, zeros
-                if back <= depth or stacks[f, IS_CONSTANT] == 0:
-                    at = step - min(back, depth)
-                    source = _frame_at(rows, past, num_lanes, room, lane, at, tail, stacks[f])
-                copy_bytes(to + j * size, source, size)
-            if is_next:
-                copy_bytes(to + num_known * size, targets[f, 2] + b * targets[f, 3], size)
+            after = targets[f, 2] + b * targets[f, 3]
+            if to != 0:
+                _copy_frames(episode, spans, lanes, room, rows, past, zeros, stack, slot, count, to)
+            if after == 0:
+                continue
+            if to != 0 and lender == slot:
+                # They are the same but the first one, and in the cache.
+                copy_bytes(after, to + size, (count - 1) * size)
+            else:
+                _copy_frames(
+                    episode, spans, lanes, room, rows, past, zeros, stack, lender, count - 1, after
+                )
+            copy_bytes(after + (count - 1) * size, newest[f, b], size)
     return -1
 
 

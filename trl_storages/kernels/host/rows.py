@@ -69,7 +69,8 @@ class RowTable:
         """
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        self._copy(slots, 0, self._num_words * _WORD, out)
+        size = self._num_words * _WORD
+        self._copy(slots, 0, size, out.data_ptr(), size)
         if following is not None:
             _lend(self.array, following.numpy().reshape(-1), spans, out.data_ptr())
         return out
@@ -92,12 +93,33 @@ class RowTable:
             IndexError: a slot lies beyond the rows.
         """
         out = torch.empty((*slots.shape, *shape), dtype=dtype)
-        self._copy(slots, start_byte, math.prod(shape) * dtype.itemsize, out)
+        size = math.prod(shape) * dtype.itemsize
+        self._copy(slots, start_byte, size, out.data_ptr(), size)
         return out
 
-    def _copy(self, slots: torch.Tensor, start: int, size: int, out: torch.Tensor) -> None:
+    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
+        """Copies neighbouring fields of rows to where they are wanted.
+
+        Args:
+            out: `[B, *]` uint8, the bytes of each row one after another.
+            slots: `[*B]`, as in `pick_field`.
+            start_byte: likewise.
+        """
+        self._copy(slots, start_byte, out.shape[1], out.data_ptr(), out.stride(0))
+
+    def addresses(self, slots: torch.Tensor, start_byte: int) -> np.ndarray:
+        """Returns where a field of rows lies, `[B]` int64; as `pick_field`."""
         flat = slots.numpy().reshape(-1)
-        check_found(_pick(self.array, flat, start, size, out.data_ptr()), flat, len(self.array))
+        found = np.where(flat < 0, flat + len(self.array), flat)
+        is_wrong = (found < 0) | (found >= len(self.array))
+        check_found(int(is_wrong.argmax()) if is_wrong.any() else -1, flat, len(self.array))
+        addresses: np.ndarray = found * self.array.shape[1] * _WORD
+        addresses += self.array.ctypes.data + start_byte
+        return addresses
+
+    def _copy(self, slots: torch.Tensor, start: int, size: int, out: int, pitch: int) -> None:
+        flat = slots.numpy().reshape(-1)
+        check_found(_pick(self.array, flat, start, size, out, pitch), flat, len(self.array))
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are as they are seen.
@@ -172,7 +194,7 @@ def check_found(wrong: int, slots: np.ndarray, num_rows: int) -> None:
 
 
 @compiled
-def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int) -> int:
+def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int, pitch: int) -> int:
     """Copies `size` bytes of each row; returns which of `slots` is of no row, or -1."""
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
     asked = min(size, _MOST_AHEAD)
@@ -186,7 +208,7 @@ def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int)
             slot += num_rows
         if slot < 0 or slot >= num_rows:
             return i
-        copy_bytes(out + i * size, address + slot * row_bytes + start, size)
+        copy_bytes(out + i * pitch, address + slot * row_bytes + start, size)
     return -1
 
 

@@ -70,7 +70,9 @@ class SharedTable(RowTable):
         """Copies whole rows as they are seen; see `RowTable.pick`."""
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        self._copy_seen(slots, following, spans, 0, self._shared_bytes, True, out)
+        pitch = self._num_words * _WORD
+        size = self._shared_bytes
+        self._copy_seen(slots, following, spans, 0, size, True, out.data_ptr(), pitch)
         return out
 
     def pick_field(
@@ -81,8 +83,26 @@ class SharedTable(RowTable):
             return super().pick_field(slots, start_byte - self._moved, dtype, shape)
         out = torch.empty((*slots.shape, *shape), dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
-        self._copy_seen(slots, None, _NO_SPANS, start_byte, size, False, out)
+        self._copy_seen(slots, None, _NO_SPANS, start_byte, size, False, out.data_ptr(), size)
         return out
+
+    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
+        """Copies neighbouring fields of rows to where they are wanted; see `RowTable.pick_into`."""
+        if start_byte >= self._shared_bytes:
+            super().pick_into(out, slots, start_byte - self._moved)
+            return
+        place = start_byte, out.shape[1], False, out.data_ptr(), out.stride(0)
+        self._copy_seen(slots, None, _NO_SPANS, *place)
+
+    def addresses(self, slots: torch.Tensor, start_byte: int) -> np.ndarray:
+        """Returns where a field of rows lies; see `RowTable.addresses`."""
+        if start_byte >= self._shared_bytes:
+            return super().addresses(slots, start_byte - self._moved)
+        flat = slots.numpy().reshape(-1)
+        found = np.empty(len(flat), np.int64)
+        table = self.array, self._side[0], *self.lanes, *self._sharing
+        check_found(_find_next(*table, flat, start_byte, found), flat, len(self.array))
+        return found
 
     def _copy_seen(
         self,
@@ -92,14 +112,15 @@ class SharedTable(RowTable):
         start: int,
         size: int,
         with_own: bool,
-        out: torch.Tensor,
+        out: int,
+        pitch: int,
     ) -> None:
         """Copies bytes of what is next, and perhaps what is stored in the row behind them."""
         flat = slots.numpy().reshape(-1)
         lenders = flat if following is None else following.numpy().reshape(-1)
         spans = _NO_SPANS if following is None else spans
         table = self.array, self._side[0], *self.lanes, *self._sharing
-        wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out.data_ptr())
+        wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out, pitch)
         check_found(wrong, flat, len(self.array))
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -195,6 +216,7 @@ def _pick(
     size: int,
     with_own: bool,
     out: int,
+    pitch: int,
 ) -> int:
     """Copies rows as they are seen.
 
@@ -213,6 +235,7 @@ def _pick(
         size: how many bytes of it.
         with_own: whether the fields of the row itself are wanted behind them.
         out: an address.
+        pitch: bytes from one row to the next there.
 
     Returns:
         which of `slots` is of no row, or -1.
@@ -221,7 +244,7 @@ def _pick(
     header_bytes, shared_bytes = header_words * _WORD, shared_words * _WORD
     address, side = table.ctypes.data, values.ctypes.data
     own_bytes = row_bytes - header_bytes if with_own else 0
-    pitch, moved = size + own_bytes, shared_bytes - header_bytes
+    moved = shared_bytes - header_bytes
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
@@ -236,15 +259,46 @@ def _pick(
         if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
             return i
         to, follower = out + i * pitch, _wrapped(lender + num_lanes, num_slots)
+        source = side + (table[lender, 0] >> 1) * shared_bytes
         if table[follower, 0] & 1:
-            copy_bytes(to, address + follower * row_bytes + header_bytes + start, size)
-        else:
-            copy_bytes(to, side + (table[lender, 0] >> 1) * shared_bytes + start, size)
+            source = address + follower * row_bytes + header_bytes
+        copy_bytes(to, source + start, size)
         if with_own:
             copy_bytes(to + size, address + slot * row_bytes + header_bytes, own_bytes)
         for s in range(spans.shape[0]):
             at = spans[s, 0]
             copy_bytes(to + at, address + lender * row_bytes + at - moved, spans[s, 1])
+    return -1
+
+
+@compiled
+def _find_next(
+    table: Any,
+    values: Any,
+    num_lanes: int,
+    num_slots: int,
+    num_shared: int,
+    shared_words: int,
+    header_words: int,
+    slots: Any,
+    start: int,
+    found: Any,
+) -> int:
+    """Finds where what is next of rows lies, from its byte `start` on; otherwise as `_pick`."""
+    num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
+    for i in range(slots.shape[0]):
+        ahead = i + _AHEAD
+        if ahead < slots.shape[0]:
+            prefetch(table, slots[ahead] * row_bytes)
+            prefetch(table, _wrapped(slots[ahead] + num_lanes, num_slots) * row_bytes)
+        slot = slots[i] + num_rows if slots[i] < 0 else slots[i]
+        if slot < 0 or slot >= num_rows:
+            return i
+        follower = _wrapped(slot + num_lanes, num_slots)
+        source = values.ctypes.data + (table[slot, 0] >> 1) * shared_words * _WORD
+        if table[follower, 0] & 1:
+            source = table.ctypes.data + follower * row_bytes + header_words * _WORD
+        found[i] = source + start
     return -1
 
 
