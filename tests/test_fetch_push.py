@@ -1,0 +1,82 @@
+"""The robot arm that pushes a block goes on, killed at any moment, as if nothing had been; its curves are kept."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+KEPT = [json.loads(line) for line in (TUTORIALS / "fetch_push.jsonl").read_text().splitlines()]
+SHORT = {"NUM_ENVS": 2, "EPISODE_STEPS": 10, "UPDATES_PER_ROUND": 5, "BATCH_SIZE": 16}
+TESTS = {"ROUNDS_PER_TEST": 2, "TEST_ROUNDS": 1, "LAST_TEST_ROUNDS": 1}
+# TorchRL's collectors warn of their own base class when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+
+
+class Killed(BaseException):
+    """As a signal, nothing catches it."""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    pytest.importorskip("gymnasium_robotics", reason="needs the extra 'tutorials'")
+    before = set(sys.modules)
+    # As when the script is run: its directory is searched first.
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    import fetch_push
+
+    for name, value in {**SHORT, **TESTS}.items():
+        monkeypatch.setattr(fetch_push, name, value)
+    threads = torch.get_num_threads()
+    yield fetch_push
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:
+        if TUTORIALS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
+def agent_of(path):
+    """Returns the numbers of the agent that is saved there."""
+    agent, _ = torch.load(path / "seed_3" / "agent.pt", weights_only=False)
+    return torch.cat([part.flatten().double() for part in agent.state_dict().values()])
+
+
+def test_a_run_that_is_killed_ends_like_one_that_is_not(script, tmp_path, monkeypatch):
+    def run(name):
+        kept = ["--results", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / "a.png")]
+        script.main(["--seeds=3", "--steps=60", "--path", str(tmp_path / name), *kept])
+        (line,) = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        return {key: value for key, value in json.loads(line).items() if key != "seconds"}
+
+    def counted(method):
+        def call(storage, *args):
+            calls.append(storage)
+            if len(calls) in at:
+                raise Killed
+            return method(storage, *args)
+
+        return call
+
+    calls, at = [], set()
+    for name in ("record", "sample", "update_priority", "flush"):
+        method = counted(getattr(script.HERReplayStorage, name))
+        monkeypatch.setattr(script.HERReplayStorage, name, method)
+    whole = run("whole")
+    # Of a round's 10 + 1 + 6 + 1 calls: while it is played, before priorities, and while it learns and saves.
+    calls, at = [], {5, 17, 21, 29, 41, 62}
+    times = 0
+    while True:
+        try:
+            killed = run("killed")
+            break
+        except Killed:
+            calls[-1].storage.directory.abandon()
+            times += 1
+
+    assert times == len(at)
+    assert killed == whole
+    assert [step for step, _ in whole["curve"]] == [40, 60]
+    assert torch.equal(agent_of(tmp_path / "killed"), agent_of(tmp_path / "whole"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,163 @@
+"""A robot arm learns to push a block, with hindsight, from rows on disk; stopped, it goes on.
+
+    python tutorials/fetch_push.py               # FetchPush-v4, seeds 0 and 1
+    python tutorials/fetch_push.py               # again, after it was stopped: goes on
+    python tutorials/fetch_push.py --seeds 2     # another one
+    python tutorials/fetch_push.py --draw        # only draws the finished ones
+
+Each round plays an episode in all environments, learns by DDPG, and saves the agent. What was played is
+on disk already, and a round has a seed of its own: one that was stopped is played again just as it was,
+and a run that was killed ends like one that was not. A finished run is a line of fetch_push.jsonl.
+
+Reference: Plappert et al. 2018, arXiv:1802.09464; priorities: Zhao & Tresp 2018, arXiv:1810.01363.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from guide_results import make_missing, of_run, read
+from gymnasium.vector import AutoresetMode, VectorEnv
+from learning_results import versions
+from options import OneLineParser, integer_from, need
+from push_agent import Agent, joined
+from train_her import Curve, draw
+
+from trl_storages import HERReplayStorage, gym_reward
+
+ENV = "FetchPush-v4"
+STEPS = 300_000
+AT_LEAST = 0.8  # of the last tests are asked to succeed; written down before the runs
+NUM_ENVS, EPISODE_STEPS = 8, 50
+UPDATES_PER_ROUND, BATCH_SIZE = 100, 256
+NOISE, RANDOM_SHARE, HOLD = 0.2, 0.3, 10  # of played actions; random ones are held so many steps
+WAYS = 0.01, 0.3  # metres of a block's way that count, at least and at most
+ROUNDS_PER_TEST, TEST_ROUNDS, LAST_TEST_ROUNDS = 50, 5, 25
+RESULTS = Path(__file__).with_suffix(".jsonl")
+PICTURE = Path(__file__).parent / "images" / "fetch_push.png"
+
+
+def episodes(envs: VectorEnv, agent: Agent, seed: int, explore: bool) -> Iterator[tuple[Any, ...]]:
+    """Plays one episode in each environment; yields the arguments of `record`, step by step."""
+    observations, _ = envs.reset(seed=seed)
+    for step in range(EPISODE_STEPS):
+        actions = agent.act(observations)
+        if explore:
+            if step % HOLD == 0:
+                is_random = torch.rand(len(actions), 1) < RANDOM_SHARE
+                drawn = 2 * torch.rand_like(actions) - 1
+            noisy = (actions + NOISE * torch.randn_like(actions)).clamp(-1, 1)
+            actions = torch.where(is_random, drawn, noisy)
+        after, *outcome = envs.step(actions.numpy())
+        yield observations, actions, *outcome, after
+        observations = after
+
+
+def success_rate(envs: VectorEnv, agent: Agent, rounds: int) -> float:
+    """Returns the share of episodes, always the same ones, that end with the block at its goal."""
+    seeds = [10**9 + number * NUM_ENVS for number in range(rounds)]
+    last = [[*episodes(envs, agent, seed, explore=False)][-1] for seed in seeds]
+    return round(float(np.mean([rewards == 0 for _, _, rewards, *_ in last])), 4)
+
+
+def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
+    """Opens the rows of a run, or makes them."""
+    return HERReplayStorage(
+        envs.single_observation_space,
+        envs.single_action_space,
+        reward_fn=gym_reward(gymnasium.make(ENV)),
+        goal_selection_strategy="future",
+        num_goals=4,
+        alpha=1.0,
+        storage_size=steps,
+        num_envs=NUM_ENVS,
+        batch_size=BATCH_SIZE,
+        autoreset_mode=AutoresetMode.DISABLED,
+        path=path,
+    )
+
+
+def play(envs: VectorEnv, agent: Agent, storage: HERReplayStorage, first: int, seed: int) -> None:
+    """Plays a round, whose rows are those from `first` on."""
+    ways = np.zeros(NUM_ENVS)
+    for number, step in enumerate(episodes(envs, agent, seed, explore=True)):
+        # Of a round that was stopped, the first steps are there already.
+        if len(storage) <= first + number * NUM_ENVS:
+            storage.record(*step)
+        ways += np.linalg.norm(step[-1]["achieved_goal"] - step[0]["achieved_goal"], axis=-1)
+    # Most blocks are not touched at first, and there is little to learn from these.
+    priorities = torch.from_numpy(ways).clamp(*WAYS).repeat(EPISODE_STEPS)
+    storage.update_priority(torch.arange(first, first + len(priorities)), priorities)
+
+
+def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
+    """Trains an agent from where `path` has it; returns how the whole run went."""
+    # In one process: with one for each environment, a step takes longer on two cores.
+    options = {"autoreset_mode": AutoresetMode.DISABLED}
+    envs = gymnasium.make_vec(ENV, NUM_ENVS, "sync", options, max_episode_steps=EPISODE_STEPS)
+    storage = make_storage(envs, steps, path / "rows")
+    torch.manual_seed(seed)
+    agent = Agent(joined(envs.reset()[0]).shape[-1], envs.action_space.shape[-1])
+    went: dict[str, Any] = {"rounds": 0, "result": 0.0, "curve": [], "seconds": 0.0}
+    if (path / "agent.pt").exists():
+        agent, went = torch.load(path / "agent.pt", weights_only=False)
+    rounds = steps // (NUM_ENVS * EPISODE_STEPS)
+    start = time.process_time() - went["seconds"]
+    for number in range(went["rounds"], rounds):
+        round_seed = seed * 10**6 + number
+        torch.manual_seed(round_seed)
+        play(envs, agent, storage, number * NUM_ENVS * EPISODE_STEPS, round_seed * NUM_ENVS)
+        agent.normalizer.see(joined(storage.sample()))
+        for _ in range(UPDATES_PER_ROUND):
+            agent.update(storage.sample())
+        is_last = number + 1 == rounds
+        if is_last or (number + 1) % ROUNDS_PER_TEST == 0:
+            rate = success_rate(envs, agent, LAST_TEST_ROUNDS if is_last else TEST_ROUNDS)
+            went["curve"].append((len(storage), rate))
+            print(f"seed {seed}, {len(storage):>9,} steps: success {rate:.2f}", flush=True)
+            went["result"] = rate
+        went.update(rounds=number + 1, seconds=round(time.process_time() - start, 1))
+        storage.flush()
+        torch.save((agent, went), path / "agent.new")
+        os.replace(path / "agent.new", path / "agent.pt")
+    storage.close()
+    return went
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seeds", nargs="+", default=[0, 1], type=integer_from(0), help="(%(default)s)")
+    add("--steps", default=STEPS, type=integer_from(1), help="of the environments (%(default)s)")
+    add("--path", default="outputs/fetch_push", type=Path, help="of rows and agents (%(default)s)")
+    add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
+    add("--output", default=PICTURE, type=Path, help="picture (%(default)s)")
+    add("--draw", action="store_true", help="only draw the runs that are finished")
+    args = parser.parse_args(argv)
+    gymnasium.register_envs(need("gymnasium_robotics"))
+    asked = {"env": ENV, "steps": args.steps, "at_least": AT_LEAST, "at_most": None}
+    runs, finished = [{**asked, "seed": seed} for seed in args.seeds], read(args.results)
+    missing = [] if args.draw else runs
+
+    def make(run: Mapping[str, Any]) -> dict[str, Any]:
+        went = train(run["steps"], run["seed"], args.path / f"seed_{run['seed']}")
+        return {**run, **went, "versions": versions()}
+
+    for record in make_missing(missing, finished, make, args.results):
+        print(f"seed {record['seed']}: {record['result']:.2f} in {record['seconds']} s")
+    done = [record for run in runs if (record := of_run(run, finished)) is not None]
+    points = [list(zip(*record["curve"], strict=True)) for record in done]
+    names = [f"seed {record['seed']}" for record in done]
+    draw([Curve(name, *both) for name, both in zip(names, points, strict=True)], ENV, args.output)
+
+
+if __name__ == "__main__":
+    main()
