@@ -1,4 +1,4 @@
-"""The robot arm that pushes a block goes on, killed at any moment, as if nothing had been; its curves are kept."""
+"""The robot arm that pushes a block goes on after a kill as if nothing had been; its curves are kept."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(script, tmp_path, monkey
         method = counted(getattr(script.HERReplayStorage, name))
         monkeypatch.setattr(script.HERReplayStorage, name, method)
     whole = run("whole")
-    # Of a round's 10 + 1 + 6 + 1 calls: while it is played, before priorities, and while it learns and saves.
+    # A round makes 18 calls: killed while it is played, before priorities, while it learns, and saves.
     calls, at = [], {5, 17, 21, 29, 41, 62}
     times = 0
     while True:

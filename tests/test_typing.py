@@ -93,12 +93,20 @@ def code_of_users(directory: Path) -> list[str]:
     return [str(file) for file in written]
 
 
+# As users check theirs: they need not annotate it.
+OF_USERS = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+OF_USERS += ["--check-untyped-defs", "--allow-redefinition", "--no-error-summary"]
+
+
 @pytest.mark.slow
 def test_code_of_readme_and_guides_passes(tmp_path):
-    # As users check theirs: they need not annotate it.
-    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
-    options += ["--check-untyped-defs", "--allow-redefinition", "--no-error-summary"]
-    assert told([sys.executable, "-m", "mypy", *options, *code_of_users(tmp_path)]) == []
+    assert told([sys.executable, "-m", "mypy", *OF_USERS, *code_of_users(tmp_path)]) == []
+
+
+@pytest.mark.slow
+def test_tutorials_pass():
+    tutorials = [str(file) for file in sorted((ROOT / "tutorials").glob("*.py"))]
+    assert told([sys.executable, "-m", "mypy", *OF_USERS, *tutorials]) == []
 
 
 def told(command: list[str]) -> list[str]:

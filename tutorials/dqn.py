@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -73,15 +74,12 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     )
     envs = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs, buffer_length=20)
     envs.action_space.seed(seed)
-    network, target = (
-        QNetwork(envs.single_observation_space.shape[0], envs.single_action_space.n)
-        for _ in range(2)
-    )
+    spaces: tuple[Any, Any] = envs.single_observation_space, envs.single_action_space
+    network, target = (QNetwork(spaces[0].shape[0], spaces[1].n) for _ in range(2))
     target.load_state_dict(network.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
     storage = NStepReplayStorage(
-        envs.single_observation_space,
-        envs.single_action_space,
+        *spaces,
         storage_size=50_000 // NUM_ENVS * NUM_ENVS,
         num_envs=NUM_ENVS,
         autoreset_mode=AutoresetMode.SAME_STEP,

@@ -103,7 +103,7 @@ def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
     envs = gymnasium.make_vec(ENV, NUM_ENVS, "sync", options, max_episode_steps=EPISODE_STEPS)
     storage = make_storage(envs, steps, path / "rows")
     torch.manual_seed(seed)
-    agent = Agent(joined(envs.reset()[0]).shape[-1], envs.action_space.shape[-1])
+    agent = Agent(joined(envs.reset()[0]).shape[-1], envs.action_space.sample().shape[-1])
     went: dict[str, Any] = {"rounds": 0, "result": 0.0, "curve": [], "seconds": 0.0}
     if (path / "agent.pt").exists():
         agent, went = torch.load(path / "agent.pt", weights_only=False)
@@ -153,10 +153,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for record in make_missing(missing, finished, make, args.results):
         print(f"seed {record['seed']}: {record['result']:.2f} in {record['seconds']} s")
-    done = [record for run in runs if (record := of_run(run, finished)) is not None]
-    points = [list(zip(*record["curve"], strict=True)) for record in done]
-    names = [f"seed {record['seed']}" for record in done]
-    draw([Curve(name, *both) for name, both in zip(names, points, strict=True)], ENV, args.output)
+    curves = []
+    for run in runs:
+        if (record := of_run(run, finished)) is not None:
+            steps, rates = zip(*record["curve"], strict=True)
+            curves.append(Curve(f"seed {run['seed']}", list(steps), list(rates)))
+    draw(curves, ENV, args.output)
 
 
 if __name__ == "__main__":

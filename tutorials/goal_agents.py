@@ -53,6 +53,9 @@ class Network(torch.nn.Module):
         num_actions: size of an action that is one more input, taken as it is.
     """
 
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
     def __init__(self, examples: torch.Tensor, num_outputs: int, num_actions: int = 0) -> None:
         super().__init__()
         actions = examples.new_zeros(num_actions)

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import gymnasium
 import numpy as np
@@ -68,7 +68,7 @@ class Slower(gymnasium.Wrapper):
         super().__init__(env)
         self.steps = steps
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict]:
         """Takes the steps."""
         for _ in range(self.steps):
             result = self.env.step(action)
@@ -84,7 +84,8 @@ def make_maze() -> gymnasium.Env:
 def roll_around(episodes: int, seed: int, steps: int = 12) -> dict[str, np.ndarray]:
     """Collects data: pushes the ball into a random direction, and soon into another."""
     env, rng = make_maze(), np.random.default_rng(seed)
-    observations, actions = [], []
+    observations: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
     for episode in range(episodes):
         start = np.array(FREE[rng.integers(len(FREE))])
         seen, _ = env.reset(seed=seed + episode, options={"reset_cell": start})

@@ -140,9 +140,9 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
     for step in range(arguments.steps):
         explore = rng.random() < max(0.1, 1 - 2 * step / arguments.steps)
         action = int(rng.integers(3)) if explore else learner.act(observation)
-        after, *outcome = env.step(action)
-        storage.record(observation, action, *outcome, after)
-        observation = env.reset()[0] if outcome[1] else after
+        after, reward, terminated, truncated, info = env.step(action)
+        storage.record(observation, action, reward, terminated, truncated, info, after)
+        observation = env.reset()[0] if terminated else after
         if len(storage) >= 500 and step % 2 == 0:
             learner.update(next(batches))
     rate = evaluate(learner, env)

@@ -24,6 +24,9 @@ TARGET_RATE = 0.005
 class Normalizer(nn.Module):
     """Shifts and scales inputs `[B, D]` to mean 0 and deviation 1 of all it has seen, within 5."""
 
+    moments: Tensor
+    count: Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))

@@ -88,7 +88,7 @@ class Valley(gymnasium.Wrapper):
     @staticmethod
     def _scaled(observation: np.ndarray) -> np.ndarray:
         # Velocities are of hundredths.
-        return observation * np.float32([1, 20])
+        return observation * np.array([1, 20], np.float32)
 
 
 def demonstrate(episodes: int, seed: int) -> list[dict[str, Any]]:
@@ -158,7 +158,8 @@ def make_storages(
     paths: list[dict[str, Any]], budget: Budget, seed: int
 ) -> tuple[ReplayStorage, ReplayStorage]:
     """Makes a storage of the data, and an empty one for what is seen online."""
-    env, options = Valley(), {"n_step": N_STEP, "discount": DISCOUNT, "seed": seed}
+    env = Valley()
+    options: dict[str, Any] = {"n_step": N_STEP, "discount": DISCOUNT, "seed": seed}
     offline = from_arrays(paths, recipe=NStepReplayStorage, **options)
     spaces = env.observation_space, env.action_space
     return offline, NStepReplayStorage(*spaces, storage_size=budget.steps, **options)
@@ -180,9 +181,9 @@ def train(agent: str, seed: int, budget: Budget) -> float:
     for step in range(budget.steps):
         is_random = step < RANDOM_STEPS
         action = env.action_space.sample() if is_random else learner.act(observation, explore=True)
-        after, *outcome = env.step(action)
-        online.record(observation, action, *outcome, after)
-        observation = env.reset()[0] if outcome[1] or outcome[2] else after
+        after, reward, terminated, truncated, info = env.step(action)
+        online.record(observation, action, reward, terminated, truncated, info, after)
+        observation = env.reset()[0] if terminated or truncated else after
         if not is_random:
             learner.update(batches.sample())
     return success_rate(learner, budget.tests)

@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -47,6 +48,9 @@ def layers(num_inputs: int, num_outputs: int) -> nn.Sequential:
 
 class Actor(nn.Module):
     """Draws actions `[B, A]` within the bounds of the space, and says how likely they were."""
+
+    scale: torch.Tensor
+    center: torch.Tensor
 
     def __init__(self, observation_size: int, actions: gymnasium.spaces.Box) -> None:
         super().__init__()
@@ -125,7 +129,7 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
         env, num_envs=NUM_ENVS, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
     )
     envs = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs, buffer_length=20)
-    spaces = envs.single_observation_space, envs.single_action_space
+    spaces: tuple[Any, Any] = envs.single_observation_space, envs.single_action_space
     envs.action_space.seed(seed)
     agent = Agent(spaces[0].shape[0], spaces[1])
     storage = UniformReplayStorage(

@@ -184,8 +184,8 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
 def random_inputs(env: EnvBase, max_steps: int) -> torch.Tensor:
     """Returns `[n, num_inputs]`: what the networks get to see while an agent acts at random."""
     rollouts = [env.rollout(max_steps, break_when_any_done=False) for _ in range(EXAMPLE_ROUNDS)]
-    rows = torch.cat([rollout.reshape(-1) for rollout in rollouts])
-    return torch.cat([rows[key] for key in INPUTS], dim=-1)
+    columns = [torch.cat([rollout[key].flatten(0, -2) for rollout in rollouts]) for key in INPUTS]
+    return torch.cat(columns, dim=-1)
 
 
 def minimise(losses: TensorDictBase, optimizer: torch.optim.Optimizer) -> None:
@@ -269,7 +269,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
         choices = "ddpg, td3 or sac" if args.algo == "dqn" else "dqn"
         parser.error(f"--env {args.env} has actions {env.action_space}: use --algo {choices}")
     args.curve_points = CURVE_POINTS
-    args.max_steps = env.spec.max_episode_steps or args.bits
+    args.max_steps = gymnasium.spec(args.env).max_episode_steps or args.bits
     if args.bits != args.task.bits or (args.steps or args.task.steps) < args.task.steps:
         args.task = replace(args.task, at_least=None, at_most=None)
     # TorchRL collects whole batches.
