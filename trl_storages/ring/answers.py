@@ -66,7 +66,8 @@ class EpisodeAnswers:
         if self.num_envs == 1:
             found: int = self.host_steps.item() - self.host_tails.item()
             return found
-        return int(self.host_fill.sum())
+        # Of few numbers Python makes the sum in a third of the time.
+        return sum(self.host_steps.tolist()) - sum(self.host_tails.tolist())
 
     @property
     def is_full(self) -> bool:

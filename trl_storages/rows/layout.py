@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from operator import eq
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,6 +25,7 @@ from trl_storages.rows.frames import FrameStack, stacks_of
 __all__ = ["Field", "Layout", "nest"]
 
 _WORD = 8  # bytes
+_dtype_of, _size_of = attrgetter("dtype"), torch.Tensor.size
 
 #: Key, dtype and shape of a field.
 _Described = tuple[NestedKey, torch.dtype, torch.Size]
@@ -164,8 +165,10 @@ class Layout:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
             self._stored = _Views(stored, self.stored_nbytes, nested)
-        # The fields of a batch like the last one that was written.
-        self._wanted: tuple[torch.Size | None, list[Any]] = (None, [])
+        self._dtypes = [field.dtype for field in self.fields]
+        self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
+        # The shapes of a batch like the last one that was written.
+        self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
     @classmethod
     def of(
@@ -269,15 +272,20 @@ class Layout:
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        if self._wanted[0] != batch_size:
-            self._wanted = batch_size, [(it.dtype, batch_size + it.shape) for it in self.fields]
+        if self._sizes[0] != batch_size:
+            self._sizes = batch_size, [batch_size + it.shape for it in self.fields]
         if len(entries) > len(self.fields) and strict:
             self._check_no_more(entries)
-        fitting = [*map(entries.get, self.keys)]
-        found = [None if it is None else (it.dtype, it.shape) for it in fitting]
-        if found != self._wanted[1]:
-            self._explain([*map(eq, found, self._wanted[1])].index(False), batch_size, entries)
-        return fitting  # type: ignore[return-value]
+        try:
+            fitting = [*map(entries.__getitem__, self.keys)]
+        except KeyError:
+            self._explain(batch_size, entries)
+        # To ask for the size takes half the time of asking for the shape.
+        if [*map(_dtype_of, fitting)] != self._dtypes or [*map(_size_of, fitting)] != self._sizes[1]:
+            self._explain(batch_size, entries)
+        for place in self._complex:
+            fitting[place] = fitting[place].resolve_conj()
+        return fitting
 
     def frames_first(self, fields: list[torch.Tensor], batch_dims: int) -> list[torch.Tensor]:
         """Sees entries in the order of `fields` with the frames of stacks one after another."""
@@ -289,21 +297,23 @@ class Layout:
         ]
 
     def _explain(
-        self, place: int, batch_size: torch.Size, entries: Mapping[NestedKey, torch.Tensor]
+        self, batch_size: torch.Size, entries: Mapping[NestedKey, torch.Tensor]
     ) -> NoReturn:
-        """Raises the error that says why the entry of a field does not fit."""
-        field = self.fields[place]
-        key, entry = field.key, entries.get(field.key)
-        if entry is None:
-            raise KeyError(
-                f"the data lacks {key!r}, which every row holds as {field}; its keys are "
-                f"{sorted(map(str, entries))}."
-            )
-        if entry.dtype is not field.dtype:
-            raise TypeError(
-                f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
-                f"{_name(entry.dtype)}; convert it before it is written."
-            )
+        """Raises the error that says why entries do not fit."""
+        for field in self.fields:
+            key, entry = field.key, entries.get(field.key)
+            if entry is None:
+                raise KeyError(
+                    f"the data lacks {key!r}, which every row holds as {field}; its keys are "
+                    f"{sorted(map(str, entries))}."
+                )
+            if entry.dtype is not field.dtype:
+                raise TypeError(
+                    f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
+                    f"{_name(entry.dtype)}; convert it before it is written."
+                )
+            if entry.shape != batch_size + field.shape:
+                break
         raise ValueError(
             f"{key!r} must have shape {list(batch_size + field.shape)} (batch "
             f"{list(batch_size)}, field {list(field.shape)}), got {list(entry.shape)}."
@@ -480,10 +490,6 @@ class _Views:
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns the fields as a TensorDict of batch size B."""
         return _fill(self._tree, self.of(rows), rows.shape[:-1], rows.device)
-
-
-def _dtype_of(field: Field) -> torch.dtype:
-    return field.dtype
 
 
 def _key(names: Any) -> tuple[str, ...]:

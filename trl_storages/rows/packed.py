@@ -265,7 +265,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             opened.abandon()
             raise
         self._write_to(opened)
-        self._len = len(self.episodes)
 
     def _write_to(self, directory: Directory) -> None:
         self.directory, self.refreshes = directory, 1
@@ -318,7 +317,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             return
         if reader.words is not words:
             self._adopt(reader.description.layout, reader.words.rows)
-        self._len = len(index)  # type: ignore[arg-type]
         if self.on_new_rows is not None:
             self.on_new_rows()
 
@@ -596,26 +594,39 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._len = length
         self._bump_mutation_revision()
 
-    # TorchRL's counters, in memory that processes share. Locks and checks for compiled storages take
-    # longer than to write a row, and are left out where nobody needs them.
+    # What TorchRL counts is what the index says, where there is one.
 
     def __len__(self) -> int:
+        if self.episodes is not None:
+            return len(self.episodes)
         found: int = self._len_value.get_obj().value
         return found
 
-    def count_write(self, num_rows: int, last_slot: int) -> None:
-        """Tells TorchRL's counters how many rows there are now, and where the newest lies."""
-        self._last_cursor = last_slot
-        if self._sharing_process is None:
-            self._len_value.get_obj().value = num_rows
-            self._last_cursor_index_value.get_obj().value = last_slot
-            self._mutation_revision_value.get_obj().value += 1
-        else:
-            self._len_value.value = num_rows
-            self._last_cursor_index_value.value = last_slot
-            self._bump_mutation_revision()
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        LazyTensorStorage._len.fset(self, value)
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        if self.episodes is None:
+            found: int | None = super()._last_cursor_index
+            return found
+        return self.episodes.newest_slot() if len(self.episodes) else None
+
+    @property
+    def _last_cursor(self) -> int | None:
+        return self._last_cursor_index
+
+    @_last_cursor.setter
+    def _last_cursor(self, value: Any) -> None:
+        """TorchRL keeps the number besides."""
 
     def _bump_mutation_revision(self) -> None:
+        # A lock takes longer than to write a row.
         if self._sharing_process is None:
             self._mutation_revision_value.get_obj().value += 1
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchrl.data import RoundRobinWriter, Storage
 
-from trl_storages.ring import EpisodeIndex
+from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.rows import PackedStorage
 from trl_storages.stock_parts import check_draws
 
@@ -21,9 +21,6 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
     Args:
         track_generations: as in TorchRL's `RoundRobinWriter`.
     """
-
-    # Whether other processes count too.
-    _is_shared = False
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self._write_count_value = Value("q", 0)
@@ -41,12 +38,7 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
 
     @_write_count.setter
     def _write_count(self, value: int) -> None:
-        self._set_write_count(value)
-
-    def _set_write_count(self, value: int) -> None:
-        # Writes call this: names of attributes are checked when they are set, and locks take longer.
-        counter = self._write_count_value
-        (counter if self._is_shared else counter.get_obj()).value = value
+        self._write_count_value.get_obj().value = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         count = state.get("write_count__context")
@@ -86,21 +78,15 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
-    def _count(self, last_slot: int | None = None) -> None:
-        """Tells the storage how many rows there are now, and, after a write, where the newest lies."""
+    def _count(self, lanes: Lanes = None) -> None:
+        """Tells a storage what it does not see itself of rows that were written to some lanes."""
         storage, episodes = self._storage, self._storage.episodes
-        if last_slot is None:
-            storage._len = num_slots(storage, episodes)
-            return
-        # Once it is full, a storage stays so while rows are written.
-        length = len(storage)
-        if length < episodes.capacity:
-            length = num_slots(storage, episodes)
         if isinstance(storage, PackedStorage):
-            storage.count_write(length, last_slot)
+            storage._bump_mutation_revision()
         else:
-            storage._len = length
-            storage._set_last_cursor(last_slot)
+            # Known to the host without waiting for the device, as TorchRL would.
+            storage._len = num_slots(storage, episodes)
+            storage._set_last_cursor(episodes.newest_slot(lanes))
 
 
 def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:

@@ -161,7 +161,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 self._reopened = Reopened(storage)
                 self._lanes.trajectory.copy_(torch.from_numpy(directory.state.trajectories))
                 self._write_count = directory.state.write_count
-                self._count()
 
     @property
     def _directory(self) -> Directory | None:
@@ -366,9 +365,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 directory.seal(episodes, num_steps, lanes)
             is_over = is_over or num_steps > room
             self._lanes.note(block, count)
-        self._set_write_count(count)
-        # Known to the host without waiting for the device, as TorchRL would.
-        self._count(episodes.newest_slot(lanes))
+        # The names of attributes are looked at when they are set.
+        self._write_count_value.get_obj().value = count
+        self._count(lanes)
         if directory is not None:
             self._commit()
             if self._reopened is not None and self._reopened.is_unsure:
@@ -407,7 +406,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             self._storage.share_memory_()
         self._episodes.share_memory_()
         self._lanes.share_memory_()
-        self._is_shared = True
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -519,7 +517,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if empty_write_count:
             self._write_count = 0
         self._commit()
-        self._count()
         slots = episodes.slots_by_age(torch.arange(len(episodes)).flip(0))
         then(slots)
         return slots
@@ -622,8 +619,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         RoundRobinWriter.load_state_dict(self, state)
         self._reopened = None
         if len(self._episodes):
-            # TorchRL's storages forget it when rows are loaded, and ask for it when they are saved.
-            self._storage._set_last_cursor(self._episodes.newest_slot())
+            self._count()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"

@@ -36,7 +36,7 @@ class NewRows:
         into = words.view(torch.uint8)
         for field, (start, size) in zip(fields, places.tolist(), strict=True):
             if size and num_rows:
-                plain = field.detach().to(begin).resolve_conj().resolve_neg().contiguous()
+                plain = field.detach().to(begin).resolve_neg().contiguous()
                 # A mere number has no bytes to be seen.
                 bytes_of_rows = plain.reshape(-1).view(torch.uint8).view(num_rows, size)
                 into[:, start : start + size] = bytes_of_rows

@@ -29,14 +29,15 @@ _ADDRESS, _STRIDE, _START, _SIZE = range(4)
 _CHUNK = 256
 
 _is_cpu, _is_contiguous = attrgetter("is_cpu"), torch.Tensor.is_contiguous
-_is_conj, _is_neg, _address = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.data_ptr
+_is_neg, _address = torch.Tensor.is_neg, torch.Tensor.data_ptr
 
 
 class NewRows:
     """n rows that are about to be written, wherever their fields lie.
 
     Args:
-        fields: of any leading shapes, on any device, the elements of each row one after another.
+        fields: of any leading shapes, on any device, the elements of each row one after another; those
+            of complex numbers are not conjugated.
         places: `[f, 2]` int64, of each field: its first byte in a row, and how many it takes.
         num_rows: n.
         num_words: W.
@@ -124,9 +125,9 @@ class NewRows:
 def _plain(fields: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns fields as their bytes lie in memory."""
     are_plain = all(map(_is_cpu, fields)) and all(map(_is_contiguous, fields))
-    if are_plain and not any(map(_is_neg, fields)) and not any(map(_is_conj, fields)):
+    if are_plain and not any(map(_is_neg, fields)):
         return fields
-    return [field.detach().cpu().resolve_conj().resolve_neg().contiguous() for field in fields]
+    return [field.detach().cpu().resolve_neg().contiguous() for field in fields]
 
 
 @compiled
