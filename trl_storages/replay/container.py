@@ -346,28 +346,25 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         with self._replay_lock, self._write_lock:
             recorder = self._recorder
-            index: torch.Tensor | None
             step, memory = recorder.read(
                 (observations, actions, rewards, terminateds, truncateds, infos, next_observations),
                 getattr(self._storage, "layout", None),
             )
-            rows, writer = None, self._writer
+            writer: EpisodeWriter = self._writer
             then = self._sampler.extend
             if memory is not None:
                 then = partial(self._hear_of_step, memory)
+            rows = None
             if step is not None:
-                if not self._changes_writes:
-                    if writer.takes(step.block.layout):
-                        index = writer.append(step.block, step.lanes, then)
-                        return index
-                    rows = step.tensordict()
-                else:
-                    rows = self._transform.inv(step.tensordict().clone())
+                changes = self._changes_writes
+                if not changes and writer.takes(step.block.layout):
+                    return writer.append(step.block, step.lanes, then)
+                rows = step.tensordict()
+                rows = self._transform.inv(rows.clone()) if changes else rows
             if step is None or rows is None:
                 recorder.remember(memory)
                 return None
-            index = writer.extend(rows, lanes=step.lanes, then=then)
-            return index
+            return writer.extend(rows, lanes=step.lanes, then=then)
 
     def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
         self._sampler.extend(slots)

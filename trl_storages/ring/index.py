@@ -231,26 +231,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if not self._on_host:
             self.host_steps[slice(None) if lanes is None else [*lanes]] += num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        which = None if lanes is None else torch.tensor(lanes, device=self.device)
-        return self._ring.append(rows, num_steps, cut, which, order, table, slots)
-
-    def find_gaps(
-        self,
-        rows: NewRows,
-        num_steps: int,
-        pairs: np.ndarray,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | None = None,
-        order: torch.Tensor | None = None,
-        table: RowTable | None = None,
-        *,
-        is_ring: bool = True,
-    ) -> torch.Tensor | None:
-        """Finds rows that do not begin with what the row before them led to; see `kernels.host.Ring`."""
-        which = None if lanes is None else torch.tensor(lanes, device=self.device)
-        return self._ring.find_gaps(
-            rows, num_steps, pairs, cut, which, order, table, is_ring=is_ring
-        )
+        return self._ring.append(rows, num_steps, cut, lanes, order, table, slots)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None

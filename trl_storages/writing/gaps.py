@@ -114,7 +114,7 @@ class GapWatch:
         order: torch.Tensor | None,
         cut: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Finds the gaps among rows that are to be written; see `EpisodeIndex.find_gaps`.
+        """Finds the gaps among rows that are to be written; see `kernels.host.Ring`.
 
         Args:
             storage: where the rows before them are.
@@ -130,15 +130,16 @@ class GapWatch:
         """
         if self._pairs is None or self._pairs[0] is not layout:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
-        is_ring, table = True, None
+        find = storage.episodes.ring.find_gaps
+        found: torch.Tensor | None
         if isinstance(storage, PackedStorage):
-            table = storage.table
-        elif storage.initialized:
-            is_ring, table = False, self._rows_before(storage, layout, lanes)
-        episodes: EpisodeIndex = storage.episodes
-        return episodes.find_gaps(
-            rows, num_steps, self._pairs[1], cut, lanes, order, table, is_ring=is_ring
-        )
+            found = find(rows, num_steps, self._pairs[1], cut, lanes, order, storage.table)
+        else:
+            table = self._rows_before(storage, layout, lanes) if storage.initialized else None
+            found = find(
+                rows, num_steps, self._pairs[1], cut, lanes, order, table, is_ring=False
+            )
+        return found
 
     def _rows_before(
         self, storage: Storage, layout: Layout, lanes: Sequence[int] | None

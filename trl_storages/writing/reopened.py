@@ -56,7 +56,8 @@ class Reopened:
         storage, which = self._storage, slice(None) if lanes is None else [*lanes]
         episodes, layout = storage.episodes, storage.layout
         pairs = pairs_of(layout, continued_keys(layout.keys))  # type: ignore[union-attr, arg-type]
-        gap = episodes.find_gaps(rows, num_steps, pairs, cut, lanes, order, storage.table)  # type: ignore
+        find = episodes.ring.find_gaps  # type: ignore[union-attr]
+        gap = find(rows, num_steps, pairs, cut, lanes, order, storage.table)
         unsure = self._unsure[which]
         shape = len(unsure), num_steps
         cut = torch.zeros(shape, dtype=torch.bool) if cut is None else cut.clone()

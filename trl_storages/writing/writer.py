@@ -109,6 +109,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._reopened: Reopened | None = None
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
+        # The layout of steps that were found to be complete.
+        self._taken: Layout | None = None
 
     def _check_stored(self, observation_keys: Sequence[NestedKey] | None) -> None:
         if self.keys is None or observation_keys is None:
@@ -227,14 +229,14 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
 
     def takes(self, layout: Layout) -> bool:
         """Whether `append` takes rows of just this layout."""
-        storage = self._storage
-        return (
-            isinstance(storage, PackedStorage)
-            and storage.layout is layout
-            and self.done_key == default_keys.DONE
-            and self.traj_key not in layout
-            and default_keys.MASK not in layout
-        )
+        if not self._is_packed or self._storage.layout is not layout:
+            return False
+        if layout is not self._taken:
+            others = (self.traj_key, default_keys.MASK)
+            if self.done_key != default_keys.DONE or any(key in layout for key in others):
+                return False
+            self._taken = layout
+        return True
 
     def append(self, block: StepBlock, lanes: Sequence[int] | None, then: Then) -> torch.Tensor:
         """Writes one step of all lanes, or of `lanes`, that is laid out already.
@@ -248,7 +250,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             `[L]` int64 slots.
         """
         self._prepare()
-        rows = block.rows(self._episodes.device, lanes)
+        rows = block.rows(self._storage.device, lanes)
         one = _ONE_STEP if lanes is None else Block(1, lanes)
         return self._write(Steps(rows, block.layout), [one], None, then)
 
@@ -264,7 +266,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
         self.gaps.warn_late()
-        if isinstance(self._storage, PackedStorage):
+        if self._is_packed:
             self._storage.check_writable()
 
     @property
@@ -317,7 +319,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if self._is_packed and not self._storage.initialized:
             # There may be no space for them.
             self._storage.lay_out(steps.layout)
-        evicted = [self._evicted(steps, block) for block in blocks]
+        # The frames of rows that steps evict, while those that stay need them.
+        stacks = self._storage.stacks if self._is_packed else None
+        evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
         has_warned = bool(gaps) and self.gaps.warn(gaps)
         counters = self._storage.episodes.counters()
         count = self._write_count + steps.rows.num_rows
@@ -331,11 +335,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             self.gaps.has_warned = True
         return slots
 
-    def _evicted(self, steps: Steps, block: Block) -> Evicted | None:
-        """Returns the frames of rows that steps evict, while those that stay need them."""
-        stacks = self._storage.stacks if self._is_packed else None
-        return None if stacks is None else stacks.evicted(steps.rows, *block[:3])
-
     def _append(
         self,
         steps: Steps,
@@ -346,8 +345,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         then: Then | None,
     ) -> torch.Tensor:
         """Writes steps that were checked; done once more from the beginning, it leads to the same."""
-        rows, storage = steps.rows, self._storage
-        episodes, directory = storage.episodes, self._directory
+        rows, storage, is_packed = steps.rows, self._storage, self._is_packed
+        episodes, directory = storage.episodes, storage.directory if is_packed else None
+        table = storage.table if is_packed else None
         room, is_over, slots = episodes.steps_per_lane, False, None
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
@@ -357,9 +357,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 storage.stacks.keep(frames)
             if directory is not None:
                 directory.begin(episodes, num_steps, lanes)
-            if not self._is_packed:
+            if not is_packed:
                 self._put(steps, block)
-            table = storage.table if self._is_packed else None
             slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
             if directory is not None:
                 directory.seal(episodes, num_steps, lanes)

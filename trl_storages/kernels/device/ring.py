@@ -9,7 +9,7 @@ ring grows and wraps, and where a lane skips a step later.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Ring(RingTables):
         num_steps: int,
         pairs: np.ndarray,
         cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: Sequence[int] | torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         *,
@@ -63,7 +63,7 @@ class Ring(RingTables):
         rows: NewRows,
         num_steps: int,
         cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: Sequence[int] | torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
@@ -108,9 +108,11 @@ class Ring(RingTables):
         slots[order] = found
         return slots
 
-    def _named(self, lanes: torch.Tensor | None) -> torch.Tensor:
+    def _named(self, lanes: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
         """Returns `[L]` the lanes that are meant."""
-        return torch.arange(self.num_envs, device=self.device) if lanes is None else lanes
+        if lanes is None:
+            return torch.arange(self.num_envs, device=self.device)
+        return torch.as_tensor(lanes, device=self.device)
 
     def counters(self) -> torch.Tensor:
         """Returns a copy of all that a write goes on from."""

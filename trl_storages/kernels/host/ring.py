@@ -10,7 +10,7 @@ compared and subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class Ring(RingTables):
         num_steps: int,
         pairs: np.ndarray,
         cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: Sequence[int] | torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         *,
@@ -98,7 +98,7 @@ class Ring(RingTables):
         Returns:
             `[L, S]` bool; None may stand for none.
         """
-        written = self._all_lanes if lanes is None else lanes.numpy()
+        written = self._all_lanes if lanes is None else np.asarray(lanes)
         gaps = np.empty((len(written), num_steps), bool)
         before = _NO_TABLE if table is None else table.array
         if is_ring and table is not None:
@@ -124,7 +124,7 @@ class Ring(RingTables):
         rows: NewRows,
         num_steps: int,
         cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: Sequence[int] | torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ class Ring(RingTables):
             rows: n of them, the S of the first lane first.
             num_steps: S.
             cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
-            lanes: `[L]` int64, distinct; None is all of them.
+            lanes: the L lanes, distinct; None is all of them.
             order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
             table: of M or more rows, where rows go; None if they are elsewhere.
             slots: `[n]` int64 to be filled; -1 for rows of other steps than these.
@@ -143,7 +143,7 @@ class Ring(RingTables):
         Returns:
             `[n]` int64 slots; -1 for steps that find no room, as more than T are written.
         """
-        written = self._all_lanes if lanes is None else lanes.numpy()
+        written = self._all_lanes if lanes is None else np.asarray(lanes)
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
         places, sources = _NO_ORDER if order is None else order.numpy(), rows.sources
         cuts = _NO_CUTS if cut is None else cut.numpy()
