@@ -96,9 +96,15 @@ class Fields:
         if trajectory is not None:
             trajectory = trajectory.to(device).reshape(-1).long()
         if isinstance(storage, PackedStorage):
-            repeated = with_next(entries, storage.layout)
-            layout, rows = self.rows(data, repeated or entries, storage, done)
-            rows.is_compact = repeated is not None
+            repeated = None
+            try:
+                layout, rows = self.rows(data, entries, storage, done)
+            except KeyError:
+                if (repeated := with_next(entries, storage.layout)) is None:
+                    raise
+            if repeated is not None:
+                layout, rows = self.rows(data, repeated, storage, done)
+                rows.is_compact = True
             return Steps(rows, layout, trajectory)
         stored = self.stored(data).reshape(-1)
         compared = gaps.values(entries, self.keys) if gaps.is_looking else {}

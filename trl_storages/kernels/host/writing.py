@@ -25,6 +25,8 @@ _WORD = 8  # bytes
 # Columns of the sources of rows: where the first value of a field is, how far it is to that of the next
 # row, the first byte of the field in a stored row, and how many bytes it takes.
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
+# What of the places of fields these are, but for the address: rows lie one after another as a rule.
+_COLUMNS = np.array([0, 1, 0, 1])
 # Rows that are copied before the next field is looked at.
 _CHUNK = 256
 
@@ -68,10 +70,8 @@ class NewRows:
         #: The address of the first flag, and how far it is to the next one.
         self.ends = (0, 0) if done is None else (addresses.pop(), 1)
         #: `[f, 4]` int64, where each field comes from, and where it belongs.
-        self.sources = np.empty((len(fields), 4), np.int64)
+        self.sources = places.take(_COLUMNS, 1)
         self.sources[:, _ADDRESS] = addresses
-        self.sources[:, _STRIDE] = places[:, 1]
-        self.sources[:, _START:] = places
 
     @classmethod
     def of_block(
@@ -87,10 +87,9 @@ class NewRows:
         """
         rows = cls([], places[:0], len(words), words.shape[1], None, device)
         rows._fields, rows.done = [words], done
-        rows.sources = np.empty((len(places), 4), np.int64)
+        rows.sources = places.take(_COLUMNS, 1)
         rows.sources[:, _ADDRESS] = words.data_ptr() + places[:, 0]
         rows.sources[:, _STRIDE] = words.shape[1] * _WORD
-        rows.sources[:, _START:] = places
         rows.ends = done.data_ptr(), done.stride(0)
         return rows
 
