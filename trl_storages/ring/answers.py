@@ -67,7 +67,7 @@ class EpisodeAnswers:
             found: int = self.host_steps.item() - self.host_tails.item()
             return found
         # Of few numbers Python makes the sum in a third of the time.
-        return sum(self.host_steps.tolist()) - sum(self.host_tails.tolist())
+        return int(sum(self.host_steps.tolist()) - sum(self.host_tails.tolist()))
 
     @property
     def is_full(self) -> bool:

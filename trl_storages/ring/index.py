@@ -215,7 +215,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if cut is not None:
             cut = cut.to(self.device).contiguous()
         named = None if lanes is None else self.named_lanes(lanes)
-        return self.write(rows, done.shape[1], cut, named).view(done.shape)
+        slots: torch.Tensor = self.write(rows, done.shape[1], cut, named)  # type: ignore[assignment]
+        return slots.view(done.shape)
 
     def write(
         self,
@@ -226,12 +227,13 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        pairs: np.ndarray = _NO_PLACES,
+    ) -> torch.Tensor | None:
         """Takes steps of lanes that are named, and copies their rows; see `kernels.host.Ring.append`."""
         if not self._on_host:
             self.host_steps[slice(None) if lanes is None else [*lanes]] += num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        return self._ring.append(rows, num_steps, cut, lanes, order, table, slots)
+        return self._ring.append(rows, num_steps, cut, lanes, order, table, slots, pairs)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None

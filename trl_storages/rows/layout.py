@@ -281,7 +281,8 @@ class Layout:
         except KeyError:
             self._explain(batch_size, entries)
         # To ask for the size takes half the time of asking for the shape.
-        if [*map(_dtype_of, fitting)] != self._dtypes or [*map(_size_of, fitting)] != self._sizes[1]:
+        sizes = [*map(_size_of, fitting)]
+        if [*map(_dtype_of, fitting)] != self._dtypes or sizes != self._sizes[1]:
             self._explain(batch_size, entries)
         for place in self._complex:
             fitting[place] = fitting[place].resolve_conj()
@@ -313,11 +314,11 @@ class Layout:
                     f"{_name(entry.dtype)}; convert it before it is written."
                 )
             if entry.shape != batch_size + field.shape:
-                break
-        raise ValueError(
-            f"{key!r} must have shape {list(batch_size + field.shape)} (batch "
-            f"{list(batch_size)}, field {list(field.shape)}), got {list(entry.shape)}."
-        )
+                raise ValueError(
+                    f"{key!r} must have shape {list(batch_size + field.shape)} (batch "
+                    f"{list(batch_size)}, field {list(field.shape)}), got {list(entry.shape)}."
+                )
+        raise AssertionError("entries that fit")
 
     def _check_no_more(self, entries: Mapping[NestedKey, torch.Tensor]) -> None:
         extra = [key for key in entries if key not in self.keys]

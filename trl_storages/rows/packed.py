@@ -518,6 +518,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         layout, rows = self.stage(tensors_of(data), batch_size, nested=nested)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
+    @property
+    def looks(self) -> bool:
+        """Whether rows can be compared with those before them as they are written."""
+        is_plain = self.directory is None and self.stacks is None
+        return is_plain and self.table is not None and self.table.looks
+
     def check_in_memory(self) -> None:
         """Raises a RuntimeError if rows are written once: in a directory, or with stacks of frames."""
         self.check_writable()

@@ -128,18 +128,25 @@ class GapWatch:
         Returns:
             `[L, T]` bool; None may stand for none.
         """
+        table, is_ring = None, isinstance(storage, PackedStorage)
+        if is_ring:
+            table = storage.table
+        elif storage.initialized:
+            table = self._rows_before(storage, layout, lanes)
+        found: torch.Tensor | None = storage.episodes.ring.find_gaps(
+            rows, num_steps, self.pairs(layout), cut, lanes, order, table, is_ring=is_ring
+        )
+        return found
+
+    def pairs(self, layout: Layout) -> np.ndarray:
+        """Returns which fields of rows are compared; see `pairs_of`.
+
+        Raises:
+            KeyError: as `compared`.
+        """
         if self._pairs is None or self._pairs[0] is not layout:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
-        find = storage.episodes.ring.find_gaps
-        found: torch.Tensor | None
-        if isinstance(storage, PackedStorage):
-            found = find(rows, num_steps, self._pairs[1], cut, lanes, order, storage.table)
-        else:
-            table = self._rows_before(storage, layout, lanes) if storage.initialized else None
-            found = find(
-                rows, num_steps, self._pairs[1], cut, lanes, order, table, is_ring=False
-            )
-        return found
+        return self._pairs[1]
 
     def _rows_before(
         self, storage: Storage, layout: Layout, lanes: Sequence[int] | None

@@ -46,6 +46,7 @@ Then = Callable[[torch.Tensor], object]
 
 
 _ONE_STEP = Block(1, None)
+_NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
@@ -285,7 +286,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             block: some of them.
             gaps: gets `[L, T]` bool, rows to be warned of.
         """
-        block = self._lanes.cut(steps, block)
         if self._reopened is not None and self._reopened.is_unsure:
             block = block._replace(cut=self._reopened.cut_where_reset(steps.rows, *block[:4]))
         cuts, is_known = self.gaps.on_gap == "cut", not steps.rows.is_compact
@@ -314,24 +314,34 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             shape: in which the slots are wanted; None is `[n]`.
             then: called with the slots, as a part of the write.
         """
+        storage, pairs, evicted = self._storage, _NO_PAIRS, [None]
         gaps: list[torch.Tensor] = []
-        blocks = [self._checked(steps, block, gaps) for block in blocks]
-        if self._is_packed and not self._storage.initialized:
-            # There may be no space for them.
-            self._storage.lay_out(steps.layout)
-        # The frames of rows that steps evict, while those that stay need them.
-        stacks = self._storage.stacks if self._is_packed else None
-        evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
-        has_warned = bool(gaps) and self.gaps.warn(gaps)
-        counters = self._storage.episodes.counters()
-        count = self._write_count + steps.rows.num_rows
-        try:
-            slots = self._append(steps, blocks, evicted, shape, count, then)
-        except BaseException as error:
-            act = partial(self._append, steps, blocks, evicted, shape, count, then)
-            complete(error, act, partial(self._episodes.recount, counters))
-            raise
-        if has_warned:
+        blocks = [self._lanes.cut(steps, block) for block in blocks]
+        if len(blocks) == 1 and self._is_packed and storage.looks and self.gaps.is_looking:
+            # As a rule there is no gap, and nothing else to be known before.
+            pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
+        while True:
+            if not len(pairs):
+                blocks = [self._checked(steps, block, gaps) for block in blocks]
+                if self._is_packed and not storage.initialized:
+                    # There may be no space for them.
+                    storage.lay_out(steps.layout)
+                # The frames of rows that steps evict, while those that stay need them.
+                stacks = storage.stacks if self._is_packed else None
+                evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
+                has_warned = bool(gaps) and self.gaps.warn(gaps)
+            counters = storage.episodes.counters()
+            count = self._write_count + steps.rows.num_rows
+            try:
+                slots = self._append(steps, blocks, evicted, shape, count, then, pairs)
+            except BaseException as error:
+                act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
+                complete(error, act, partial(self._episodes.recount, counters))
+                raise
+            if slots is not None:
+                break
+            pairs = _NO_PAIRS
+        if gaps and has_warned:
             self.gaps.has_warned = True
         return slots
 
@@ -343,8 +353,13 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         shape: torch.Size | None,
         count: int,
         then: Then | None,
-    ) -> torch.Tensor:
-        """Writes steps that were checked; done once more from the beginning, it leads to the same."""
+        pairs: np.ndarray,
+    ) -> torch.Tensor | None:
+        """Writes steps that were checked; done once more from the beginning, it leads to the same.
+
+        Returns:
+            the slots; None if there is a gap between what `pairs` names. Nothing is written then.
+        """
         rows, storage, is_packed = steps.rows, self._storage, self._is_packed
         episodes, directory = storage.episodes, storage.directory if is_packed else None
         table = storage.table if is_packed else None
@@ -359,7 +374,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 directory.begin(episodes, num_steps, lanes)
             if not is_packed:
                 self._put(steps, block)
-            slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots)
+            slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots, pairs)
+            if slots is None:
+                return None
             if directory is not None:
                 directory.seal(episodes, num_steps, lanes)
             is_over = is_over or num_steps > room
@@ -382,7 +399,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             slots = slots.view(shape)  # type: ignore[union-attr]
         if then is not None:
             then(slots)  # type: ignore[arg-type]
-        return slots  # type: ignore[return-value]
+        return slots
 
     def _put(self, steps: Steps, block: Block) -> None:
         """Writes rows that are not copied together with the index."""

@@ -67,7 +67,8 @@ class Ring(RingTables):
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        pairs: np.ndarray | None = None,
+    ) -> torch.Tensor | None:
         """Takes S further steps of L lanes, and copies their rows to where they belong."""
         lanes = self._named(lanes)
         words, done = rows.steps(len(lanes), order)

@@ -31,6 +31,8 @@ class RowTable:
 
     #: Rows that it takes.
     new_rows = NewRows
+    #: Nobody waits for the device to say whether there is a gap.
+    looks = False
 
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.

@@ -41,7 +41,7 @@ _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # About as far as memory is away.
 _SAMPLES_AHEAD = 8
 _NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
-_NO_TABLE = np.zeros((0, 0), np.int64)
+_NO_TABLE, _NO_PAIRS = np.zeros((0, 0), np.int64), np.zeros((0, 2), np.int64)
 
 
 class Ring(RingTables):
@@ -128,7 +128,8 @@ class Ring(RingTables):
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        pairs: np.ndarray = _NO_PAIRS,
+    ) -> torch.Tensor | None:
         """Takes S further steps of L lanes, and copies their rows to where they belong.
 
         Args:
@@ -139,9 +140,12 @@ class Ring(RingTables):
             order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
             table: of M or more rows, where rows go; None if they are elsewhere.
             slots: `[n]` int64 to be filled; -1 for rows of other steps than these.
+            pairs: what `find_gaps` compares; nothing is written if there is a gap. Only for tables that
+                `look`.
 
         Returns:
-            `[n]` int64 slots; -1 for steps that find no room, as more than T are written.
+            `[n]` int64 slots; -1 for steps that find no room, as more than T are written. None if there
+            is a gap.
         """
         written = self._all_lanes if lanes is None else np.asarray(lanes)
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
@@ -149,7 +153,7 @@ class Ring(RingTables):
         cuts = _NO_CUTS if cut is None else cut.numpy()
         if table is not None:
             sources = table.sources(rows, self, num_steps, written, places, cuts)
-        append_steps(
+        if append_steps(
             *self._arrays,
             self.steps_per_lane,
             self.ring_steps,
@@ -160,8 +164,10 @@ class Ring(RingTables):
             cuts,
             places,
             _NO_TABLE if table is None else table.array,
+            pairs,
             found,
-        )
+        ):
+            return None
         return torch.from_numpy(found) if slots is None else slots
 
     def counters(self) -> np.ndarray:

@@ -39,6 +39,8 @@ class RowTable:
 
     #: Rows that it takes.
     new_rows = NewRows
+    #: Whether rows that are appended can be compared with those before them in the same call.
+    looks = True
 
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.

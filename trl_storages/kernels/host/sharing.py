@@ -43,6 +43,8 @@ class SharedTable(RowTable):
         lanes: E and R * E, of the ring that says which rows follow one another.
     """
 
+    looks = False
+
     def __init__(
         self, rows: torch.Tensor, sharing: Sharing, side: SideTable, lanes: tuple[int, int]
     ) -> None:

@@ -206,9 +206,10 @@ def append_steps(
     cut: Any,
     order: Any,
     table: Any,
+    pairs: Any,
     slots: Any,
-) -> None:
-    """Takes steps into the index, and copies their rows to where they belong.
+) -> bool:
+    """Takes steps into the index, and copies their rows to where they belong, unless there is a gap.
 
     Args:
         episode: of the index, as the two that follow.
@@ -224,8 +225,30 @@ def append_steps(
         cut: likewise.
         order: likewise.
         table: `[*, W]` where rows go; empty if they are elsewhere.
+        pairs: as in `find_gaps`, of rows in the table; empty if nobody looks for gaps.
         slots: `[n]` the answer, -1 for steps that find no room.
+
+    Returns:
+        whether there is a gap. Nothing is written then.
     """
+    if len(pairs) > 0:
+        gaps = np.empty((len(written), num_steps), np.bool_)
+        if find_gaps(
+            lanes,
+            room,
+            written,
+            num_steps,
+            sources,
+            first_end,
+            end_stride,
+            cut,
+            order,
+            table,
+            True,
+            pairs,
+            gaps,
+        ):
+            return True
     for i in range(len(written)):
         lane = written[i]
         step = lanes[lane, CURSOR]
@@ -255,6 +278,7 @@ def append_steps(
         lanes[lane, TAIL] = max(lanes[lane, TAIL], step - most_live)
     if table.size > 0:
         put_rows(table, sources, slots)
+    return False
 
 
 @compiled
