@@ -302,23 +302,23 @@ class Layout:
     ) -> NoReturn:
         """Raises the error that says why entries do not fit."""
         for field in self.fields:
-            key, entry = field.key, entries.get(field.key)
-            if entry is None:
-                raise KeyError(
-                    f"the data lacks {key!r}, which every row holds as {field}; its keys are "
-                    f"{sorted(map(str, entries))}."
-                )
-            if entry.dtype is not field.dtype:
-                raise TypeError(
-                    f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
-                    f"{_name(entry.dtype)}; convert it before it is written."
-                )
-            if entry.shape != batch_size + field.shape:
-                raise ValueError(
-                    f"{key!r} must have shape {list(batch_size + field.shape)} (batch "
-                    f"{list(batch_size)}, field {list(field.shape)}), got {list(entry.shape)}."
-                )
-        raise AssertionError("entries that fit")
+            key, shape, entry = field.key, batch_size + field.shape, entries.get(field.key)
+            if entry is None or (entry.dtype, entry.shape) != (field.dtype, shape):
+                break
+        if entry is None:
+            raise KeyError(
+                f"the data lacks {key!r}, which every row holds as {field}; its keys are "
+                f"{sorted(map(str, entries))}."
+            )
+        if entry.dtype is not field.dtype:
+            raise TypeError(
+                f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
+                f"{_name(entry.dtype)}; convert it before it is written."
+            )
+        raise ValueError(
+            f"{key!r} must have shape {list(shape)} (batch {list(batch_size)}, field "
+            f"{list(field.shape)}), got {list(entry.shape)}."
+        )
 
     def _check_no_more(self, entries: Mapping[NestedKey, torch.Tensor]) -> None:
         extra = [key for key in entries if key not in self.keys]
