@@ -82,10 +82,12 @@ class Stacks:
         # Those at the root come first.
         self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
         self._table = backend(rows.device).FrameTable(rows, past, self._fields)
-        # Each of these, and what lies under `next` of it; and where the newest frame of that begins.
+        # Each of these, and what lies under `next` of it; and where in a row with single
+        # frames the newest one of that begins, and how many bytes it takes.
         self._pairs = [(key, next_key(key)) for key in layout.stacks if key[0] != "next"]
         twins = [key if twin not in layout.stacks else twin for key, twin in self._pairs]
-        self._starts = [layout.framed.field(key).start_byte for key in twins]
+        frames = map(layout.framed.field, twins)
+        self._newest = [(frame.start_byte, frame.num_bytes) for frame in frames]
         # The stacks that were wanted last, and how the table is asked for them.
         self._wanted: tuple[Any, ...] = ((), None, (), (), ())
         # What is no stack: where it begins in a row with single frames, and in one as it is seen, how
@@ -173,12 +175,15 @@ class Stacks:
         if self._wanted[0] != keys:
             of = [f for f, pair in enumerate(self._pairs) if not targets.keys().isdisjoint(pair)]
             roots, twins = ([self._pairs[f][at] for f in of] for at in range(2))
-            self._wanted = keys, self._fields[of], [self._starts[f] for f in of], roots, twins
-        _, fields, starts, roots, twins = self._wanted
+            self._wanted = keys, self._fields[of], [self._newest[f] for f in of], roots, twins
+        _, fields, newest, roots, twins = self._wanted
         seen, after = [*map(targets.get, roots)], [*map(targets.get, twins)]
         lent = None if following is None else following.reshape(-1)
-        ring = self._episodes.ring
-        self._table.fill(ring, table, fields, starts, slots.reshape(-1), lent, seen, after)
+        self._table.fill(self._episodes.ring, fields, slots.reshape(-1), lent, seen, after)
+        lenders = slots if following is None else following
+        for (start, size), later in zip(newest, after, strict=True):
+            if later is not None:
+                table.pick_into(later[:, -size:], lenders, start)
 
     # Writing
 

@@ -17,7 +17,6 @@ from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, 
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring
-    from trl_storages.kernels.device.rows import RowTable
 
 __all__ = ["FrameTable"]
 
@@ -38,32 +37,25 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
-        table: RowTable,
         stacks: np.ndarray,
-        starts: Sequence[int],
         slots: torch.Tensor,
         following: torch.Tensor | None,
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks, and what lies under `next` of them, to where they are wanted."""
-        lenders = slots if following is None else following
-        for stack, start, now, later in zip(stacks.tolist(), starts, seen, after, strict=True):
-            count, size = stack[COUNT], stack[SIZE]
-            found = self._before(ring, slots, count, stack)
+        """Copies stacks, and those under `next` but for their newest frames, to where they are wanted."""
+        for stack, now, later in zip(stacks.tolist(), seen, after, strict=True):
+            found = self._before(ring, slots, stack)
             if now is not None:
                 now.copy_(found.flatten(1))
             if later is None:
                 continue
             if following is not None:
-                found = self._before(ring, following, count, stack)
-            newest = table.pick_field(lenders, start, torch.uint8, (size,))
-            later.copy_(torch.cat([found[:, 1:].flatten(1), newest], 1))
+                found = self._before(ring, following, stack)
+            later[:, : -stack[SIZE]] = found[:, 1:].flatten(1)
 
-    def _before(
-        self, ring: Ring, slots: torch.Tensor, count: int, stack: Sequence[int]
-    ) -> torch.Tensor:
-        """Returns the newest frames of rows, `[B, count, F]` bytes."""
+    def _before(self, ring: Ring, slots: torch.Tensor, stack: Sequence[int]) -> torch.Tensor:
+        """Returns the newest frames of rows, `[B, k, F]` bytes."""
         at = torch.where(slots < 0, slots + self._num_rows, slots)
         # Slots behind those of the lanes hold no row.
         inside = at.clamp(max=ring.num_slots - 1)
@@ -73,7 +65,7 @@ class FrameTable:
         depth = torch.where(is_live, step - first, 0)
         step = torch.where(is_live, step, at // ring.num_envs)
         tail = torch.where(is_live, tail, 0)
-        return self._frames(ring, at % ring.num_envs, step, tail, depth, count, stack)
+        return self._frames(ring, at % ring.num_envs, step, tail, depth, stack[COUNT], stack)
 
     def _frames(
         self,

@@ -35,7 +35,6 @@ from trl_storages.kernels.stack_fields import (
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
-    from trl_storages.kernels.host.rows import RowTable
 
 __all__ = ["FrameTable"]
 
@@ -63,21 +62,17 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
-        table: RowTable,
         stacks: np.ndarray,
-        starts: Sequence[int],
         slots: torch.Tensor,
         following: torch.Tensor | None,
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks, and what lies under `next` of them, to where they are wanted.
+        """Copies stacks, and those under `next` but for their newest frames, to where they are wanted.
 
         Args:
             ring: of the rows.
-            table: of the rows, with their newest frames.
             stacks: `[q, 7]`, those of `fields` at the root that are wanted, or are under `next`.
-            starts: q, where the newest frame under `next` begins in a row, as the table takes it.
             slots: `[B]` int64; negative ones count from the end.
             following: `[B]` int64, the rows that lend what lies under `next`; None are the rows
                 themselves.
@@ -91,13 +86,9 @@ class FrameTable:
         targets = np.array(
             [(*_lie(to), *_lie(later)) for to, later in zip(seen, after, strict=True)]
         )
-        newest = np.zeros((len(stacks), len(slots)), np.int64)
-        for f, start in enumerate(starts):
-            if after[f] is not None:
-                newest[f] = table.addresses(lenders, start)
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
         at, lent = slots.numpy(), lenders.numpy()
-        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, newest, at, lent)
+        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
         check_found(wrong, at, len(self._rows))
 
     def find_breaks(
@@ -222,7 +213,6 @@ def _fill(
     zeros: int,
     stacks: Any,
     targets: Any,
-    newest: Any,
     slots: Any,
     following: Any,
 ) -> int:
@@ -238,8 +228,6 @@ def _fill(
                 start = near - back * num_lanes
                 start = start + num_slots if start < 0 else start
                 _ask_for(rows, start * row_bytes + stacks[0, STORED], size)
-            if newest[0, b + 1] != 0:
-                _ask_for(rows, newest[0, b + 1] - rows.ctypes.data, size)
         slot, lender = slots[b], following[b]
         slot = slot + num_rows if slot < 0 else slot
         lender = lender + num_rows if lender < 0 else lender
@@ -260,7 +248,6 @@ def _fill(
                 _copy_frames(
                     episode, spans, lanes, room, rows, past, zeros, stack, lender, count - 1, after
                 )
-            copy_bytes(after + (count - 1) * size, newest[f, b], size)
     return -1
 
 

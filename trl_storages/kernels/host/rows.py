@@ -109,16 +109,6 @@ class RowTable:
         """
         self._copy(slots, start_byte, out.shape[1], out.data_ptr(), out.stride(0))
 
-    def addresses(self, slots: torch.Tensor, start_byte: int) -> np.ndarray:
-        """Returns where a field of rows lies, `[B]` int64; as `pick_field`."""
-        flat = slots.numpy().reshape(-1)
-        found = np.where(flat < 0, flat + len(self.array), flat)
-        is_wrong = (found < 0) | (found >= len(self.array))
-        check_found(int(is_wrong.argmax()) if is_wrong.any() else -1, flat, len(self.array))
-        addresses: np.ndarray = found * self.array.shape[1] * _WORD
-        addresses += self.array.ctypes.data + start_byte
-        return addresses
-
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: int, pitch: int) -> None:
         flat = slots.numpy().reshape(-1)
         check_found(_pick(self.array, flat, start, size, out, pitch), flat, len(self.array))

@@ -96,16 +96,6 @@ class SharedTable(RowTable):
         place = start_byte, out.shape[1], False, out.data_ptr(), out.stride(0)
         self._copy_seen(slots, None, _NO_SPANS, *place)
 
-    def addresses(self, slots: torch.Tensor, start_byte: int) -> np.ndarray:
-        """Returns where a field of rows lies; see `RowTable.addresses`."""
-        if start_byte >= self._shared_bytes:
-            return super().addresses(slots, start_byte - self._moved)
-        flat = slots.numpy().reshape(-1)
-        found = np.empty(len(flat), np.int64)
-        table = self.array, self._side[0], *self.lanes, *self._sharing
-        check_found(_find_next(*table, flat, start_byte, found), flat, len(self.array))
-        return found
-
     def _copy_seen(
         self,
         slots: torch.Tensor,
@@ -127,9 +117,10 @@ class SharedTable(RowTable):
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
-        slots = np.empty(len(written), np.int64)
-        _newest(ring._arrays[2], ring.ring_steps, written, slots)
-        return self.pick(torch.from_numpy(slots)).numpy(), False
+        rows, values = np.empty((len(written), self._num_words), np.int64), self._side[0]
+        header_words = self._sharing.header_words
+        _newest(ring._arrays[2], ring.ring_steps, written, self.array, values, header_words, rows)
+        return rows, False
 
     def sources(
         self,
@@ -261,10 +252,10 @@ def _pick(
         if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
             return i
         to, follower = out + i * pitch, _wrapped(lender + num_lanes, num_slots)
-        source = side + (table[lender, 0] >> 1) * shared_bytes
         if table[follower, 0] & 1:
-            source = address + follower * row_bytes + header_bytes
-        copy_bytes(to, source + start, size)
+            copy_bytes(to, address + follower * row_bytes + header_bytes + start, size)
+        else:
+            copy_bytes(to, side + (table[lender, 0] >> 1) * shared_bytes + start, size)
         if with_own:
             copy_bytes(to + size, address + slot * row_bytes + header_bytes, own_bytes)
         for s in range(spans.shape[0]):
@@ -274,41 +265,17 @@ def _pick(
 
 
 @compiled
-def _find_next(
-    table: Any,
-    values: Any,
-    num_lanes: int,
-    num_slots: int,
-    num_shared: int,
-    shared_words: int,
-    header_words: int,
-    slots: Any,
-    start: int,
-    found: Any,
-) -> int:
-    """Finds where what is next of rows lies, from its byte `start` on; otherwise as `_pick`."""
-    num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
-    for i in range(slots.shape[0]):
-        ahead = i + _AHEAD
-        if ahead < slots.shape[0]:
-            prefetch(table, slots[ahead] * row_bytes)
-            prefetch(table, _wrapped(slots[ahead] + num_lanes, num_slots) * row_bytes)
-        slot = slots[i] + num_rows if slots[i] < 0 else slots[i]
-        if slot < 0 or slot >= num_rows:
-            return i
-        follower = _wrapped(slot + num_lanes, num_slots)
-        source = values.ctypes.data + (table[slot, 0] >> 1) * shared_words * _WORD
-        if table[follower, 0] & 1:
-            source = table.ctypes.data + follower * row_bytes + header_words * _WORD
-        found[i] = source + start
-    return -1
-
-
-@compiled
-def _newest(lanes: Any, room: int, written: Any, slots: Any) -> None:
-    """Finds the newest rows of lanes."""
+def _newest(
+    lanes: Any, room: int, written: Any, table: Any, values: Any, header_words: int, rows: Any
+) -> None:
+    """Copies the newest rows of lanes as they are seen: no row follows them, so they have an entry."""
+    shared = values.shape[1] * _WORD
     for i in range(len(written)):
-        slots[i] = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
+        slot = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
+        entry = table[slot, 0] >> 1
+        to, row = rows.ctypes.data + i * rows.shape[1] * _WORD, slot * table.shape[1] + header_words
+        copy_bytes(to, values.ctypes.data + entry * shared, shared)
+        copy_bytes(to + shared, table.ctypes.data + row * _WORD, rows.shape[1] * _WORD - shared)
 
 
 @inlined
