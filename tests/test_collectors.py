@@ -241,6 +241,7 @@ class TestManyProcesses:
             (MultiAsyncCollector, 2, None, 2),
         ],
     )
+    @pytest.mark.filterwarnings("ignore:trajectories that go on side by side")
     def test_batches_that_the_loop_writes(
         self, collector_type, num_envs, cat_results, lanes, start_processes_by
     ):

@@ -265,6 +265,16 @@ def test_paths_of_garage_and_of_others():
     assert seen(from_arrays(longer)) == (*expected[:2], [False] * 4, [False, False, True, True])
 
 
+def test_names_of_a_tianshou_batch():
+    names = ("obs", "act", "rew", "terminated", "truncated", "obs_next")
+    storage = from_arrays(dict(zip(names, np.arange(6.0)[:, None] % 2, strict=True)))
+    assert set(storage[:].keys(True, True)) == {
+        "observation",
+        "action",
+        *(("next", name) for name in ("observation", "reward", "done", "terminated", "truncated")),
+    }
+
+
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     kinds=st.lists(st.sampled_from(["terminals", "timeouts"]), min_size=6, max_size=6),

@@ -1,5 +1,7 @@
 """Flat batches of several environments: the episodes of `[E, T]`, found by their trajectories alone."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -245,3 +247,59 @@ class TestAgents:
         # What the message says.
         data.set(("next", "done"), data["next", "agents", "done"].any(-2))
         assert storage.extend(data).shape == (2, 4)
+
+
+@pytest.mark.parametrize("size", STORAGES.values(), ids=[*STORAGES])
+def test_too_few_lanes_are_warned_of_once(size, tmp_path):
+    """Where nothing else would tell that episodes are stored in pieces."""
+    streams, storage = Streams(2, [7, 5]), ReplayStorage(storage=size(200, tmp_path))
+    storage.extend(streams.batch(4).reshape(-1))
+    with pytest.warns(UserWarning, match=r"side by side are written to one lane.* pass num_envs"):
+        storage.extend(streams.batch(4).reshape(-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        storage.extend(streams.batch(4).reshape(-1))
+    assert len(storage) == 24
+
+
+@pytest.mark.parametrize("given", ["num_envs", "cut", "ignore", "unfinished", "other streams"])
+def test_no_warning_without_need(given):
+    two = EpisodeWriter(2 if given == "num_envs" else 1)
+    writer = EpisodeWriter(on_gap=given) if given in ("cut", "ignore") else two
+    storage = ReplayStorage(storage=PackedStorage(200), writer=writer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if given == "unfinished":
+            # Each trajectory as a whole, and none says that it is over.
+            for _ in range(3):
+                storage.extend(Streams(4, [99]).batch(3).reshape(-1))
+                storage.end_episodes()
+        elif given == "other streams":
+            # A second collector counts from 0 as well.
+            for _ in range(2):
+                streams = Streams(1, [5])
+                for _ in range(4):
+                    storage.extend(streams.batch(4).reshape(-1))
+        else:
+            streams = Streams(2, [7, 5])
+            for _ in range(4):
+                storage.extend(streams.batch(4).reshape(-1))
+
+
+def test_batches_of_workers_by_turns():
+    """What says how many lanes there must be says how to write to them, too."""
+    workers, storage = (
+        [Streams(2, [7, 5]), Streams(2, [6, 9])],
+        ReplayStorage(storage=PackedStorage(200), writer=EpisodeWriter(4)),
+    )
+    workers[1].now = [[number + 100, *state] for number, *state in workers[1].now]
+    workers[1].begun = 102
+    with pytest.raises(ValueError, match=r"pass num_envs=2 .*; or, .*data.reshape\(-1\), whose"):
+        storage.extend(Streams(2, [7, 5]).batch(4))
+    for _ in range(4):
+        for worker in workers:
+            storage.extend(worker.batch(4).reshape(-1))
+    for trajectory in storage.query():
+        rows = trajectory.get("observation")
+        assert rows[:, 0].unique().numel() == 1
+        assert rows[:, 1].tolist() == [*range(len(rows))]

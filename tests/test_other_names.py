@@ -11,6 +11,9 @@ import trl_storages
 from trl_storages.gym.step_order import STEP
 from trl_storages.other_names import METHOD_NAMES, OTHER_NAMES, STEP_NAMES
 
+# Options that users look for on a storage that is made, as other buffers have them.
+READ = ("device", "num_envs", "observation_space", "seed", "storage_size")
+
 
 @pytest.fixture
 def storage():
@@ -26,9 +29,24 @@ def test_methods_of_others(storage, name):
 
 def test_no_method_of_ours_is_taken_for_anothers():
     options = inspect.signature(trl_storages.HERReplayStorage).parameters
-    assert not {*dir(trl_storages.ReplayStorage), *options} & {*METHOD_NAMES}
+    assert not {*dir(trl_storages.HERReplayStorage)} & {*METHOD_NAMES}
     assert not {*options} & {*OTHER_NAMES}
     assert not {*STEP} & {*STEP_NAMES}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_options_that_are_no_attributes_say_where_to_look(storage, name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is \w.* here"):
+        getattr(storage, name)
+    assert (storage.episodes.capacity, storage.episodes.num_envs) == (8, 1)
+    assert storage.storage.device.type == "cpu"
+
+
+def test_a_ratio_is_no_number_of_goals():
+    with pytest.raises(
+        TypeError, match=r"'her_ratio': .* num_goals \(4 for a ratio of 0\.8\) here"
+    ):
+        trl_storages.HERReplayStorage(Box(-9, 9, (3,)), Discrete(2), reward_fn=abs, her_ratio=0.8)
 
 
 def test_other_attributes_are_as_ever(storage):

@@ -9,8 +9,16 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 
-from trl_storages import HERReplayStorage, UniformReplayStorage, gym_reward
+from trl_storages import (
+    GoalRelabel,
+    HERReplayStorage,
+    PackedStorage,
+    ReplayStorage,
+    UniformReplayStorage,
+    gym_reward,
+)
 
 BITS = 4
 ENV = gymnasium.make("BitFlipping-v0", n_bits=BITS)
@@ -265,7 +273,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("made_for", "given", "message"),
         [
-            (1, 3, "must hold 1 environments, got 3; make the storage with num_envs=3"),
+            (1, 3, "must hold 1 environment, got 3; make the storage with num_envs=3"),
             (3, 2, "must hold 3 environments, got 2; make the storage with num_envs=2"),
             (2, 0, "one for each environment, got a single one; make the storage with num_envs=1"),
         ],
@@ -343,3 +351,94 @@ class TestInfos:
         with pytest.raises(TypeError, match=r"infos must be a dictionary.*got"):
             storage.record(**transition() | {"infos": infos})
         assert not len(storage)
+
+
+CART = Box(-9, 9, (4,), np.float32), Discrete(2)
+
+
+def refused(error: type[Exception], message: str):
+    return pytest.raises(error, match=message)
+
+
+class TestFirstTries:
+    """What newcomers do first, and what they are told."""
+
+    @pytest.mark.parametrize(
+        ("make", "told"),
+        [
+            (lambda: UniformReplayStorage(ENV), r"missing.*env.action_space, storage_size="),
+            (lambda: UniformReplayStorage(*CART, 100), r"positional.*by name: .*storage_size="),
+            (lambda: HERReplayStorage(*CART), r"missing.*reward_fn=gym_reward\(env\)"),
+            (lambda: ReplayStorage(1000), r"positional.*storage=PackedStorage\(1000\)"),
+            (lambda: ReplayStorage(storage_size=9), "missing.*UniformReplayStorage and"),
+        ],
+    )
+    def test_a_constructor_says_how_it_is_called(self, make, told):
+        with refused(TypeError, told):
+            make()
+
+    def test_errors_within_a_constructor_stay_what_they_are(self):
+        with refused(TypeError, r"PackedStorage.__init__\(\) missing .*'max_size'$"):
+            ReplayStorage(storage=PackedStorage)
+
+    def test_more_rows_than_there_is_memory(self):
+        with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
+            UniformReplayStorage(*CART, storage_size=10**12)
+
+    def test_spaces_of_all_environments(self):
+        envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+        storage = UniformReplayStorage(envs.observation_space, envs.action_space, num_envs=2)
+        with refused(ValueError, "spaces of one environment, single_observation_space"):
+            loop(storage, envs, 1)
+        assert not len(storage)
+
+    @pytest.mark.parametrize(
+        ("given", "error", "told"),
+        [
+            (
+                {"terminateds": 0},
+                TypeError,
+                "must be bool, got int64, which are no flags; .*`!= 0`",
+            ),
+            ({"observations": np.zeros(4)}, TypeError, r"gymnasium\.wrappers\.DtypeObservation"),
+        ],
+    )
+    def test_values_of_another_kind(self, given, error, told):
+        storage, seen = UniformReplayStorage(*CART, storage_size=8), np.zeros(4, np.float32)
+        step = {"observations": seen, "actions": 0, "rewards": 0.0, "terminateds": False}
+        step |= {"truncateds": False, "infos": {}, "next_observations": seen}
+        with refused(error, told):
+            storage.record(**step | given)
+        assert not len(storage)
+
+    def test_further_fields_of_a_loop_come_by_the_infos(self):
+        state, seen = Box(-1, 1, (3,), np.float32), np.zeros(4, np.float32)
+        storage = UniformReplayStorage(*CART, extra_fields={"state": (torch.float32, (3,))})
+        with refused(KeyError, "lacks .*state.*info_keys names it"):
+            storage.record(seen, 0, 0.0, False, False, {}, seen)
+        storage = UniformReplayStorage(*CART, info_keys={"state": state})
+        storage.record(seen, 0, 0.0, False, False, {"state": torch.ones(3)}, seen)
+        assert storage.sample(2)["state"].eq(1).all()
+
+    @pytest.mark.parametrize(
+        ("key", "dtype", "shape", "error", "told"),
+        [
+            ("action", torch.int64, (3, 2), ValueError, "env.action_spec if these are one-hot"),
+            ("observation", torch.float64, (3, 4), TypeError, "env.observation_spec"),
+        ],
+    )
+    def test_entries_of_an_environment_of_torchrl(self, key, dtype, shape, error, told):
+        storage = UniformReplayStorage(*CART, storage_size=8)
+        kinds = storage.storage.layout.described.items()
+        steps = TensorDict({name: torch.zeros(3, *it[1], dtype=it[0]) for name, it in kinds}, [3])
+        with refused(error, told):
+            storage.extend(steps.set(key, torch.zeros(shape, dtype=dtype)))
+        with refused(TypeError, "got 2 of them: make one by torch.stack"):
+            storage.extend([steps, steps])
+        assert not len(storage)
+
+    def test_a_storage_shows_how_goals_are_written(self):
+        storage = storage_for(terminated_fn=abs)
+        assert "GoalRelabel(gym_reward(<BitFlippingEnv<" in repr(storage)
+        assert "terminated_fn=abs)," in repr(storage)
+        assert repr(GoalRelabel(None, goal_key="far")) == "GoalRelabel(None, goal_key='far')"

@@ -324,9 +324,14 @@ def steps(name: str, value: Any) -> TensorDictBase:
     Raises:
         TypeError: they are no TensorDict.
     """
-    if not isinstance(value, TensorDictBase):
-        raise TypeError(f"{name} must be a TensorDict, got {_shown(value)}.")
-    return value
+    if isinstance(value, TensorDictBase):
+        return value
+    if isinstance(value, list | tuple) and value and isinstance(value[0], TensorDictBase):
+        raise TypeError(
+            f"{name} must be a TensorDict, got {len(value)} of them: make one by torch.stack, or by "
+            "torch.cat of several steps each."
+        )
+    raise TypeError(f"{name} must be a TensorDict, got {_shown(value)}.")
 
 
 def generator(name: str, value: Any) -> torch.Generator | None:

@@ -31,9 +31,8 @@ OTHER_NAMES = _by_their_name(
         "n_step": "Nstep estimation_step n_steps nstep num_steps update_horizon",
         "normalize": "weight_norm",
         "num_envs": "add_batch_size buffer_num envs n_env n_envs",
-        "num_goals": (
-            "additional_goals future_k her_ratio n_goals n_sampled_goal num_sampled_goals replay_k"
-        ),
+        "num_goals": "additional_goals future_k n_goals n_sampled_goal num_sampled_goals replay_k",
+        "num_goals (4 for a ratio of 0.8)": "her_ratio",
         "observation_space": "env_dict env_spec obs_shape",
         "path": "mmap_prefix replay_dir scratch_dir storage_dir",
         "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
@@ -63,7 +62,10 @@ STEP_NAMES = _by_their_name(
 METHOD_NAMES = _by_their_name(
     {
         "ReturnImprovementEta": "update_eta",
-        "add or record": "add_transition insert_transition",
+        "add or record": (
+            "add_transition append insert insert_transition push remember store store_transition"
+        ),
+        "device=... where the storage is made": "cpu cuda to",
         "an attribute, such as alpha": "update_storage_parameter",
         "batches": "generate_batches",
         "beta, an attribute": "set_beta",
@@ -71,6 +73,9 @@ METHOD_NAMES = _by_their_name(
         "empty": "clear reset",
         "end_episodes": "on_episode_end truncate_last_trajectory",
         "episodes": "unfinished_index",
+        "episodes.capacity": "buffer_size capacity max_size maxlen storage_size",
+        "episodes.num_envs": "n_envs num_envs",
+        "seed=... where the storage is made, or set_rng(generator)": "random_seed seed set_seed",
         "extend": "add_episode add_episode_batch add_path add_transitions insert_data_slice",
         "is_full": "full",
         "len(storage)": "get_stored_size n_transitions_stored size",
@@ -81,6 +86,8 @@ METHOD_NAMES = _by_their_name(
         "sample_episodes": "sample_path",
         "sequence_priority": "get_sequence_priority",
         "storage[:]": "get_all_buffer_data get_all_transitions",
+        "storage.storage.device, where the rows are": "device",
+        "storage[:], whose entries have them": "action_space dtype observation_space",
         "storage[start:end]": "get_data_slice",
         "update_tensordict_priority": "after_gradients",
         "update_tensordict_priority or update_priority": "update_priorities update_weight",

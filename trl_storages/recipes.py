@@ -65,7 +65,7 @@ class UniformReplayStorage(ReplayStorage):
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
         storage_size: transitions in total, over all environments.
-        num_envs: E, environments that are recorded side by side.
+        num_envs: E, environments that are recorded side by side, those of all workers together.
         batch_size: B, transitions a sample.
         device: where batches arrive. The rows live there too, unless `path` is given.
         path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
@@ -84,8 +84,9 @@ class UniformReplayStorage(ReplayStorage):
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
         extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
-            has, such as hidden states or log-probabilities. `record` can't know them. That of
-            `("next", "reward")` is in the place of (float32, [1]).
+            has, such as hidden states or log-probabilities. `record` can't know them: name them in
+            `info_keys` instead, as `{"state": space}`, and hand `{**info, "state": state}` to it. That
+            of `("next", "reward")` is in the place of (float32, [1]).
         frame_stack: k, where observations are stacks of the k newest frames along their first or last
             dimension: each frame is stored once, and batches have the stacks. A mapping from key to
             `FrameStack` says which they are, and how an episode begins (by its first frame repeated,
@@ -119,13 +120,20 @@ class UniformReplayStorage(ReplayStorage):
     """
 
     _defaults: ClassVar[Options] = {}
+    _made_by = (
+        "It is made of spaces, and of options by name: (env.observation_space, env.action_space, "
+        "storage_size=..., batch_size=...)."
+    )
 
     @classmethod
     def _signature(cls) -> Signature:
         return with_options(super()._signature(), cls._defaults)
 
     def __init__(
-        self, observation_space: Any, action_space: Any, **options: Unpack[Options]
+        self,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
+        **options: Unpack[Options],
     ) -> None:
         self._build(observation_space, action_space, self._chosen(options))
 
@@ -135,8 +143,8 @@ class UniformReplayStorage(ReplayStorage):
 
     def _build(
         self,
-        observation_space: Any,
-        action_space: Any,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
         given: dict[str, Any],
         hindsight: HERSampler | None = None,
         relabel: GoalRelabel | None = None,
@@ -352,10 +360,15 @@ class HERReplayStorage(UniformReplayStorage):
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
     """
 
+    _made_by = (
+        "It is made of spaces, and of options by name: (env.observation_space, env.action_space, "
+        "reward_fn=gym_reward(env), storage_size=..., batch_size=...)."
+    )
+
     def __init__(
         self,
-        observation_space: Any,
-        action_space: Any,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
         *,
         reward_fn: GoalFunction,
         terminated_fn: GoalFunction | None = None,

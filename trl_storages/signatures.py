@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchrl.data import ReplayBuffer, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -70,7 +70,15 @@ class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
 
 
 class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
-    pass
+    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
+        try:
+            return super().__call__(*args, **options)  # type: ignore[misc, no-any-return]
+        except TypeError as error:
+            # Python's own, of arguments that are too many or missing.
+            ours = {f"{kind.__qualname__}.__init__()" for kind in cls.__mro__}
+            if str(error).split(" ")[0] not in ours:
+                raise
+            raise TypeError(f"{error}. {cls._made_by}") from None  # type: ignore[attr-defined]
 
 
 class SettledEnsemble(_Settled, metaclass=_Settling):
@@ -87,6 +95,9 @@ class SettledWriter(_Settled, metaclass=_SettlingWriter):
 
 class SettledStorage(_Settled, metaclass=_SettlingStorage):
     """A replay buffer whose attributes can't be misspelt, nor its methods be called as elsewhere."""
+
+    #: Said to whoever gives the constructor arguments too many, or not enough.
+    _made_by: ClassVar[str]
 
     # Type checkers would take any attribute then.
     if not TYPE_CHECKING:

@@ -26,12 +26,12 @@ __all__ = [
     "whole_rows",
 ]
 
-# Role -> names of D4RL, OGBench, Minari, garage, Stable-Baselines3, imitation, jaxrl and TorchRL.
+# Role -> names of D4RL, OGBench, Minari, garage, Stable-Baselines3, tianshou, imitation, jaxrl, TorchRL.
 _ROLES: dict[str, tuple[str, ...]] = {
     "observations": ("observations", "observation", "obs"),
-    "next_observations": ("next_observations", "next_observation", "next_obs"),
-    "actions": ("actions", "action", "acts"),
-    "rewards": ("rewards", "reward", "rews"),
+    "next_observations": ("next_observations", "next_observation", "next_obs", "obs_next"),
+    "actions": ("actions", "action", "acts", "act"),
+    "rewards": ("rewards", "reward", "rews", "rew"),
     "terminals": ("terminals", "terminal", "terminations", "terminateds", "terminated"),
     "timeouts": ("timeouts", "timeout", "truncations", "truncateds", "truncated"),
     "dones": ("dones", "done", "dones_float"),

@@ -13,7 +13,7 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict
 
 from trl_storages.rows import as_array
 
-__all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor"]
+__all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor", "environments"]
 
 #: TorchRL's table, and the unsigned integers that it leaves out.
 NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
@@ -152,12 +152,15 @@ class Column:
             return
         wanted = str(self._dtype).removeprefix("torch.")
         got = str(getattr(value, "dtype", source)).removeprefix("torch.")
-        remedy = (
-            "whose values it can't hold exactly; convert them yourself, or make the storage "
-            f"for a space of {got}"
-            if is_number
-            else "which are not numbers"
-        )
+        if not is_number:
+            remedy = "which are not numbers"
+        elif self._dtype is torch.bool:
+            remedy = "which are no flags; convert them, as by `!= 0`"
+        else:
+            remedy = (
+                "whose values it can't hold exactly; convert them yourself (environments: "
+                f"gymnasium.wrappers.DtypeObservation), or make the storage for a space of {got}"
+            )
         raise TypeError(f"{name} must be {wanted}, got {got}, {remedy}")
 
     def _shape_error(self, got: list[int], name: str, is_vector: bool) -> ValueError:
@@ -169,13 +172,28 @@ class Column:
             )
         if got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
             return ValueError(
-                f"{name} must hold {self._num_envs} environments, got {got[0]}; "
+                f"{name} must hold {environments(self._num_envs)}, got {got[0]}; "
                 f"make the storage with num_envs={got[0]}"
             )
+        remedy = ""
+        if got == shape and self._num_envs == shape[0]:
+            remedy = (
+                "; make the storage of the spaces of one environment, single_observation_space and "
+                "single_action_space"
+            )
         return ValueError(
-            f"{name} must have the shape {list(self._vector)} ({self._num_envs} environments, "
-            f"then {shape} each), got {got}"
+            f"{name} must have the shape {list(self._vector)} ({environments(self._num_envs)}, "
+            f"then {shape} each), got {got}{remedy}"
         )
+
+
+def environments(number: int) -> str:
+    """Returns so many environments, in words.
+
+    >>> environments(1), environments(2)
+    ('1 environment', '2 environments')
+    """
+    return f"{number} environment" + "s" * (number != 1)
 
 
 def _share(array: NDArray[Any]) -> torch.Tensor:

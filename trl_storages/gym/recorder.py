@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from trl_storages import arguments
-from trl_storages.gym.columns import Column
+from trl_storages.gym.columns import Column, environments
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys
 from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
@@ -323,7 +323,7 @@ class GymRecorder(SavedPart):
             return False
         is_mapping = type(infos) is dict or isinstance(infos, Mapping)
         if not is_mapping and len(infos) != self.num_envs:
-            raise ValueError(f"infos must hold {self.num_envs} environments, got {len(infos)}")
+            raise ValueError(f"infos must hold {environments(self.num_envs)}, got {len(infos)}")
         return True
 
     def _reset_already(self, done: Any) -> list[int]:

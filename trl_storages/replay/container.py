@@ -102,6 +102,11 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
     #: Tells the writer that samplers are shown the live rows only, however the lanes are filled.
     draws_live_rows = True
 
+    _made_by = (
+        "It is made of parts, by name: ReplayStorage(storage=PackedStorage(1000), batch_size=256). "
+        "UniformReplayStorage and the other ready-made ones are made of spaces."
+    )
+
     n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
     discount = Parameter[float]("gamma of the n-step returns, of `NStep`.")
     alpha = Parameter[float]("How strongly priorities count, of `PERSampler`.")

@@ -88,6 +88,10 @@ class _InActor:
                 self.episodes.end_episodes()
         return index
 
+    def __repr__(self) -> str:
+        # Ray puts it before each line of the log.
+        return type(self).__name__
+
     def add(self, data: TensorDictBase) -> NoReturn:
         _refuse("add")
 

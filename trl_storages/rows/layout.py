@@ -308,16 +308,22 @@ class Layout:
         if entry is None:
             raise KeyError(
                 f"the data lacks {key!r}, which every row holds as {field}; its keys are "
-                f"{sorted(map(str, entries))}."
+                f"{sorted(map(str, entries))}. A loop's record() takes it from the infos, if info_keys "
+                "names it where the storage is made."
             )
         if entry.dtype is not field.dtype:
             raise TypeError(
                 f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
-                f"{_name(entry.dtype)}; convert it before it is written."
+                f"{_name(entry.dtype)}; convert it before it is written, or make the storage of the "
+                "specs of the environment that collects (env.observation_spec, env.action_spec)."
             )
+        is_code = not field.shape and entry.shape[:-1] == batch_size
+        remedy = (
+            "; make the storage of env.action_spec if these are one-hot codes" if is_code else ""
+        )
         raise ValueError(
             f"{key!r} must have shape {list(shape)} (batch {list(batch_size)}, field "
-            f"{list(field.shape)}), got {list(entry.shape)}."
+            f"{list(field.shape)}), got {list(entry.shape)}{remedy}."
         )
 
     def _check_no_more(self, entries: Mapping[NestedKey, torch.Tensor]) -> None:

@@ -413,7 +413,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if framed.sharing is not None:
                 size = framed.sharing.shared_words
                 self._side = SideTable(self.max_size, size, self.device)
-            self._adopt(layout, zeros(self.max_size, layout.stored_words, device=self.device))
+            try:
+                rows = zeros(self.max_size, layout.stored_words, device=self.device)
+            except MemoryError as error:
+                size = layout.stored_words * 8
+                whole = self.max_size * size / 1e9
+                raise MemoryError(
+                    f"{self.max_size:,} rows of {size:,} bytes take {whole:,.1f} GB, and there is less "
+                    "memory: make a smaller storage (storage_size, max_size), or one in a directory "
+                    "(path, scratch_dir)."
+                ) from error
+            self._adopt(layout, rows)
             return
         if self.episodes is None:
             raise RuntimeError(_NO_EPISODES)

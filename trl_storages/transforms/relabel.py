@@ -98,6 +98,11 @@ class GoalRelabel(ReplayTransform):
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.truncated_key = arguments.key("truncated_key", truncated_key)
 
+    def __repr__(self) -> str:
+        named = {"terminated_fn": self.terminated_fn, "goal_key": self.goal_key}
+        shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([_shown(self.reward_fn), *shown])})"
+
     def replay(self, rows: RowView) -> None:
         """Shows each row with the goal that was drawn for it, and its rewards with it.
 
@@ -381,6 +386,9 @@ class gym_reward:  # noqa: N801  (it is used as a function)
             )
         self.compute_reward = unwrapped.compute_reward
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self.compute_reward, '__self__', self.compute_reward)})"
+
     def __call__(
         self,
         achieved_goal: torch.Tensor,
@@ -391,3 +399,9 @@ class gym_reward:  # noqa: N801  (it is used as a function)
         info = {key: value.cpu().numpy() for key, value in transition.items()}
         reward = self.compute_reward(achieved_goal.cpu().numpy(), desired_goal.cpu().numpy(), info)
         return torch.as_tensor(reward, device=achieved_goal.device)
+
+
+def _shown(part: Any) -> str:
+    """Returns how a function or a key is written."""
+    name = getattr(part, "__name__", None)
+    return repr(part) if name is None else str(name)

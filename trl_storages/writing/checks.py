@@ -69,6 +69,11 @@ def num_steps_of(
     if len(batch_size) > 2:
         joined = f"data.flatten(0, {len(batch_size) - 2})"
         remedy = f"join its leading dimensions for num_envs={batch_size[:-1].numel()}: {joined}"
+    elif len(batch_size) == 2 and lanes is None and data.get(traj_key, None) is not None:
+        remedy = (
+            f"pass num_envs={batch_size[0]} where the storage or its writer is made; or, if these are "
+            "steps of some of its environments, data.reshape(-1), whose trajectory numbers say of which"
+        )
     elif len(batch_size) == 2 and lanes is None:
         remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
     else:

@@ -60,6 +60,8 @@ class GapWatch:
             self.observation_keys = arguments.keys("observation_keys", observation_keys)
         #: Whether the warning was given.
         self.has_warned = False
+        #: Whether torn episodes are still to be warned of.
+        self.warns_of_tears = self.on_gap == "warn"
         # Gaps in rows on a GPU, heard of at a later write.
         self._late: LateError | None = None
         # Of the layout of the rows before.
@@ -187,6 +189,16 @@ class GapWatch:
         for gap in gaps:
             self._late.note(gap.any())
         return False
+
+    def warn_of_tears(self) -> None:
+        """Warns that episodes are torn to pieces, in rows that are about to be written."""
+        self.warns_of_tears = False
+        warn_caller(
+            "trajectories that go on side by side are written to one lane, and each is cut where "
+            "another one takes its turn: pass num_envs, the number of environments that are written (of "
+            "all workers together), where the storage or its writer is made. Or pass on_gap='cut' if it "
+            "is meant."
+        )
 
     def warn_late(self) -> None:
         """Warns of gaps in rows that were written to a GPU, as far as the device has come."""

@@ -6,6 +6,7 @@ Letters: E lanes (environments).
 from __future__ import annotations
 
 import os
+from collections import deque
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from trl_storages.writing.routing import route
 from trl_storages.writing.steps import Block, Steps
 
 __all__ = ["LaneNotes"]
+
+_MANY = 256
 
 
 class LaneNotes:
@@ -32,6 +35,8 @@ class LaneNotes:
         self._written_at = np.zeros(episodes.num_envs, np.int64)
         # Which process wrote last to each lane, if several do.
         self._process: torch.Tensor | None = None
+        # The newest trajectories that were left for others before they ended.
+        self._left: deque[int] = deque(maxlen=_MANY)
 
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
@@ -78,6 +83,35 @@ class LaneNotes:
             block = block._replace(cut=cut if block.cut is None else cut | block.cut)
         return block
 
+    def tears(self, steps: Steps, block: Block) -> bool:
+        """Whether a trajectory goes on that was left for another one, which has not ended either.
+
+        Such trajectories run side by side, in a lane too few. Those of a GPU are not waited for.
+
+        Args:
+            steps: that are about to be written.
+            block: some of them, as `cut` returned it.
+        """
+        if steps.trajectory is None or block.cut is None or block.cut.device.type != "cpu":
+            return False
+        lane, step = torch.nonzero(block.cut, as_tuple=True)
+        if not len(lane):
+            return False
+        is_open = self._episodes.is_open[block.which].unsqueeze(1)
+        if not is_open.any():
+            # Maybe another collector, which numbers its own.
+            self._left.clear()
+        done = block.arranged(steps.rows.done.reshape(-1))  # type: ignore[union-attr]
+        goes_on = torch.cat([is_open, ~done[:, :-1]], 1)[lane, step]
+        lane, step = lane[goes_on], step[goes_on]
+        now = block.arranged(steps.trajectory)
+        before = torch.cat([self.trajectory[block.which].unsqueeze(1), now[:, :-1]], 1)
+        for old, new in zip(before[lane, step].tolist(), now[lane, step].tolist(), strict=True):
+            if new in self._left:
+                return True
+            self._left.append(old)
+        return False
+
     def note(self, block: Block, write_count: int) -> None:
         """Remembers that steps were written, as the last ones of so many rows."""
         if len(self._written_at) > 1:
@@ -86,6 +120,10 @@ class LaneNotes:
             self.trajectory[block.which] = block.last_trajectory
         if self._process is not None:
             self._process[block.which] = os.getpid()
+            if block.last_trajectory is not None:
+                # Others may write before this process does so again.
+                goes_on = self._episodes.is_open[block.which]
+                self._left.extend(block.last_trajectory[goes_on].tolist())
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

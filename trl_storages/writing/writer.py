@@ -62,7 +62,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     word, or another stream began: see `on_gap`.
 
     Args:
-        num_envs: E, the lanes of the ring.
+        num_envs: E, the lanes of the ring, one for each environment whose steps are written.
         done_key: `[..., 1]` bool entry that ends an episode.
         traj_key: integer entry, one number a trajectory, that cuts an episode where it changes; it
             may be absent.
@@ -317,6 +317,9 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         storage, pairs, evicted = self._storage, _NO_PAIRS, [None]
         gaps: list[torch.Tensor] = []
         blocks = [self._lanes.cut(steps, block) for block in blocks]
+        is_watched = steps.trajectory is not None and self.gaps.warns_of_tears
+        if is_watched and any(self._lanes.tears(steps, block) for block in blocks):
+            self.gaps.warn_of_tears()
         if len(blocks) == 1 and self._is_packed and storage.looks and self.gaps.is_looking:
             # As a rule there is no gap, and nothing else to be known before.
             pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
