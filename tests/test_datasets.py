@@ -12,11 +12,12 @@ from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from trl_storages import (
     EpisodeReplayStorage,
     HERReplayStorage,
+    PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
 )
@@ -364,6 +365,59 @@ def test_hindsight_over_data_without_goals_in_one_line():
     assert {*batch["next", "reward"].flatten().tolist()} == {0.0, -1.0}
 
 
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_rewards_that_are_missing_are_those_of_the_goal_that_was_reached_last(n_step):
+    data = {key: value for key, value in d4rl(speeds=np.arange(9.0)).items() if key != "rewards"}
+
+    def scaled(achieved, desired, transition):
+        return (achieved - desired).abs().sum(-1) + 100 * transition["speeds"].squeeze(-1)
+
+    storage = from_arrays(
+        data,
+        recipe=HERReplayStorage,
+        reward_fn=scaled,
+        info_keys=["speeds"],
+        goal_fn=lambda observation: observation[:, :1],
+        num_goals=1,
+        n_step=n_step,
+        batch_size=64,
+    )
+
+    rows, batch = storage[:], storage.sample()
+    due = scaled(rows["next", "achieved_goal"], rows["next", "desired_goal"], rows).unsqueeze(-1)
+    assert torch.equal(rows["next", "reward"], due.float())
+    assert (~batch["her_mask"]).sum() == 32
+    assert batch["next", "reward"].isfinite().all()
+
+
+ARRAYS = {key: torch.as_tensor(np.asarray(value)) for key, value in d4rl().items()}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TensorDict(ARRAYS, []),
+        TensorDict(ARRAYS, [9]),
+        TensorDict({**ARRAYS, "observations": TensorDict({"observation": ARRAYS["observations"]})}),
+        [TensorDict(ARRAYS, [9])],
+        [TensorDict(ARRAYS, [])],
+    ],
+)
+def test_a_tensordict_of_arrays_is_a_dictionary_of_them(data):
+    made, due = from_arrays(data), from_arrays(d4rl())
+    if isinstance(data, list):
+        due = from_arrays([d4rl()])
+    assert same(made[:], due[:])
+
+
+@pytest.mark.parametrize("form", [dict, list, TensorDict])
+def test_transitions_of_torchrl_are_no_arrays_of_a_dataset(form):
+    rows = from_arrays(d4rl())[:]
+    data = rows if form is TensorDict else rows.to_dict() if form is dict else [rows]
+    with pytest.raises(TypeError, match=r"under 'next', as TorchRL's transitions are.*extend\(\)"):
+        from_arrays(data)
+
+
 def test_dtypes_stay_unless_asked():
     data = d4rl(observations=np.arange(18.0).reshape(9, 2), rewards=np.arange(9) / 3)
     exact = from_arrays(data)[:]
@@ -538,6 +592,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
             {"recipe": lambda *_, **__: 5},
             TypeError,
             "recipe must be what makes a ReplayStorage, got 5",
+        ),
+        *(
+            ({"recipe": recipe}, TypeError, f"recipe must be a ready-made .* got {name}: {reason}")
+            for recipe, name, reason in (
+                (ReplayStorage, "ReplayStorage", "too many positional"),
+                (TensorDictReplayBuffer, "TensorDictReplayBuffer", "it makes no ReplayStorage"),
+                (PackedStorage, "PackedStorage", "it makes no ReplayStorage"),
+                (lambda observations, actions: 5, "<lambda>", ".*'storage_size'"),
+            )
         ),
     ],
 )

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 
+from trl_storages import arguments
 from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, leaves
 
 __all__ = [
     "ROLE_OF",
     "Ends",
     "Entries",
+    "as_dictionary",
     "as_flags",
     "check_flags",
     "ends_of",
@@ -63,6 +65,25 @@ class Entries(NamedTuple):
     others: dict[NestedKey, Values]
     names: dict[str, str]
     """What the data call each role that is there."""
+
+
+def as_dictionary(argument: str, data: Any) -> Mapping[str, Any]:
+    """Returns arrays that come in a dictionary, or in a TensorDict, as a dictionary.
+
+    Raises:
+        TypeError: they come otherwise, or are transitions in TorchRL's form.
+    """
+    found = arguments.mapping(argument, data, "a dictionary of arrays")
+    if isinstance(data, TensorDictBase):
+        found = data.to_dict(convert_tensors=False)
+    after = found.get("next")
+    if isinstance(after, Mapping) and any(name in ROLE_OF for name in after):
+        raise TypeError(
+            f"{argument} must be a dictionary of arrays by names such as 'next_observations', got one "
+            f"with {sorted(map(str, after))} under 'next', as TorchRL's transitions are: write such a "
+            "TensorDict into a storage by extend()."
+        )
+    return found
 
 
 def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:

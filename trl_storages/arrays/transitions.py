@@ -16,6 +16,7 @@ from trl_storages import arguments
 from trl_storages.arrays.names import (
     Ends,
     Entries,
+    as_dictionary,
     as_flags,
     check_flags,
     ends_of,
@@ -66,7 +67,7 @@ class Transitions:
         argument: what messages call the data.
         float_dtype: what float64 entries become; None leaves them.
         goal_fn: what goal an observation has reached, for data without goals. The goal of a transition
-            then is what its episode reached last, and rewards that are missing are NaN.
+            then is what its episode reached last, and rewards that are missing are NaN (`has_rewards`).
         fields: of the rows that are to be written, as far as known: values are reshaped to theirs by
             dimensions of size 1, and rewards are rounded to theirs.
 
@@ -86,7 +87,7 @@ class Transitions:
         goal_fn: GoalOf | None = None,
         fields: Mapping[NestedKey, Field] | None = None,
     ) -> None:
-        data = arguments.mapping(argument, data, "a dictionary of arrays")
+        data = as_dictionary(argument, data)
         entries = sort_entries(data, argument)
         num_rows = _num_rows(entries, argument)
         if isinstance(ends, str):
@@ -179,6 +180,11 @@ class Transitions:
         self._last = None if self._goal_fn is None else last_rows(self.done)
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether the data hold rewards."""
+        return REWARD in self._columns
+
+    @property
     def done(self) -> np.ndarray:
         """`[n]` bool, whether the episode ends with the transition."""
         found: np.ndarray = self._terminated | self._truncated
@@ -231,7 +237,7 @@ class Transitions:
         steps.set(next_key(ACHIEVED_GOAL), self._goals_of(steps["next"]))
         steps.set(DESIRED_GOAL, desired)
         steps.set(next_key(DESIRED_GOAL), desired.clone())
-        if REWARD not in self._columns:
+        if not self.has_rewards:
             dtype, shape = self._fields.get(REWARD, (torch.float32, torch.Size([1])))
             steps.set(REWARD, torch.full((len(steps), *shape), torch.nan, dtype=dtype))
 

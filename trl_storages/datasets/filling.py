@@ -5,6 +5,7 @@ Letters: E lanes (environments).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from torchrl.data import Composite, Unbounded
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field
-from trl_storages.keys import REWARD, key_path, next_key
+from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
 from trl_storages.progress_bar import tracker
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
+from trl_storages.transforms import GoalRelabel, own_rewards, parts_of
 
 __all__ = [
     "Block",
@@ -129,16 +131,17 @@ def filled(
     if fields[REWARD] != (torch.float32, torch.Size([1])):
         further[REWARD] = fields[REWARD]
     actions = _spec({key_path(key): fields[key] for key in action_keys})
-    storage: ReplayStorage = recipe(
+    specs = (
         _spec({key_path(key): fields[key] for key in observation_keys}),
         actions["action"] if action_keys == ["action"] else actions,
-        **{
-            **options,
-            "storage_size": size,
-            "num_envs": num_envs,
-            "extra_fields": {**further, **options.get("extra_fields", {})},
-        },
     )
+    own = {
+        "storage_size": size,
+        "num_envs": num_envs,
+        "extra_fields": {**further, **options.get("extra_fields", {})},
+    }
+    _check_signature(recipe, specs, own)
+    storage: ReplayStorage = recipe(*specs, **{**options, **own})
     arguments.instance("recipe", storage, ReplayStorage, what="what makes a ReplayStorage")
     if num_stored := len(storage):
         storage.close()
@@ -146,15 +149,48 @@ def filled(
             f"the storage must be empty for a dataset, and {options.get('path')} holds {num_stored} "
             "rows: go on with them by making the storage as usual, or choose another path."
         )
+    relabel = None if transitions.has_rewards else _relabel_of(storage)
     try:
         for block in tracker("writing rows", progress)(blocks):
-            storage.extend(block.read(), lanes=block.lanes)
+            steps = block.read()
+            if relabel is not None:
+                steps.set(REWARD, own_rewards(relabel, steps).to(steps.get(REWARD).dtype))
+            storage.extend(steps, lanes=block.lanes)
     except BaseException:
         storage.close(keep=False)
         raise
     # Whatever is written next is no continuation of the data.
     storage.end_episodes()
     return storage
+
+
+def _check_signature(recipe: Recipe, specs: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raises a TypeError if a recipe can't be called as ready-made storages are."""
+    if isinstance(recipe, type) and not issubclass(recipe, ReplayStorage):
+        reason = "it makes no ReplayStorage"
+    else:
+        try:
+            inspect.signature(recipe).bind_partial(*specs, **options)
+            return
+        except ValueError:
+            return  # Of functions that are not written in Python nothing is known.
+        except TypeError as error:
+            reason = str(error)
+    name = getattr(recipe, "__name__", type(recipe).__name__)
+    raise TypeError(
+        "recipe must be a ready-made storage such as HERReplayStorage, or a function that takes what "
+        f"they take: specs of observations and actions, and the options {[*options]}; got {name}: "
+        f"{reason}."
+    )
+
+
+def _relabel_of(storage: ReplayStorage) -> GoalRelabel | None:
+    """Returns what knows the rewards of desired goals, if the storage has it."""
+    relabels = (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel))
+    for part in relabels:
+        if part.reward_fn is not None and part.goal_key in (None, DESIRED_GOAL):
+            return part
+    return None
 
 
 def _spec(fields: Mapping[tuple[str, ...], Field]) -> Composite:

@@ -13,7 +13,7 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.arrays.names import ROLE_OF
+from trl_storages.arrays.names import ROLE_OF, as_dictionary
 from trl_storages.arrays.transitions import GoalOf
 from trl_storages.datasets.filling import (
     Recipe,
@@ -53,16 +53,16 @@ def from_arrays(
     of other origin whose `terminals` are no terminal states need `ends="terminals"`.
 
     Args:
-        data: name -> `[N, ...]` array; or a list of such dictionaries, one for each episode, where
-            observations may be one more than actions.
+        data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each
+            episode, where observations may be one more than actions.
         ends: `[N]` bool, where episodes end, or the name of an entry that says so; None looks for the
             names above.
         recipe: class of the storage, such as `HERReplayStorage`. It is given specs of the data, and
             `options`.
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (or a dictionary of them) have
             reached, for hindsight over data without goals. The desired goal of a transition then is
-            what its episode reached last; rewards that are missing are NaN, so that
-            `num_goals=math.inf` is needed.
+            what its episode reached last. Rewards that are missing are what the recipe's `reward_fn`
+            says of that goal, and NaN if the recipe has none.
         float_dtype: what float64 entries become, such as `torch.float32`; None leaves them.
         progress: whether to show how much is written.
         **options: of the recipe. `storage_size` is the number of transitions unless given; with a smaller
@@ -130,7 +130,7 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
                 "data must be a dictionary of arrays, or a sequence of such dictionaries, got "
                 f"{type(path).__name__} as number {number}."
             )
-        leaves, num_steps = _steps_of(path, number)
+        leaves, num_steps = _steps_of(as_dictionary(f"data[{number}]", path), number)
         if number and leaves.keys() != parts.keys():
             raise KeyError(
                 f"all episodes of data must have the entries of the first, {_names(parts)}; number "

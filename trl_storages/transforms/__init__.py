@@ -8,7 +8,7 @@ from trl_storages.transforms.base import (
 )
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit, gym_reward
+from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit, gym_reward, own_rewards
 
 __all__ = [
     "FlattenGoal",
@@ -18,6 +18,7 @@ __all__ = [
     "ReplayTransform",
     "apply_transforms",
     "gym_reward",
+    "own_rewards",
     "parts_of",
     "transform_batch",
 ]

@@ -19,7 +19,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, read_fields
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalRelabel", "RelabelAudit", "gym_reward"]
+__all__ = ["GoalRelabel", "RelabelAudit", "gym_reward", "own_rewards"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, Mapping[NestedKey, torch.Tensor]], Any]
 
@@ -206,13 +206,7 @@ class GoalRelabel(ReplayTransform):
         stored = fields[self.reward_key]
         if stored.shape != (*slots.shape, 1):
             raise _not_one_a_row(self.reward_key, stored, slots.ndim)
-        computed = _judge(
-            "reward_fn",
-            self.reward_fn,
-            fields[self.next_achieved_goal_key],
-            fields[self.next_desired_goal_key],
-            {key: fields[key] for key in self.info_keys},
-        ).reshape(-1, 1)
+        computed = own_rewards(self, fields)
         # Rounded as they would be stored, but never truncated.
         computed = computed.to(relabelled_dtype(stored.dtype, computed.dtype))
         stored = stored.to(computed.dtype)
@@ -258,6 +252,22 @@ class RelabelAudit:
             for at in worst.tolist()
         ]
         return "\n".join(lines)
+
+
+def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:
+    """Returns what the `reward_fn` of a transform says of rows for the goals that they hold.
+
+    Args:
+        relabel: has a `reward_fn`.
+        rows: entries `[B, ...]`: achieved and desired goal under `next`, and the `info_keys`.
+
+    Returns:
+        `[B, 1]` rewards.
+    """
+    achieved, desired = rows[relabel.next_achieved_goal_key], rows[relabel.next_desired_goal_key]
+    infos = {key: rows[key] for key in relabel.info_keys}
+    computed = _judge("reward_fn", relabel.reward_fn, achieved, desired, infos)  # type: ignore[arg-type]
+    return computed.reshape(-1, 1)
 
 
 class _DrawnGoals(NamedTuple):
