@@ -414,6 +414,7 @@ TABLE: dict[str, dict[str, str]] = {
         "goal_key": "key",
         "base": "object?",
     },
+    "WrappingSampler.base": {"value": "object"},
     "HERSampler.discount": {"value": "share"},
     "HERSampler.strategy": {"value": "goals"},
     "HERSampler.num_goals": {"value": "count or inf"},

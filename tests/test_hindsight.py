@@ -375,7 +375,9 @@ class TestSomebodyWritesTheGoals:
 
     @pytest.mark.parametrize("prefetch", [None, 2])
     @pytest.mark.parametrize("transform", [None, NStep(3, 0.5), lambda batch: batch])
-    @pytest.mark.parametrize("wrap", [lambda it: it, lambda it: HERSampler(num_goals=0, base=it)])
+    @pytest.mark.parametrize(
+        "wrap", [lambda it: it, lambda it: HERSampler(num_goals=0, goal_key="other", base=it)]
+    )
     def test_otherwise_nothing_is_drawn(self, transform, wrap, prefetch):
         generator = torch.Generator().manual_seed(3)
         options = {"transform": transform, "prefetch": prefetch, "generator": generator}

@@ -60,8 +60,8 @@ def test_every_sampler_that_may_be_a_base_is_walked():
 @pytest.mark.parametrize("num_wrappers", [0, 1, 2])
 def test_an_overridden_sample_is_what_draws(kind, num_wrappers):
     sampler = own(kind, "sample")
-    for _ in range(num_wrappers):
-        sampler = HERSampler(num_goals=1, base=sampler)
+    for number in range(num_wrappers):
+        sampler = HERSampler(num_goals=1, goal_key=f"goal_{number}", base=sampler)
     storage = storage_of(sampler)
     assert storage.episodes.ages(storage.sample()["index"]).unique().tolist() == [0]
 

@@ -102,6 +102,39 @@ def test_parts_put_together_by_hand():
     assert storage.transform[0].n_steps == 7
 
 
+def test_the_discount_is_that_of_returns_and_of_geometric_goals():
+    storage = make(goal_selection_strategy="geometric", num_goals=math.inf, batch_size=64)
+    storage.extend(rows(20))
+    assert storage.discount == storage.sampler.discount == 0.99
+    storage.discount = 0
+    batch = storage.sample()
+    assert torch.equal(batch["goal_index"], batch["index"])
+
+    returns = make(goal_selection_strategy="geometric", discount=0.9, n_step=2)
+    returns.discount = 0.5
+    assert returns.transform[1].gamma == returns.sampler.discount == 0.5
+    # Parts by hand may have two; the losses are of the returns'.
+    returns.sampler.discount = 0.7
+    assert returns.discount == 0.5
+
+
+@pytest.mark.parametrize("name", ["strategy", "num_goals", "discount"])
+def test_of_two_goals_with_unlike_values_each_is_set_on_its_own(name):
+    storage = make()
+    values = storage.sampler
+    actors = HERSampler(goal_key="actor_goal", base=values)
+    storage.set_sampler(actors)
+    value = OTHERS[name][0]
+    setattr(storage, name, value)
+    assert getattr(values, name) == getattr(actors, name) == getattr(storage, name) == value
+    setattr(actors, name, {**ALL, **HINDSIGHT}[name])
+    with pytest.raises(AttributeError, match=f"2 HERSamplers whose {name} differ.*storage.sampler"):
+        getattr(storage, name)
+    with pytest.raises(AttributeError, match=f"2 HERSamplers whose {name} differ"):
+        setattr(storage, name, value)
+    assert getattr(values, name) == value
+
+
 @pytest.mark.parametrize(
     ("slip", "hint"),
     [

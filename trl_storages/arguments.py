@@ -32,6 +32,7 @@ __all__ = [
     "mapping",
     "number",
     "optional",
+    "root_key",
     "slots",
     "steps",
     "tensor",
@@ -260,6 +261,22 @@ def key(name: str, value: Any) -> NestedKey:
         if isinstance(part, tuple):
             key(name, part)
     return unravel_key(value)
+
+
+def root_key(name: str, value: Any) -> NestedKey:
+    """Returns the key of an entry that has a successor under "next", such as an observation.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is empty, or lies under "next" itself.
+    """
+    found = key(name, value)
+    if found == "next" or found[0] == "next":
+        raise ValueError(
+            f"{name} must be the key of an entry now, not under 'next', got {found!r}: what follows it "
+            "is found by itself."
+        )
+    return found
 
 
 def keys(name: str, value: Any) -> list[NestedKey]:

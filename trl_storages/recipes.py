@@ -71,7 +71,7 @@ class UniformReplayStorage(ReplayStorage):
         path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
             and sampling go on where they were. None keeps them in memory.
         n_step: n of the n-step returns; 1 shows transitions as they are.
-        discount: gamma of the n-step returns.
+        discount: gamma of the n-step returns, and of geometric goals.
         alpha: how strongly priorities count; 0 draws without priorities.
         beta: how far importance weights correct for priorities.
         normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.

@@ -108,7 +108,10 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
     )
 
     n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
-    discount = Parameter[float]("gamma of the n-step returns, of `NStep`.")
+    discount = Parameter[float](
+        "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "
+        "differ, that of the returns is read, and both are set."
+    )
     alpha = Parameter[float]("How strongly priorities count, of `PERSampler`.")
     beta = Parameter[float]("How far importance weights correct for priorities, of `PERSampler`.")
     normalize = Parameter[Normalization]("Whose largest weight is 1, of `PERSampler`.")

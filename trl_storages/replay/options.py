@@ -124,9 +124,20 @@ def goal_keys(sampler: Sampler) -> list[NestedKey]:
 
 
 def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
-    """Raises a RuntimeError if goals are drawn that no transform would write into the batch."""
+    """Raises a RuntimeError if goals are drawn that no transform would write into the batch.
+
+    Or if two transforms would write the same, so that what the first one says is lost.
+    """
+    writers = [part for part in parts if getattr(part, "uses_goals", False)]
+    written = [key for part in writers for key in getattr(part, "written_keys", ())]
+    if len({*written}) < len(written):
+        (key, *_) = [key for key in written if written.count(key) > 1]
+        raise RuntimeError(
+            f"{key!r} must be written by one transform, got {len(writers)} that relabel it: use one "
+            "GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, goal_key=...) for goals "
+            "beside the one that rewards and flags are of."
+        )
     for key in goal_keys(sampler):
-        writers = [part for part in parts if getattr(part, "uses_goals", False)]
         # A transform of the user's own may write any goal.
         if any((getattr(part, "goal_key", key) or keys.DESIRED_GOAL) == key for part in writers):
             continue
@@ -189,8 +200,9 @@ class _Adjustable(Protocol):
 class Parameter(Generic[Value]):
     """An attribute of a storage that is one of its sampler's or transform's.
 
-    A new value holds for the next batch that is drawn. It is checked where it lives. What no part has
-    can't be read or set.
+    A new value holds for the next batch that is drawn, and for all parts that have it. It is checked
+    where it lives. What no part has can't be read or set, nor what two parts of one kind have unlike
+    values of.
     """
 
     def __init__(self, doc: str) -> None:
@@ -206,28 +218,38 @@ class Parameter(Generic[Value]):
     def __get__(self, storage: Any, owner: type) -> Parameter[Value] | Value:
         if storage is None:
             return self
-        found: Parameter[Value] | Value = getattr(*_holder_of(storage, self._name))
+        found: Parameter[Value] | Value = getattr(*_holders_of(storage, self._name)[0])
         return found
 
     def __set__(self, storage: Any, value: Value) -> None:
         with storage._replay_lock:
-            setattr(*_holder_of(storage, self._name), value)
+            for part, name in _holders_of(storage, self._name):
+                setattr(part, name, value)
 
 
-def _holder_of(storage: Any, name: str) -> tuple[_Adjustable, str]:
-    """Returns the part of a storage that has a parameter, and what it calls it.
+def _holders_of(storage: Any, name: str) -> list[tuple[_Adjustable, str]]:
+    """Returns the parts of a storage that have a parameter, and what each calls it, transforms first.
 
     Raises:
-        AttributeError: no part has it.
+        AttributeError: no part has it, or it is not clear whose is meant.
     """
-    known: set[str] = set()
-    for part in (*layers_of(storage._sampler), *parts_of(storage._transform)):
-        if isinstance(part, _Adjustable):
-            if name in part.live_parameters:
-                return part, part.live_parameters[name]
-            known.update(part.live_parameters)
-    raise AttributeError(
-        f"this {type(storage).__name__} has no part with {name}, it has "
-        f"{', '.join(sorted(known)) or 'no parameters'}: name {name} where the storage is made, or "
-        "give it the sampler or transform."
-    )
+    parts = [*parts_of(storage._transform), *layers_of(storage._sampler)]
+    adjustable = [part for part in parts if isinstance(part, _Adjustable)]
+    found = [
+        (part, part.live_parameters[name]) for part in adjustable if name in part.live_parameters
+    ]
+    if not found:
+        known = sorted({key for part in adjustable for key in part.live_parameters})
+        raise AttributeError(
+            f"this {type(storage).__name__} has no part with {name}, it has "
+            f"{', '.join(known) or 'no parameters'}: name {name} where the storage is made, or "
+            "give it the sampler or transform."
+        )
+    kind = type(found[0][0])
+    values = [getattr(part, own) for part, own in found if type(part) is kind]
+    if any(value != values[0] for value in values):
+        raise AttributeError(
+            f"this {type(storage).__name__} has {len(values)} {kind.__name__}s whose {name} differ, "
+            f"{values}: read and set it on these, such as storage.sampler and storage.sampler.base."
+        )
+    return found

@@ -208,12 +208,21 @@ class WrappingSampler(DrawingSampler):
 
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
+        self.base = UniformSampler() if base is None else base
+
+    @property
+    def base(self) -> Sampler:
+        """The sampler that draws."""
+        return self._base
+
+    @base.setter
+    def base(self, value: Sampler) -> None:
+        self._check_base(value)
         what = "a sampler, such as PERSampler, or None for uniform draws"
-        self.base = (
-            UniformSampler()
-            if base is None
-            else arguments.instance("base", base, Sampler, what=what)
-        )
+        self._base: Sampler = arguments.instance("base", value, Sampler, what=what)
+
+    def _check_base(self, base: Sampler) -> None:
+        """Raises what is wrong with what is to draw for this one, beside that it is no sampler."""
 
     @property
     def noise_per_sample(self) -> int:

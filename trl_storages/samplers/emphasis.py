@@ -102,7 +102,16 @@ class ERESampler(WrappingSampler):
         base: Sampler | None = None,
         reference: Reference = "stored",
     ) -> None:
-        if base is not None and not isinstance(base, WindowSampler):
+        super().__init__(base)
+        self.eta = eta
+        self.c_min = c_min
+        self.updates_per_phase = updates_per_phase
+        self.reference = reference
+        # No phase yet: the first write or draw starts one.
+        self._update = self._num_updates = 0
+
+    def _check_base(self, base: Sampler) -> None:
+        if not isinstance(base, WindowSampler):
             raise TypeError(
                 "base must be able to draw within a window, as PERSampler is (sample_window), got "
                 f"{type(base).__name__}; leave base out for uniform draws."
@@ -112,13 +121,6 @@ class ERESampler(WrappingSampler):
                 "base must draw within a window as it draws from all rows, but "
                 f"{type(base).__name__} overrides sample alone: override sample_window as well."
             )
-        super().__init__(base)
-        self.eta = eta
-        self.c_min = c_min
-        self.updates_per_phase = updates_per_phase
-        self.reference = reference
-        # No phase yet: the first write or draw starts one.
-        self._update = self._num_updates = 0
 
     @property
     def eta(self) -> float:

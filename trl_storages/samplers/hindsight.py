@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments, keys
 from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
-from trl_storages.samplers.base import Noise, WrappingSampler, draw_from
+from trl_storages.samplers.base import Noise, WrappingSampler, draw_from, layers_of
 from trl_storages.saved import SavedState
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
@@ -67,8 +67,8 @@ class HERSampler(WrappingSampler):
         base: the sampler that draws the anchors; None draws uniformly.
 
     Raises:
-        ValueError: the strategy is unknown, the shares of a mixture do not add up to 1, or `num_goals` is
-            negative or not whole.
+        ValueError: the strategy is unknown, the shares of a mixture do not add up to 1, `num_goals` is
+            negative or not whole, or `base` draws the same goal.
         TypeError: `base` draws slices.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
@@ -81,6 +81,7 @@ class HERSampler(WrappingSampler):
     live_parameters: ClassVar[Mapping[str, str]] = {
         "strategy": "strategy",
         "num_goals": "num_goals",
+        "discount": "discount",
     }
 
     def __init__(
@@ -92,20 +93,32 @@ class HERSampler(WrappingSampler):
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
+        self._goal_key = arguments.root_key("goal_key", goal_key)
+        self._index_key, self._mask_key = keys.goal_entries(self._goal_key)
+        super().__init__(base)
+        self.strategy = strategy
+        self.num_goals = num_goals
+        self.discount = discount
+        # How goals of the last batch were drawn, as those of the next one are as a rule.
+        self._made_for: tuple[Any, ...] | None = None
+
+    def _check_base(self, base: Sampler) -> None:
         if isinstance(base, SliceSampler):
             raise TypeError(
                 f"base must draw single transitions, got {type(base).__name__}: each step of a slice "
                 "would get another goal; for sequences with one goal each pass "
                 "sample_unit=EpisodeSequence(...) to the ReplayStorage."
             )
-        super().__init__(base)
-        self.strategy = strategy
-        self.num_goals = num_goals
-        self.discount = discount
-        self._goal_key = arguments.key("goal_key", goal_key)
-        self._index_key, self._mask_key = keys.goal_entries(self._goal_key)
-        # How goals of the last batch were drawn, as those of the next one are as a rule.
-        self._made_for: tuple[Any, ...] | None = None
+        for layer in layers_of(base):
+            if not isinstance(layer, HERSampler):
+                continue
+            if {self._index_key, self._mask_key} & {layer._index_key, layer._mask_key}:
+                raise ValueError(
+                    f"base must draw no goals under {self._index_key!r} and {self._mask_key!r}, as this "
+                    f"sampler of goal_key={self._goal_key!r} does, got one of "
+                    f"goal_key={layer.goal_key!r}: give one of them another goal_key, or draw goals of "
+                    "several kinds by a mixture as strategy."
+                )
 
     @property
     def strategy(self) -> GoalStrategy | dict[GoalStrategy, float]:

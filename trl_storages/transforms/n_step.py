@@ -117,6 +117,11 @@ class NStep(ReplayTransform):
                 rows are n-step transitions already.
             TypeError: the rewards are complex.
         """
+        if rows.is_defined(self.steps_to_next_obs_key):
+            raise ValueError(
+                f"a transform has set {self.steps_to_next_obs_key!r} already: use one NStep, whose "
+                "n_steps may be changed at any time."
+            )
         if self.steps_to_next_obs_key in rows:
             raise ValueError(
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "

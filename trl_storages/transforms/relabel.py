@@ -45,7 +45,7 @@ class GoalRelabel(ReplayTransform):
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
             `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, with a `goal_key`, leaves
             the rewards.
-        terminated_fn: the same, returning bool; None leaves the flags.
+        terminated_fn: the same, returning bool, beside a `reward_fn`; None leaves the flags.
         goal_key: which drawn goal is written, and where, as `HERSampler(goal_key=...)` names it; None is
             the desired goal. One that the rows do not hold is `desired_goal` where none was drawn.
         info_keys: further entries of the rows that the functions read.
@@ -58,6 +58,8 @@ class GoalRelabel(ReplayTransform):
 
     Raises:
         TypeError: `reward_fn` or `terminated_fn` cannot be called.
+        ValueError: `terminated_fn` or `info_keys` come without `reward_fn`, or a key of a goal is that of
+            what is achieved, or lies under `next`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
     """
@@ -86,12 +88,23 @@ class GoalRelabel(ReplayTransform):
         if terminated_fn is not None:
             arguments.function("terminated_fn", terminated_fn, f"{what}, or None")
         self.info_keys = tuple(arguments.keys("info_keys", info_keys))
-        achieved_goal_key = arguments.key("achieved_goal_key", achieved_goal_key)
+        if reward_fn is None and (terminated_fn is not None or self.info_keys):
+            name = "info_keys" if terminated_fn is None else "terminated_fn"
+            raise ValueError(
+                f"reward_fn must be given with {name}, got None, which leaves rewards and flags as those "
+                f"of another goal: leave {name} out."
+            )
+        achieved_goal_key = arguments.root_key("achieved_goal_key", achieved_goal_key)
         self.next_achieved_goal_key = unravel_key(keys.next_key(achieved_goal_key))
-        self.desired_goal_key = arguments.key("desired_goal_key", desired_goal_key)
+        self.desired_goal_key = arguments.root_key("desired_goal_key", desired_goal_key)
         self.next_desired_goal_key = keys.next_key(self.desired_goal_key)
         #: The goal that is written, as `HERSampler` names it; None is the desired one.
-        self.goal_key = None if goal_key is None else arguments.key("goal_key", goal_key)
+        self.goal_key = arguments.optional(arguments.root_key, "goal_key", goal_key)
+        if achieved_goal_key in (self.goal_key, self.desired_goal_key):
+            raise ValueError(
+                f"achieved_goal_key must be another entry than the goal that is written, got "
+                f"{achieved_goal_key!r} for both."
+            )
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key or keys.DESIRED_GOAL)
         self.reward_key = arguments.key("reward_key", reward_key)
         self.done_key = arguments.key("done_key", done_key)
@@ -102,6 +115,16 @@ class GoalRelabel(ReplayTransform):
         named = {"terminated_fn": self.terminated_fn, "goal_key": self.goal_key}
         shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
         return f"{type(self).__name__}({', '.join([_shown(self.reward_fn), *shown])})"
+
+    @property
+    def written_keys(self) -> tuple[NestedKey, ...]:
+        """What is seen otherwise than it is stored, beside what follows from it."""
+        found = [self.goal_key or self.desired_goal_key]
+        if self.reward_fn is not None:
+            found.append(self.reward_key)
+        if self.terminated_fn is not None:
+            found += [self.terminated_key, self.done_key]
+        return tuple(found)
 
     def replay(self, rows: RowView) -> None:
         """Shows each row with the goal that was drawn for it, and its rewards with it.
