@@ -231,7 +231,7 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.append_transform": {"transform": "object", "invert": "flag"},
     "ReplayStorage.insert_transform": {"index": "count", "transform": "object", "invert": "flag"},
     "ReplayStorage.share": {"shared": "flag"},
-    "ReplayStorage.update_tensordict_priority": {"data": "steps"},
+    "ReplayStorage.update_tensordict_priority": {"data": "steps", "priority": "values?"},
     "ReplayStorage.validate": {"progress": "flag"},
     "ReplayStorageEnsemble": {
         "storages": "object",
@@ -253,7 +253,7 @@ TABLE: dict[str, dict[str, str]] = {
         "priority": "values",
         "buffer_ids": "slots",
     },
-    "ReplayStorageEnsemble.update_tensordict_priority": {"data": "steps"},
+    "ReplayStorageEnsemble.update_tensordict_priority": {"data": "steps", "priority": "values?"},
     "ReplayStorage.as_remote": {"remote_config": "mapping?"},
     "ReplayStorage.close": {"keep": "flag"},
     "ReplayStorage.flush": {},

@@ -232,7 +232,12 @@ def test_priorities_and_sequences_of_agents():
         learnt = line["validity_mask"] & line["learning_mask"]
         expected[line["anchor_index"][0]] = error.view(20, 3, AGENTS)[i][learnt].max()
     assert torch.equal(per.priorities, expected)
-    assert len(buffer.explain(batch)) == 60
+    for seen in (batch, batch.reshape(20, 3)):
+        explained = buffer.explain(seen)
+        assert len(explained) == 60
+        assert torch.equal(explained["steps"], batch["steps_to_next_obs"].squeeze(-1))
+    first = "/".join(map(str, explained["steps"][0].tolist()))
+    assert first in str(explained).split("\n")[2].split()
 
 
 @pytest.mark.requirement("devices")

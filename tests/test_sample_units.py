@@ -15,7 +15,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 
 from trl_storages import UniformReplayStorage, sequence_priority
-from trl_storages.replay import ReplayStorage
+from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
@@ -326,6 +326,84 @@ def test_a_batch_of_the_size_of_its_sequences(boundary, last, per_row):
     with pytest.raises(ValueError, match=r"one value a sequence, shape \[5\], or .* got \[5, 3\]"):
         buffer.update_tensordict_priority(batch)
     assert torch.equal(priorities.priorities, expected)
+
+
+#: What a training loop may have: how it sees a batch of n sequences, and the shape of its priorities.
+SEEN = {
+    "as sampled": lambda batch: batch,
+    "reshaped": lambda batch: batch.reshape(6, 4),
+    "of the size of its sequences": lambda batch: resized(batch.reshape(6, 4)),
+}
+GIVEN = {
+    **{
+        f"one a sequence {last}": (lambda it, last=last: it[0].reshape(6, *last))
+        for last in ([], [1])
+    },
+    **{
+        f"one a row {shape}": (lambda it, shape=shape: it[1].reshape(shape))
+        for shape in ([24], [24, 1], [6, 4], [6, 4, 1])
+    },
+    "two a row": lambda it: torch.stack([it[1].reshape(24), it[1].reshape(24) / 2], -1),
+    "two a row of a sequence": lambda it: torch.stack([it[1] / 2, it[1]], -1),
+    "a list": lambda it: it[0].tolist(),
+}
+
+
+def resized(batch):
+    batch.batch_size = batch.batch_size[:1]
+    return batch
+
+
+@pytest.mark.requirement("per-update")
+@pytest.mark.parametrize("kind", [ReplayStorage, ReplayStorageEnsemble])
+@pytest.mark.parametrize("form", GIVEN)
+@pytest.mark.parametrize("seen", SEEN)
+def test_priorities_of_sequences_in_every_form(seen, form, kind):
+    unit = EpisodeSequence(2, burn_in=1, bootstrap=1)
+    done = (torch.arange(18) % 6 == 5).unsqueeze(-1)
+    samplers = [PERSampler(20, alpha=1.0), PERSampler(20, alpha=1.0)]
+    storages = []
+    for sampler in samplers:
+        storages.append(
+            ReplayStorage(
+                storage=PackedStorage(20), sampler=sampler, sample_unit=unit, batch_size=6
+            )
+        )
+        storages[-1].extend(TensorDict({"next": {"done": done}}, [18]))
+    made = storages[0] if kind is ReplayStorage else kind(*storages, batch_size=6)
+    batch = made.sample()
+    rows = batch.reshape(6, 4)
+    learnt = rows["validity_mask"] & rows["learning_mask"]
+    error = torch.rand(6, 4)
+    mixed = sequence_priority(error, mask=learnt)
+
+    made.update_tensordict_priority(SEEN[seen](batch), GIVEN[form]((mixed, error)))
+
+    expected = torch.ones(2, 20)
+    of_row = torch.where(learnt, error, 0).amax(1)
+    for line in range(6):
+        storage = 0 if kind is ReplayStorage else rows["buffer_ids"][line, 0]
+        value = mixed if form.startswith(("one a sequence", "a list")) else of_row
+        expected[storage, rows["anchor_index"][line, 0]] = value[line]
+    for sampler, priorities in zip(samplers, expected, strict=True):
+        assert torch.equal(sampler.priorities[:18], priorities[:18])
+    for wrong in ([5], [6, 3], [4, 6], [23], [24, 24], [1]):
+        with pytest.raises(ValueError, match="one value a"):
+            made.update_tensordict_priority(SEEN[seen](batch), torch.rand(wrong))
+    assert torch.equal(samplers[0].priorities[:18], expected[0, :18])
+
+
+def test_without_priorities_nobody_needs_to_know():
+    buffer = ReplayStorage(storage=PackedStorage(20), sample_unit=EpisodeSequence(2), batch_size=6)
+    buffer.extend(TensorDict({"next": {"done": torch.zeros(9, 1, dtype=torch.bool)}}, [9]))
+    buffer.update_tensordict_priority(buffer.sample(), torch.rand(6))
+    priorities = PERSampler(20)
+    buffer.set_sampler(priorities)
+    anchors = buffer.sample()["anchor_index"]
+    with pytest.raises(
+        ValueError, match=r"update_tensordict_priority\(batch, priority\) takes one for"
+    ):
+        buffer.update_priority(anchors, torch.rand(6))
 
 
 @at_each_boundary

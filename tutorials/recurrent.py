@@ -239,11 +239,7 @@ def train(agent: str, seed: int, budget: Budget) -> float:
         storage.extend(steps)
         for _ in range(budget.updates):
             batch = storage.sample()
-            # One a sequence; the batch size says so.
-            rows = batch.reshape(-1, UNIT.num_steps)
-            rows.batch_size = rows.batch_size[:1]
-            rows["td_error"] = learner.update(batch)
-            storage.update_tensordict_priority(rows)
+            storage.update_tensordict_priority(batch, learner.update(batch))
     collector.shutdown()
     return success_rate(learner.network)
 

@@ -15,15 +15,21 @@ __all__ = ["drawn_priorities"]
 
 
 def drawn_priorities(
-    data: TensorDictBase, priority_key: NestedKey, *, reduction: str, sequence_length: int = 1
+    data: TensorDictBase,
+    priority_key: NestedKey,
+    priority: torch.Tensor | None = None,
+    *,
+    reduction: str,
+    sequence_length: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """Returns the slots that were drawn, their priorities, and the stamps they were drawn with.
 
     Args:
         data: a sampled batch, `[B]` or of several dimensions; sequences as `[n * S]` or `[n, S]`, or
             with the batch size `[n]` of entries `[n, S, ...]`.
-        priority_key: entry of the priorities, of the batch size of `data`, or with further dimensions.
-            With the batch size `[n]` of sequences, one for each of them or one for each row.
+        priority_key: entry of the priorities.
+        priority: the priorities where they are no entry. One a row (`[B]`, `[n, S]`) or, of sequences,
+            one for each (`[n]`); also with further dimensions.
         reduction: how several values of one row become one: "max", "min", "mean" or "median".
         sequence_length: S, rows of each sequence; its anchor gets the largest valid one of the steps
             that are learnt from.
@@ -33,12 +39,12 @@ def drawn_priorities(
 
     Raises:
         KeyError: the batch was drawn by priority, and holds none.
-        ValueError: the priorities are of the shape that broadcasting `[B]` with `[B, 1]` makes, or
-            the batch is not of whole sequences, one after another.
+        ValueError: the priorities are of the shape that broadcasting `[B]` with `[B, 1]` makes, or of
+            another number; or the batch is not of whole sequences, one after another.
     """
-    priority = data.get(priority_key, None)
     stamp = data.get(keys.PRIORITY_STAMP, None)
-    if priority is None:
+    name = repr(priority_key) if priority is None else "priority"
+    if priority is None and (priority := data.get(priority_key, None)) is None:
         if stamp is None:
             return None  # A new row, as `add` passes it: the writer has given it its priority.
         raise KeyError(
@@ -48,29 +54,40 @@ def drawn_priorities(
     anchor = data.get(keys.ANCHOR_INDEX, None)
     # A batch may have the size of its sequences, and their rows as a dimension of each entry.
     rows = data.batch_size if anchor is None else anchor.shape
-    _check_not_broadcast(priority, rows, priority_key)
-    given = priority.shape
-    priority = priority.detach().reshape(-1)
-    if anchor is None:
-        return data.get(keys.INDEX), _one_each(priority, data.numel(), reduction), stamp
-    if rows[-1] % sequence_length:
+    num_steps = 1 if anchor is None else sequence_length
+    if rows and rows[-1] % num_steps:
         raise ValueError(
             "a batch of sequences must hold them whole and one after another, as "
-            f"[n * {sequence_length}] or [n, {sequence_length}], got {list(rows)}: give the "
+            f"[n * {num_steps}] or [n, {num_steps}], got {list(rows)}: give the "
             "batch back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
         )
-    anchor = anchor.reshape(-1, sequence_length)[:, 0]
-    stamp = None if stamp is None else stamp.reshape(-1, sequence_length)[:, 0]
-    if rows != data.batch_size and given[data.ndim :] in ((), (1,)):
-        return anchor, priority, stamp
-    if given[: len(rows)] != rows:
+    num_sequences, given = rows.numel() // num_steps, priority.shape
+    is_one_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
+    if not is_one_each:
+        for shape in {rows, torch.Size([rows.numel()])}:
+            _check_not_broadcast(priority, shape, name)
+    priority = priority.detach().reshape(-1)
+    if anchor is None:
+        slots = data.get(keys.INDEX)
+    else:
+        slots = anchor.reshape(-1, num_steps)[:, 0]
+        stamp = None if stamp is None else stamp.reshape(-1, num_steps)[:, 0]
+    if is_one_each:
+        return slots, priority, stamp
+    fitting = (rows, (rows.numel(),), (num_sequences, num_steps))
+    if all(given[: len(shape)] != shape for shape in fitting):
+        of_sequences = (
+            f"one value a sequence, shape {[num_sequences]}, or " if anchor is not None else ""
+        )
         raise ValueError(
-            f"{priority_key!r} must have one value a sequence, shape {list(data.batch_size)}, or one a "
-            f"row, shape {list(rows)}, got {list(given)}. Nothing was updated."
+            f"{name} must have {of_sequences}one value a row, shape {list(rows)}, got {list(given)}. "
+            "Nothing was updated."
         )
     priority = _one_each(priority, rows.numel(), reduction)
+    if anchor is None:
+        return slots, priority, stamp
     learnt = (data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)).reshape(-1)
-    return anchor, torch.where(learnt, priority, 0).reshape(-1, sequence_length).amax(1), stamp
+    return slots, torch.where(learnt, priority, 0).reshape(-1, num_steps).amax(1), stamp
 
 
 def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
@@ -80,7 +97,7 @@ def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Te
     return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)
 
 
-def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, key: NestedKey) -> None:
+def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, name: str) -> None:
     """Raises if priorities `[B, B]` are no several values a row, but a slip."""
     shape = priority.shape[:-1] if priority.shape[-1:] == (1,) else priority.shape
     if len(shape) <= len(batch):
@@ -92,7 +109,7 @@ def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, key: NestedK
     if shape == slip and slip.numel() > batch.numel():
         size = list(batch)
         raise ValueError(
-            f"{key!r} must have one value a row, shape {size} or {[*size, 1]}, got "
+            f"{name} must have one value a row, shape {size} or {[*size, 1]}, got "
             f"{list(priority.shape)}, which comes of arithmetic between {size} and {[*size, 1]}, such "
             'as a value without its last dimension and a reward with it; compare with batch["next", '
             '"reward"].shape. Nothing was updated.'

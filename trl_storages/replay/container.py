@@ -18,7 +18,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
 from torch.utils.data import DataLoader
 from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
-from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
@@ -511,31 +511,40 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         elif not take_in_rows(layers_of(self._sampler)[-1], self._storage):
             super()._initialize_prioritized_sampler()
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Gives the rows of a sampled batch the priorities that it holds as `priority_key`.
+    def update_tensordict_priority(
+        self, data: TensorDictBase, priority: torch.Tensor | None = None
+    ) -> None:
+        """Gives the rows of a sampled batch priorities: those that it holds as `priority_key`, or others.
 
         Rows that were overwritten since they were drawn are left alone. Of a batch of sequences each
-        anchor gets the largest priority of its valid learning steps, or the one that is given for the
-        sequence. Nothing happens if no sampler draws by priority, so that a training loop need not know.
+        anchor gets the priority that is given for its sequence or, where each row has one, the largest of
+        its valid learning steps. Nothing happens if no sampler draws by priority, so that a training loop
+        need not know.
 
         Args:
             data: a sampled batch, also reshaped, as sequences by `batch.reshape(-1, num_steps)`; its
                 priorities are `[B]`, `[B, 1]`, or `[B, ...]` to be reduced by the sampler's `reduction`.
-                With the `batch_size` `[n]` of so many sequences they may be one a sequence, such as
-                those of `sequence_priority`.
+            priority: the priorities, if they are no entry of the batch: one a row, shape `[B]`, or
+                `[n, S]` of n sequences of S rows; or one a sequence, `[n]`, such as those of
+                `sequence_priority`.
 
         Raises:
             KeyError: the batch was drawn by priority, and holds none.
             ValueError: a priority is NaN, negative or infinite, or they are `[B, B]`, which comes of
-                arithmetic between `[B]` and `[B, 1]`. Nothing is changed then.
+                arithmetic between `[B]` and `[B, 1]`, or of another number. Nothing is changed then.
         """
         arguments.steps("data", data)
+        if priority is not None:
+            priority = arguments.values("priority", priority)
         if (sampler := prioritized_of(self._sampler)) is None:
+            if priority is not None and isinstance(self._sampler, PrioritizedSampler):
+                data = data.copy().set(self.priority_key, priority)
             super().update_tensordict_priority(data)
             return
         drawn = drawn_priorities(
             data,
             self.priority_key,
+            priority,
             reduction=sampler.reduction,
             sequence_length=self._sample_unit.num_steps if self._sample_unit is not None else 1,
         )

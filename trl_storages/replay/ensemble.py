@@ -301,11 +301,14 @@ class ReplayStorageEnsemble(SettledEnsemble):
 
     # Priorities
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Gives the rows of a batch the priorities that it holds, each in its own storage.
+    def update_tensordict_priority(
+        self, data: TensorDictBase, priority: torch.Tensor | None = None
+    ) -> None:
+        """Gives the rows of a batch priorities, each in its own storage.
 
         Args:
             data: a sampled batch, as in `ReplayStorage.update_tensordict_priority`.
+            priority: as there.
 
         Raises:
             KeyError: the batch has no `buffer_ids`, or was drawn by priority and holds none.
@@ -320,7 +323,7 @@ class ReplayStorageEnsemble(SettledEnsemble):
             # Slot -1 is left alone. To pick rows out would wait for the device.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
             if self._prioritized[number] is not None:
-                storage.update_tensordict_priority(own)
+                storage.update_tensordict_priority(own, priority)
 
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor

@@ -1,11 +1,12 @@
 """Which rows a batch is made of, and how it sees them.
 
-Letters: B samples of a batch, of any batch size, one after another.
+Letters: B samples of a batch, of any batch size, one after another; A agents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -23,7 +24,7 @@ class Explanation:
     """A row per sample of a batch; prints as a table.
 
     Args:
-        columns: name -> `[B]`, as `explain` describes them.
+        columns: name -> `[B]`, or `[B, A]` of several agents, as `explain` describes them.
         num_rows: how many rows were stored.
 
     >>> columns = {"slot": torch.tensor([7, 3]), "age": torch.tensor([0, 4])}
@@ -39,7 +40,7 @@ class Explanation:
         self.num_rows = num_rows
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns the column `[B]` of that name."""
+        """Returns the column of that name, `[B]` or `[B, A]`."""
         if name not in self.columns:
             raise KeyError(f"there is no column {name!r}; there are {list(self.columns)}.")
         return self.columns[name]
@@ -107,7 +108,7 @@ def explain(
       row whose outcome that is (the own row where it is not relabelled); `goal_same_episode`: bool;
       `goal_offset`: how many steps later in the lane that row lies, 0 in other episodes. Of a goal with
       another key, such as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
-    - `steps`: how many steps are folded into it.
+    - `steps`: how many steps are folded into it; `[B, A]` where each of A agents has its own number.
     - `weight`: float, its importance weight.
 
     Args:
@@ -122,10 +123,10 @@ def explain(
         KeyError: the batch has no `index`.
         ValueError: the index names slots that hold no row, such as those of another storage.
     """
-    slots = _column(batch, keys.INDEX, episodes)
-    if slots is None:
+    if batch.get(keys.INDEX, None) is None:
         there = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
         raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets; it has {there}.")
+    slots: torch.Tensor = _column(batch, keys.INDEX, episodes)  # type: ignore[assignment]
     live = episodes.is_live(slots)
     if not bool(live.all()):
         raise ValueError(
@@ -177,15 +178,19 @@ def _goals(
 
 
 def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> torch.Tensor | None:
-    """Returns an entry that has one value a sample as `[B]`, None if the batch has no such entry."""
-    entry = batch.get(key, None)
-    if entry is None or entry.numel() != batch.numel():
+    """Returns an entry as `[B]`, or `[B, A]` if it has several values a sample; None if there is none."""
+    entry, rows = batch.get(key, None), batch.get(keys.INDEX).shape
+    # The batch may have the size of its sequences, and their rows as a dimension of each entry.
+    if entry is None or entry.shape[: len(rows)] != rows:
         return None
-    found: torch.Tensor | None = entry.detach().reshape(-1).to(episodes.device, copy=True)
-    return found
+    found: torch.Tensor = entry.detach().reshape(rows.numel(), -1)
+    found = found.squeeze(1) if found.shape[1] == 1 else found
+    return found.to(episodes.device, copy=True)
 
 
-def _cell(value: float) -> str:
+def _cell(value: float | list[Any]) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_cell, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, int) else f"{value:.3g}"

@@ -516,6 +516,11 @@ def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
     )
     if given.numel() == num_indices**2:
         message += f" Arithmetic between {[num_indices]} and {[num_indices, 1]} makes such a shape."
+    elif given.numel() and not num_indices % given.numel():
+        message += (
+            " Of a batch of sequences, ReplayStorage.update_tensordict_priority(batch, priority) takes "
+            "one for each."
+        )
     return message
 
 
