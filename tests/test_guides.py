@@ -260,7 +260,8 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
 
     monkeypatch.setattr(script.train_her, "make_storage", make_storage)
     path = tmp_path / "results.jsonl"
-    script.main(["--results", str(path)])
+    options = ["--results", str(path), "--seeds", "0"]
+    script.main(options)
     alone, together = storages
     assert not hasattr(alone, "alpha")
     assert (together.n_step, together.alpha, together.eta) == (3, 0.6, 0.996)
@@ -268,9 +269,33 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
     assert [line["part"] for line in lines] == [*parts]
     assert all(0 <= line["mean"] <= 1 and line["curve"][-1][0] >= 576 for line in lines)
     printed = capsys.readouterr().out
-    script.main(["--results", str(path)])
+    script.main(options)
     assert len(storages) == 2
     assert capsys.readouterr().out == printed
+
+
+def test_what_is_switched_on_differs_surely_or_not(guide):
+    script = guide("what_to_switch_on")
+    rates = {
+        "hindsight alone": [0.2, 0.4, 0.3],
+        "with n-step": [0.3, 0.5, 0.4],
+        "with PER": [0.1, 0.6, 0.2],
+        "with ERE": [0.2],
+    }
+    runs = script.planned([0, 1, 2])
+    finished = [
+        {**run, "mean": rates[run["part"]][run["seed"]]}
+        for run in runs
+        if run["task"] == "25 bits, DQN" and run["seed"] < len(rates.get(run["part"], ()))
+    ]
+    firsts = [
+        line.split("|")[2].strip() for line in script.tables(runs, finished).split("\n") if line
+    ]
+    assert firsts == [
+        *("25 bits, DQN", "---", "0.30 ± 0.10", "0.40 ± 0.10", "0.30 ± 0.26", "0.20", "-"),
+        # Of -0.1, 0.2, -0.1 the deviation is 0.3 / 3^0.5, and 4.303 times a third of 0.3 is 0.43.
+        *("25 bits, DQN", "---", "**+0.10 ± 0.00**", "+0.00 ± 0.43", "0.00", "-"),
+    ]
 
 
 def test_the_page_of_results_shows_what_was_switched_on(guide, capsys):
