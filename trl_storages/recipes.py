@@ -26,7 +26,7 @@ from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.recipe_options import Options, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
-from trl_storages.rows import PackedStorage, stacked_observations
+from trl_storages.rows import PackedStorage, RowView, stacked_observations
 from trl_storages.samplers import (
     ERESampler,
     GoalMixture,
@@ -337,6 +337,10 @@ class EpisodeReplayStorage(UniformReplayStorage):
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         batch = self._draw_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}
+
+    def _sample_part(self, batch_size: int) -> tuple[RowView | TensorDictBase, dict[str, Any]]:
+        found: tuple[TensorDictBase, dict[str, Any]] = self._sample(batch_size)
+        return found
 
 
 class HERReplayStorage(UniformReplayStorage):

@@ -655,26 +655,39 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
     @on_disk.intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         with self._replay_lock, self._write_lock:
-            if self.shared:
-                self._hear_of_writes()
-            parts = parts_of(self._transform)
-            check_goals(self._sampler, parts)
-            storage = self._storage
-            index, info = draw(self._sampler, storage, batch_size)
-            if isinstance(index, tuple):
-                # TorchRL's slice samplers name a coordinate for each dimension; there is one.
-                (index,) = index
-            if self._sample_unit is not None:
-                index, info = expand(self._sample_unit, index, info, storage)
-            info[keys.INDEX] = index
-            if self._writer._track_generations:
-                info["index_generation"] = self._writer.generations_of(index)
-            fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
-            if fields.device != index.device:
-                info = {key: value.to(fields.device) for key, value in info.items()}
-            rows = RowView(fields, storage, info)
-            batch = apply_transforms(parts, rows)
-        return batch, info
+            rows, info = self._drawn(batch_size)
+            return rows.tensordict(), info
+
+    @on_disk.intact
+    def _sample_part(self, batch_size: int) -> tuple[RowView | TensorDictBase, dict[str, Any]]:
+        """Samples a part of the batch of an ensemble, which is one with the other parts."""
+        with self._replay_lock, self._write_lock:
+            rows, info = self._drawn(batch_size)
+            rows.gather()
+        return rows, info
+
+    def _drawn(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
+        """Draws rows, and shows them by the transforms."""
+        if self.shared:
+            self._hear_of_writes()
+        parts = parts_of(self._transform)
+        check_goals(self._sampler, parts)
+        storage = self._storage
+        index, info = draw(self._sampler, storage, batch_size)
+        if isinstance(index, tuple):
+            # TorchRL's slice samplers name a coordinate for each dimension; there is one.
+            (index,) = index
+        if self._sample_unit is not None:
+            index, info = expand(self._sample_unit, index, info, storage)
+        info[keys.INDEX] = index
+        if self._writer._track_generations:
+            info["index_generation"] = self._writer.generations_of(index)
+        fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
+        if fields.device != index.device:
+            info = {key: value.to(fields.device) for key, value in info.items()}
+        rows = RowView(fields, storage, info)
+        apply_transforms(parts, rows)
+        return rows, info
 
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
@@ -20,10 +20,15 @@ from trl_storages.functional.draws import even_order, num_of_each
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.replay.loader import batches_of
+from trl_storages.rows import RowView
+from trl_storages.rows.row_view import joined
 from trl_storages.samplers import WrappingSampler, layers_of, prioritized_of
 from trl_storages.signatures import SettledEnsemble
 
 __all__ = ["ReplayStorageEnsemble"]
+
+#: Rows of one storage, as its transforms show them.
+Part: TypeAlias = RowView | TensorDictBase
 
 # What a sampler says of its rows, and what holds of rows that another sampler drew.
 _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -98,8 +103,8 @@ class ReplayStorageEnsemble(SettledEnsemble):
         if arguments.generator("generator", generator) is not None:
             for storage in storages:
                 storage.set_rng(generator)
-        # The order of the rows of a batch, for the counts and the device of the last one.
-        self._order: tuple[Any, torch.Tensor] = (None, torch.empty(0))
+        # The order of the rows of a batch and their storages, for the counts and the device of the last.
+        self._order: tuple[Any, torch.Tensor, torch.Tensor] = (None, torch.empty(0), torch.empty(0))
 
     @property
     def storages(self) -> tuple[ReplayStorage, ...]:
@@ -200,16 +205,16 @@ class ReplayStorageEnsemble(SettledEnsemble):
             return batch
         return batch, {name: batch.get(name) for name in sorted({*names, keys.BUFFER_IDS})}
 
-    def _draw(self, number: int, count: int) -> tuple[TensorDictBase, dict[str, Any]]:
+    def _draw(self, number: int, count: int) -> tuple[Part, dict[str, Any]]:
         """Draws from one storage, with weights that are not normalised."""
         storage, sampler = self._storages[number], self._prioritized[number]
         # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
-        drawn: tuple[TensorDictBase, dict[str, Any]]
+        drawn: tuple[Part, dict[str, Any]]
         if sampler is None:
-            drawn = storage._sample(count)
+            drawn = storage._sample_part(count)
             return drawn
         with storage._replay_lock, sampler.plain_weights():
-            drawn = storage._sample(count)
+            drawn = storage._sample_part(count)
         return drawn
 
     @contextmanager
@@ -235,26 +240,21 @@ class ReplayStorageEnsemble(SettledEnsemble):
                 sampler.resume(before)
             raise
 
-    def _joined(self, drawn: dict[int, TensorDictBase], counts: list[int]) -> TensorDictBase:
+    def _joined(self, drawn: dict[int, Part], counts: list[int]) -> TensorDictBase:
         """Makes one batch of those of the storages, by their numbers."""
         num_steps = self._num_steps(drawn, counts)
-        names = {number: set(part.keys()) for number, part in drawn.items()}
-        said = [key for key in _WITHOUT if any(key in each for each in names.values())]
-        for number, part in drawn.items():
-            index = part.get(keys.INDEX)
+        said = [key for key in _WITHOUT if any(_has(part, key) for part in drawn.values())]
+        for part in drawn.values():
             for key in said:
-                if key not in names[number]:
-                    set_entry(part, key, _WITHOUT[key](index))
-            set_entry(part, keys.BUFFER_IDS, torch.full_like(index, number))
+                if not _has(part, key):
+                    part[key] = _WITHOUT[key](part[keys.INDEX])
         parts = [*drawn.values()]
-        order = self._order_of(counts, num_steps, parts[0].get(keys.INDEX).device)
-        batch = _join(parts, order)
+        order, ids = self._order_of(counts, num_steps, parts[0][keys.INDEX].device)
+        views = [part for part in parts if isinstance(part, RowView)]
+        batch = joined(views, order) if len(views) == len(parts) else None
         if batch is None:
-            raise ValueError(
-                "the batches of an ensemble must have the same entries, but "
-                f"{'; '.join(_differences(drawn))}. Let a transform of one storage leave it out "
-                "(ExcludeTransform), add it or convert it (DTypeCastTransform)."
-            )
+            batch = self._joined_entries(drawn, order)
+        set_entry(batch, keys.BUFFER_IDS, ids.clone())
         if keys.PRIORITY_WEIGHT in said:
             weight = batch.get(keys.PRIORITY_WEIGHT)
             set_entry(batch, keys.PRIORITY_WEIGHT, weight / weight.amax())
@@ -263,7 +263,22 @@ class ReplayStorageEnsemble(SettledEnsemble):
             batch.set(keys.SEQUENCE_ID, number_of.repeat_interleave(num_steps))
         return batch
 
-    def _num_steps(self, drawn: dict[int, TensorDictBase], counts: list[int]) -> int:
+    def _joined_entries(self, drawn: dict[int, Part], order: torch.Tensor) -> TensorDict:
+        """Makes one batch of those of storages of any kind."""
+        batches = {
+            number: part.tensordict() if isinstance(part, RowView) else part
+            for number, part in drawn.items()
+        }
+        batch = _join([*batches.values()], order)
+        if batch is None:
+            raise ValueError(
+                "the batches of an ensemble must have the same entries, but "
+                f"{'; '.join(_differences(batches))}. Let a transform of one storage leave it out "
+                "(ExcludeTransform), add it or convert it (DTypeCastTransform)."
+            )
+        return batch
+
+    def _num_steps(self, drawn: dict[int, Part], counts: list[int]) -> int:
         """Returns S."""
         sizes = {number: part.batch_size for number, part in drawn.items()}
         rows = {size[0] / counts[number] for number, size in sizes.items() if len(size) == 1}
@@ -275,14 +290,18 @@ class ReplayStorageEnsemble(SettledEnsemble):
             )
         return int(rows.pop())
 
-    def _order_of(self, counts: list[int], num_steps: int, device: torch.device) -> torch.Tensor:
-        """Returns `[B * S]` which of the rows, one storage after another, stands where."""
+    def _order_of(
+        self, counts: list[int], num_steps: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `[B * S]` which row, of one storage after another, stands where, and whose it is."""
         made_for = counts, num_steps, device
         if self._order[0] != made_for:
             step = torch.arange(num_steps)
             order = (even_order(counts).unsqueeze(1) * num_steps + step).flatten()
-            self._order = made_for, order.to(device)
-        return self._order[1]
+            ids = torch.cat([torch.full((n * num_steps,), at) for at, n in enumerate(counts)])
+            ids = ids.index_select(0, order)
+            self._order = made_for, order.to(device), ids.to(device)
+        return self._order[1:]
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
@@ -440,6 +459,10 @@ def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict | None
         else:
             return None
     return new_tensordict(joined, torch.Size([len(order), *first.batch_size[1:]]), first.device)
+
+
+def _has(part: Part, key: NestedKey) -> bool:
+    return key in (part if isinstance(part, RowView) else part.keys())
 
 
 def _is_nested(value: Any) -> bool:

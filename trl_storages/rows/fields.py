@@ -16,7 +16,7 @@ from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
 from trl_storages.keys import next_key
-from trl_storages.rows.layout import nest
+from trl_storages.rows.layout import Layout, nest
 from trl_storages.rows.packed import PackedStorage
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class StoredFields:
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns all fields in memory of their own, with `entries` beside or in the place of them."""
 
+    def packed(self) -> tuple[Layout, torch.Tensor] | None:
+        """Returns the rows in one piece, `[*B, W]` int64 of a layout, if they are gathered so."""
+        return None
+
 
 class _WholeRows(StoredFields):
     """Packed rows, gathered as a whole when a field is asked for."""
@@ -98,12 +102,20 @@ class _WholeRows(StoredFields):
     def _read(self, key: NestedKey) -> torch.Tensor:
         layout = self._storage.layout
         layout.field(key)  # raises what is wrong with the key
-        self._found = layout.views(self._storage.gather(self.slots, self.following))
+        self._found = layout.views(self._rows)
         return self._found[key]
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        found: torch.Tensor = self._storage.gather(self.slots, self.following)
+        return found
+
+    def packed(self) -> tuple[Layout, torch.Tensor] | None:
+        return self._storage.layout, self._rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout = self._storage.layout
-        fields = self._found or layout.views(self._storage.gather(self.slots, self.following))
+        fields = self._found or layout.views(self._rows)
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 
@@ -224,6 +236,9 @@ class BatchFields:
         for key, value in entries.items():
             set_entry(self._batch, key, value)
         return self._batch
+
+    def packed(self) -> None:
+        """Returns nothing, as the rows are no piece of memory any more."""
 
 
 def stored_fields(

@@ -5,17 +5,18 @@ Letters: B samples of a batch, n further rows of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
+from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.rows.fields import BatchFields, FollowingFields, StoredFields
 
-__all__ = ["RowView", "Rule"]
+__all__ = ["RowView", "Rule", "joined"]
 
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
@@ -191,10 +192,19 @@ class RowView:
 
     def tensordict(self) -> TensorDictBase:
         """Returns all entries, as a TensorDict of batch size B in memory of its own."""
+        self._work_out()
+        return self._stored.tensordict(self._entries)
+
+    def gather(self) -> None:
+        """Reads all that a batch of these rows needs, so that later writes no longer change it."""
+        self._work_out()
+        if self._stored.packed() is None:
+            self._stored, self._entries = BatchFields(self.tensordict()), {}
+
+    def _work_out(self) -> None:
         for key in self._lights:
             if key not in self._entries:
                 self._entries[key] = self[key]
-        return self._stored.tensordict(self._entries)
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Lets a function of batches change all entries; further rows are out of sight then.
@@ -208,3 +218,40 @@ class RowView:
             f"{type(function).__name__} has changed the sampled rows, but it cannot show further rows in "
             "the same way: put it behind the transforms that read further rows (GoalRelabel, NStep)."
         )
+
+
+def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
+    """Returns rows of several storages as one batch, if they are packed alike.
+
+    Args:
+        views: the rows, gathered, `[b]` each.
+        order: `[B]` int64, which of the rows, one view after another, stands where.
+
+    Returns:
+        TensorDict `[B]`, or None if fields or entries of one are others than those of the first.
+    """
+    pieces = [view._stored.packed() for view in views]
+    if pieces[0] is None:
+        return None
+    (layout, first), entries, blocks = pieces[0], views[0]._entries, []
+    for view, piece in zip(views, pieces, strict=True):
+        if piece is None or piece[0] != layout or piece[1].device != first.device:
+            return None
+        blocks.append(piece[1])
+        if view is not views[0] and not _are_alike(view._entries, entries):
+            return None
+    batch = layout.tensordict(torch.cat(blocks).index_select(0, order))
+    for key in entries:
+        entry = torch.cat([view._entries[key] for view in views])
+        set_entry(batch, key, entry.index_select(0, order))
+    return batch
+
+
+def _are_alike(
+    entries: Mapping[NestedKey, torch.Tensor], others: Mapping[NestedKey, torch.Tensor]
+) -> bool:
+    """Returns whether two views have entries of the same names, dtypes and shapes."""
+    return entries.keys() == others.keys() and all(
+        entry.dtype is others[key].dtype and entry.shape[1:] == others[key].shape[1:]
+        for key, entry in entries.items()
+    )

@@ -73,15 +73,12 @@ class ReplayTransform(Transform):  # type: ignore[misc]
             setattr(self, name, saved[name])
 
 
-def apply_transforms(parts: Iterable[Transform], rows: RowView) -> TensorDictBase:
+def apply_transforms(parts: Iterable[Transform], rows: RowView) -> None:
     """Applies transforms to drawn rows.
 
     Args:
         parts: the transforms, as `parts_of` lists them.
         rows: what was drawn.
-
-    Returns:
-        the batch as the last transform shows it.
     """
     for part in parts:
         if isinstance(part, ReplayTransform):
@@ -89,7 +86,6 @@ def apply_transforms(parts: Iterable[Transform], rows: RowView) -> TensorDictBas
         else:
             with dispatch_td_nn_modules(True):
                 rows.transform(part)
-    return rows.tensordict()
 
 
 def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> TensorDictBase:
