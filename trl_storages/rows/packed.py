@@ -103,7 +103,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             follow. Those that no row follows, at the ends of episodes and of lanes, lie in a table of
             their own. What is read is the same, bit for bit; an `EpisodeWriter` must write the rows.
             Next observations may then be left out of what is written, as TorchRL's collectors do with
-            `compact_obs=True`: an episode's last row shows its own observation as the next.
+            `compact_obs=True`: an episode's last row shows its own observation as the next, which
+            is warned of once.
         check: whether to look at the checksum of every row that is there already; None does after
             anything but a clean close.
         progress: whether to show how far the rows that are there already are known.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from tensordict import NestedKey
 
+from trl_storages.callers import warn_caller
 from trl_storages.keys import next_key, shared_keys
 from trl_storages.rows import Layout
 
-__all__ = ["with_next"]
+__all__ = ["warn_of_lost_ends", "with_next"]
 
 
 def with_next(
@@ -40,3 +41,14 @@ def with_next(
             "make the storage with share_next=True, or the collector without compact_obs."
         )
     return {**entries, **{next_key(key): entries[key] for key in keys}}
+
+
+def warn_of_lost_ends() -> None:
+    """Warns that the observations that episodes end with are not among what is written."""
+    warn_caller(
+        "next observations are left out of what is written, as by a collector with compact_obs=True: the "
+        "last row of each episode shows its own observation as the next one, and what is bootstrapped "
+        "from truncated ends, or is a goal by hindsight there, is of that. Make the collector without "
+        "compact_obs if episodes are truncated or have goals; otherwise ignore this warning, which "
+        "comes once."
+    )

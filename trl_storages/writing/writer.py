@@ -27,6 +27,7 @@ from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_storage, end_flags, num_steps_of
+from trl_storages.writing.compact import warn_of_lost_ends
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.lane_notes import LaneNotes
@@ -108,6 +109,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
         # Of a directory that was opened again.
         self._reopened: Reopened | None = None
+        # Whether it was said that rows come without the observations that episodes end with.
+        self._has_warned_of_ends = False
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
         # The layout of steps that were found to be complete.
@@ -276,7 +279,11 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
 
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
-        return self._fields.steps(data, self._storage, self.gaps)
+        steps = self._fields.steps(data, self._storage, self.gaps)
+        if steps.rows.is_compact and not self._has_warned_of_ends:
+            warn_of_lost_ends()
+            self._has_warned_of_ends = True
+        return steps
 
     def _checked(self, steps: Steps, block: Block, gaps: list[torch.Tensor]) -> Block:
         """Finds out all about steps that must be known before they are written.
