@@ -326,6 +326,13 @@ class TestErrors:
         relabel = GoalRelabel(distance_reward, terminated_fn=lambda *_: torch.zeros(3).bool())
         self.check(relabel, ValueError, r"terminated_fn.*\[15\].*\[3\]")
 
+    @pytest.mark.parametrize("returned", [torch.float32, torch.int64, torch.uint8])
+    def test_a_terminated_fn_that_returns_a_reward_or_a_distance(self, returned):
+        relabel = GoalRelabel(
+            distance_reward, terminated_fn=lambda *_: -torch.ones(15).to(returned)
+        )
+        self.check(relabel, TypeError, f"terminated_fn must return bool, got {returned}: compare")
+
     @pytest.mark.parametrize("result", [None, "much"])
     def test_a_reward_that_is_no_number(self, result):
         relabel = GoalRelabel(lambda *_: result)

@@ -117,7 +117,8 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
         R, of the shape of `reward`, 0 on padding; summed in float64, whatever the dtype of the rewards.
 
     Raises:
-        ValueError: `discount` is outside [0, 1], or `mask` is not of the leading shape of `reward`.
+        ValueError: `discount` is outside [0, 1], or `mask` is not of the leading shape of `reward`, or
+            has its last dimension of one, too.
 
     Reference: Chen et al. 2021, Decision Transformer, arXiv:2106.01345.
 
@@ -134,6 +135,12 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
         raise ValueError(
             f"mask must have the leading shape of reward, [*B, T] of {list(reward.shape)}, got "
             f"{list(shape)}."
+        )
+    if mask.ndim > 2 and shape == reward.shape and shape[-1] == 1:
+        # One step of many episodes would sum nothing.
+        raise ValueError(
+            f"mask must be [*B, T], without the last dimension of reward, {list(reward.shape)}, got "
+            f"{list(shape)}: pass mask.squeeze(-1)."
         )
     counts = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
     # where, not a product: padding may be infinite.

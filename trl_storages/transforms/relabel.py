@@ -133,7 +133,8 @@ class GoalRelabel(ReplayTransform):
             KeyError: the batch has no drawn goals, or the rows no goal entries.
             ValueError: goals differ in shape, or a function returned another shape than the batch's, or
                 reward or flags are stored as more than one value a row.
-            TypeError: achieved goals are floating, desired ones are not.
+            TypeError: achieved goals are floating, desired ones are not; or `terminated_fn` returned no
+                bool.
         """
         if self._index_key not in rows:
             of_key = "" if self.goal_key is None else f"goal_key={self.goal_key!r}, "
@@ -173,7 +174,13 @@ class GoalRelabel(ReplayTransform):
         return {self.reward_key: torch.where(drawn.mask, computed, stored)}
 
     def _flags(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
-        terminated = self._ask("terminated_fn", self.terminated_fn, seen, drawn).bool()  # type: ignore[arg-type]
+        terminated = self._ask("terminated_fn", self.terminated_fn, seen, drawn)  # type: ignore[arg-type]
+        if terminated.dtype is not torch.bool:
+            # A reward of -1 or a distance would be true nearly everywhere.
+            raise TypeError(
+                f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
+                "`distance < 0.05`."
+            )
         done = terminated | seen[self.truncated_key]
         flags = {self.terminated_key: terminated, self.done_key: done}
         return {
