@@ -107,6 +107,20 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         "UniformReplayStorage and the other ready-made ones are made of spaces."
     )
 
+    if TYPE_CHECKING:
+        # Parts are of many kinds, and their attributes are meant to be read and set.
+        @property
+        def storage(self) -> Any:
+            """Where the rows are."""
+
+        @property
+        def sampler(self) -> Any:
+            """Who draws."""
+
+        @property
+        def writer(self) -> Any:
+            """What keeps the episodes."""
+
     n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
     discount = Parameter[float](
         "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "

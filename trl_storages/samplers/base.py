@@ -69,7 +69,8 @@ class DrawingSampler(SavedPart, SettledSampler, Sampler):  # type: ignore[misc]
             `[B]` int64 slots, and the info that goes with them.
         """
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    # Of all types: TorchRL's has no `episodes`, and type checkers give it to subclasses of users too.
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws a batch.
 
         Args:
@@ -141,7 +142,7 @@ class UniformSampler(DrawingSampler, RandomSampler):  # type: ignore[misc]
     ring are filled unequally. Over a storage without an episode index the two are the same.
     """
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws rows with replacement.
 
         Returns:

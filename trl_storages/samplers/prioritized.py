@@ -195,7 +195,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
 
     # Drawing
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draws rows with replacement, in proportion to their priorities.
 
         Returns:
