@@ -514,11 +514,10 @@ STATES = {"check_state_dict", "read_state", "take_state"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
-        *("draw", "evict", "find_gaps", "goals", "is_newest", "newest", "newest_per_lane"),
+        *("draw", "evict", "goals", "is_newest", "newest", "newest_per_lane"),
         *(
             "newest_slots",
             "moved",
-            "next_run",
             "recount",
             "rejoin",
             "restart",
@@ -530,12 +529,11 @@ BETWEEN_PARTS = {
     "EpisodeWriter": {"append", "restart", "takes"},
     "FrameStack": {"as_seen", "frame_shape", "frames_first"},
     "PackedStorage": {
-        *("check_in_memory", "check_writable", "count_write", "forget_links", "gather", "get_root"),
+        *("check_in_memory", "check_writable", "forget_links", "gather", "get_root"),
         *(
             "keep_episodes",
             "lay_out",
             "lay_out_anew",
-            "lay_out_early",
             "mover",
             "note",
             "read_intact",

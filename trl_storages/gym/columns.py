@@ -57,17 +57,18 @@ class Column:
         "_dtype",
         "_is_lossy",
         "_num_envs",
-        "_numpy",
         "_shape",
         "_vector",
         "numbers",
+        "numpy_dtype",
     )
 
     def __init__(
         self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
     ) -> None:
         self._dtype = dtype
-        self._numpy = TORCH_TO_NUMPY.get(dtype)
+        #: Of arrays that need no conversion; None if NumPy does not know it.
+        self.numpy_dtype = TORCH_TO_NUMPY.get(dtype)
         self._shape = tuple(shape)
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
@@ -76,11 +77,6 @@ class Column:
         self.numbers: frozenset[type] = frozenset()
         if self._shape == (1,):
             self.numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
-
-    @property
-    def numpy_dtype(self) -> np.dtype | None:
-        """Of arrays that need no conversion; None if NumPy does not know it."""
-        return self._numpy
 
     def put(self, target: Any, value: Any, name: str, label: str, is_vector: bool) -> None:
         """Checks a value, and writes it into a column.
@@ -126,12 +122,12 @@ class Column:
                 rows = rows.to(self._dtype)
         else:
             rows = np.asarray(value)
-            if rows.dtype != self._numpy:
+            if rows.dtype != self.numpy_dtype:
                 self._check_dtype(rows.dtype, value, name + label)
                 # Of the plain numbers: NumPy raises where one of them is out of range.
                 rows = np.asarray(
                     value if not hasattr(value, "dtype") and not self._is_lossy else rows,
-                    dtype=self._numpy,
+                    dtype=self.numpy_dtype,
                 )
         if tuple(rows.shape) == (self._vector if is_vector else self._shape):
             rows = rows if is_vector else rows[None]
@@ -147,7 +143,7 @@ class Column:
             is_fine = is_number and source.kind != "c"
         else:
             rule: Literal["safe", "same_kind"] = "safe" if hasattr(value, "dtype") else "same_kind"
-            is_fine = is_number and self._numpy and np.can_cast(source, self._numpy, rule)
+            is_fine = is_number and self.numpy_dtype and np.can_cast(source, self.numpy_dtype, rule)
         if is_fine:
             return
         wanted = str(self._dtype).removeprefix("torch.")

@@ -32,7 +32,7 @@ from trl_storages.saved import SavedPart, SavedState
 
 __all__ = ["GymRecorder", "Memory", "RecordedStep"]
 
-_CPU = torch.device("cpu")
+_CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
 # The dtype of nothing.
 _NONE = object()
 
@@ -174,7 +174,7 @@ class GymRecorder(SavedPart):
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
         lanes = self._all_lanes
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP and self._ended.any():
+        if self.autoreset_mode is _NEXT_STEP and self._ended.any():
             lanes = np.flatnonzero(~self._ended).tolist()
             if not lanes:
                 flags = self._ends(terminateds, truncateds, is_vector)
@@ -196,8 +196,8 @@ class GymRecorder(SavedPart):
         desk = self._desk_for(layout, rows, values[3])
         block = desk.whole.block
         columns = block.columns
-        for target, dtype, shape, numbers, place, value in zip(
-            *desk.targets[is_vector], values, strict=True
+        for (target, dtype, shape, numbers, place), value in zip(
+            desk.targets[is_vector], values, strict=True
         ):
             # Most values are arrays of just the right kind, or numbers.
             kind = type(value)
@@ -209,7 +209,7 @@ class GymRecorder(SavedPart):
                 key, column, name, label = place
                 column.put(columns[key], value, name, label, is_vector)
         done, terminated, truncated = desk.flags
-        done[...] = terminated | truncated
+        desk.either(terminated, truncated, out=done)
         is_end = _any(done)
         finals = self._reset_already(done) if is_end else []
         if finals:
@@ -231,7 +231,7 @@ class GymRecorder(SavedPart):
                 read = column.read(value, "infos", f"[{key!r}]", is_vector)
                 columns[key][lanes] = as_array(read) if block.is_on_host else read
         ended = self._ended
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+        if self.autoreset_mode is _NEXT_STEP:
             ended = _host(done)
         recorded = desk.whole if lanes is self._all_lanes else RecordedStep(block, lanes)
         if layout is self.layout and ended is self._ended and last is self._watch.last:
@@ -402,9 +402,11 @@ class _Desk:
         self.flags = [block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
         #: Where each value of a step goes, without and with the leading dimension.
         self.targets = [
-            [*zip(*(_target(block, is_vector, place) for place in layout.places), strict=True)]
+            [_target(block, is_vector, place) for place in layout.places]
             for is_vector in (False, True)
         ]
+        #: Says where either of two flags is set.
+        self.either: Any = np.logical_or if block.is_on_host else torch.logical_or
 
 
 def _target(

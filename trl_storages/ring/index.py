@@ -117,31 +117,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             slot -1.
         """
         num_steps = arguments.integer("num_steps", num_steps)
-        run = self.next_run(num_steps, lanes)
-        if run is not None:
-            slots = torch.arange(run.start, run.stop, device=self.device)
-            return slots.view(self.num_envs, num_steps)
         return self._ring.next_slots(self.lane_ids(lanes), num_steps)
-
-    def next_run(self, num_steps: int, lanes: Lanes = None) -> range | None:
-        """Returns what `next_slots` does, where these are neighbours in the order of the rows.
-
-        Args:
-            num_steps: S.
-            lanes: the L lanes that are written; None is all of them.
-
-        Returns:
-            the slots, or None if they are no neighbours.
-        """
-        if lanes is not None:
-            return None
-        steps = self.host_steps
-        if self.num_envs > 1 and (num_steps > 1 or np.count_nonzero(steps != steps[0])):
-            return None
-        first = steps.item(0) % self.ring_steps
-        if num_steps > self.steps_per_lane or first + num_steps > self.ring_steps:
-            return None
-        return range(first * self.num_envs, (first + num_steps) * self.num_envs)
 
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""

@@ -258,7 +258,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             Directory.delete_at(directory)
         if not holds_storage(directory):
             return
-        _check_same(Description.read(directory), directory, self.max_size, self._declared)
+        found = Description.read(directory)
+        if found.num_rows != self.max_size:
+            raise ValueError(
+                f"the storage in {directory} has {found.num_rows} rows, got {self.max_size}: pass its "
+                "size, or another directory."
+            )
+        if not self._are_declared(found.layout):
+            raise ValueError(
+                f"the rows in {directory} are {found.layout}, got fields {self._named()}: pass the "
+                "spaces and keys they were made with, or another directory."
+            )
         opened = Directory.open(directory, check=check, track=track)
         try:
             self.episodes = opened.episodes(track)
@@ -466,9 +476,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._tell_lanes()
 
     def keep_episodes(self, episodes: EpisodeIndex) -> None:
-        """Takes over the index of the rows, from the `EpisodeWriter` that writes them."""
+        """Takes over the index of the rows, from the `EpisodeWriter` that writes them.
+
+        There is room for the fields that were named from then on, if all of them were.
+        """
         self.episodes = episodes
         self._tell_lanes()
+        if not self.initialized and self._declared and None not in self._declared.values():
+            self._allocate(self._layout_of(self._declared))
 
     def _tell_lanes(self) -> None:
         if self._side is not None and self.table is not None and self.episodes is not None:
@@ -764,11 +779,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self.directory.abandon()
             raise
 
-    def lay_out_early(self) -> None:
-        """Makes room for the fields that were named, if all of them were, once it is known who writes."""
-        if not self.initialized and self._declared and None not in self._declared.values():
-            self._allocate(self._layout_of(self._declared))
-
     def lay_out_anew(self, num_lanes: int) -> None:
         """Makes a directory for another number of lanes, if nothing was ever written to it."""
         directory, layout = self.directory, self.layout
@@ -857,22 +867,29 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Raises a ValueError if saved rows are others than those of this storage."""
         if self.layout is not None and layout.declared != self.layout.declared:
             raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
-        declared = {unravel_key(key): field for key, field in self._declared.items()}
-        wrong = [
-            key
-            for key, (dtype, shape) in layout.described.items()
-            if (declared and key not in declared)
-            or ((field := declared.get(key)) and (field[0], torch.Size(field[1])) != (dtype, shape))
-        ]
-        stacks = stacks_of({key: field for key, field in declared.items() if field})
-        wrong += stacks.keys() - layout.stacks.keys()
-        wrong += [key for key, stack in stacks.items() if layout.stacks.get(key, stack) != stack]
-        if wrong or not declared.keys() <= layout.described.keys():
+        if not self._are_declared(layout):
             raise ValueError(
-                f"the saved rows are {layout}, this storage was made for rows of "
-                f"{ {key: field and (field[0], [*field[1]]) for key, field in declared.items()} }. "
+                f"the saved rows are {layout}, this storage was made for rows of {self._named()}. "
                 "Nothing was changed."
             )
+
+    def _are_declared(self, layout: Layout) -> bool:
+        """Returns whether rows are those that the storage was made for, if these were named."""
+        known = layout.described
+        wanted: Any = {
+            unravel_key(key): field or known.get(key) for key, field in self._declared.items()
+        }
+        if not wanted or None in wanted.values():
+            return not wanted
+        stacks = stacks_of(wanted).items() <= layout.stacks.items()
+        return stacks and Layout(wanted).described == known
+
+    def _named(self) -> dict[NestedKey, Any]:
+        """Returns the fields that the storage was made for, for messages."""
+        return {
+            unravel_key(key): field and (field[0], [*field[1]])
+            for key, field in self._declared.items()
+        }
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked, into rows of the same layout and number.
@@ -994,28 +1011,3 @@ def _table_of(
     if layout.sharing is None:
         return kernels.RowTable(rows)
     return kernels.SharedTable(rows, layout.sharing, side, lanes)  # type: ignore[arg-type]
-
-
-def _check_same(
-    found: Description, directory: Path, max_size: int, fields: Mapping[NestedKey, Any]
-) -> None:
-    """Checks that a directory fits the storage that is to take it up.
-
-    Raises:
-        ValueError: it does not. The message says in what.
-    """
-    if found.num_rows != max_size:
-        raise ValueError(
-            f"the storage in {directory} has {found.num_rows} rows, got {max_size}: pass its size, or "
-            "another directory."
-        )
-    if not fields:
-        return
-    known = {field.key: (field.dtype, field.shape) for field in found.layout.fields}
-    wanted = {unravel_key(key): field or known.get(key) for key, field in fields.items()}
-    if None in wanted.values() or Layout(wanted) != found.layout:  # type: ignore[arg-type]
-        raise ValueError(
-            f"the rows in {directory} are {found.layout}, got fields "
-            f"{ {key: field and (field[0], tuple(field[1])) for key, field in wanted.items()} }: "
-            "pass the spaces and keys they were made with, or another directory."
-        )

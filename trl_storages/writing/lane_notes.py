@@ -38,6 +38,11 @@ class LaneNotes:
         # The newest trajectories that were left for others before they ended.
         self._left: deque[int] = deque(maxlen=_MANY)
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether several processes write."""
+        return self._process is not None
+
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
         self.trajectory.share_memory_()  # type: ignore[no-untyped-call]

@@ -155,14 +155,10 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._num_registered += 1
         self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
-            index = _new_index(storage, self.num_envs)
-            if isinstance(storage, PackedStorage):
-                storage.keep_episodes(index)
-            else:
-                storage.episodes = index
-        self._lanes, self._reopened = LaneNotes(storage.episodes), None
+            storage.episodes = index = _new_index(storage, self.num_envs)
+        self._lanes, self._reopened = LaneNotes(index), None
         if isinstance(storage, PackedStorage):
-            storage.lay_out_early()
+            storage.keep_episodes(index)
             if (directory := storage.directory) is not None:
                 self._reopened = Reopened(storage)
                 self._lanes.trajectory.copy_(torch.from_numpy(directory.state.trajectories))
@@ -323,10 +319,11 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         """
         storage, pairs, evicted = self._storage, _NO_PAIRS, [None]
         gaps: list[torch.Tensor] = []
-        blocks = [self._lanes.cut(steps, block) for block in blocks]
-        is_watched = steps.trajectory is not None and self.gaps.warns_of_tears
-        if is_watched and any(self._lanes.tears(steps, block) for block in blocks):
-            self.gaps.warn_of_tears()
+        if steps.trajectory is not None or self._lanes.are_shared:
+            blocks = [self._lanes.cut(steps, block) for block in blocks]
+            is_watched = steps.trajectory is not None and self.gaps.warns_of_tears
+            if is_watched and any(self._lanes.tears(steps, block) for block in blocks):
+                self.gaps.warn_of_tears()
         if len(blocks) == 1 and self._is_packed and storage.looks and self.gaps.is_looking:
             # As a rule there is no gap, and nothing else to be known before.
             pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
