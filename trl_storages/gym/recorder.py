@@ -30,7 +30,7 @@ from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
 
-__all__ = ["GymRecorder", "Memory", "RecordedStep"]
+__all__ = ["GymRecorder", "Memory"]
 
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
 # The dtype of nothing.
@@ -46,20 +46,6 @@ class Memory(NamedTuple):
     """`[E]` whether the next step of an environment only resets it."""
     last: LastBits | None
     """As `ResetWatch.last`."""
-
-
-class RecordedStep(NamedTuple):
-    """The transitions of one step, until the next one is read."""
-
-    block: StepBlock
-    """Of all environments."""
-    lanes: list[int] | None
-    """The L environments; None where these are all."""
-
-    def tensordict(self) -> TensorDict:
-        """Returns the transitions as a TensorDict `[L]`; it may share memory with the block."""
-        words = self.block.words
-        return self.block.layout.tensordict(words if self.lanes is None else words[self.lanes])
 
 
 class GymRecorder(SavedPart):
@@ -159,7 +145,7 @@ class GymRecorder(SavedPart):
 
     def read(
         self, step: Sequence[Any], rows: Layout | None = None
-    ) -> tuple[RecordedStep | None, Memory | None]:
+    ) -> tuple[StepBlock | None, Memory | None]:
         """Reads a step as `rows` does.
 
         Args:
@@ -168,7 +154,8 @@ class GymRecorder(SavedPart):
                 any order.
 
         Returns:
-            the transitions, and what to `remember` once they are written; None if that is known.
+            the transitions, until the next step is read, None if there are none; and what to `remember`
+            once they are written, None if that is known.
         """
         observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         infos = {} if infos is None else infos
@@ -194,7 +181,7 @@ class GymRecorder(SavedPart):
             *layout.observations.read(next_observations, "next_observations"),
         )
         desk = self._desk_for(layout, rows, values[3])
-        block = desk.whole.block
+        block = desk.block
         columns = block.columns
         for (target, dtype, shape, numbers, place), value in zip(
             desk.targets[is_vector], values, strict=True
@@ -233,10 +220,10 @@ class GymRecorder(SavedPart):
         ended = self._ended
         if self.autoreset_mode is _NEXT_STEP:
             ended = _host(done)
-        recorded = desk.whole if lanes is self._all_lanes else RecordedStep(block, lanes)
+        block.lanes = None if lanes is self._all_lanes else lanes
         if layout is self.layout and ended is self._ended and last is self._watch.last:
-            return recorded, None
-        return recorded, Memory(layout, ended, last)
+            return block, None
+        return block, Memory(layout, ended, last)
 
     def _ends(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
         """Returns which episodes end, `[E, 1]` bool."""
@@ -395,9 +382,8 @@ class _Desk:
         known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
-        block = StepBlock(known, num_envs, device)
-        #: The block as a step of all environments.
-        self.whole = RecordedStep(block, None)
+        #: Rows of a step.
+        self.block = block = StepBlock(known, num_envs, device)
         #: Where its flags are: the end, and what it is made of.
         self.flags = [block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
         #: Where each value of a step goes, without and with the leading dimension.
@@ -435,6 +421,5 @@ def _any(flags: Any) -> bool:
 
 def _host(flags: Any) -> NDArray[np.bool_]:
     """Returns `[E]` flags in memory of their own."""
-    array = flags if isinstance(flags, np.ndarray) else flags.numpy(force=True)
-    found: NDArray[np.bool_] = array.reshape(-1).copy()
+    found: NDArray[np.bool_] = as_array(flags).reshape(-1).copy()
     return found

@@ -61,10 +61,10 @@ def check_last_observations(
     Raises:
         ValueError: an episode ended with another observation than the next one that was given.
     """
-    for lane in np.flatnonzero(_array(columns[DONE])).tolist():
+    for lane in np.flatnonzero(as_array(columns[DONE])).tolist():
         last = last_observations(layout, infos, lane, is_vector=is_vector, needed=False)
         for key, value in last:
-            if not np.array_equal(as_array(value), _array(columns[key][lane])):
+            if not np.array_equal(as_array(value), as_array(columns[key][lane])):
                 raise ValueError(
                     f"next_observations must hold the last observation of environment {lane}, which "
                     "ended, but infos['final_obs'] is another one: the environment was reset in the same "
@@ -109,14 +109,14 @@ class ResetWatch:
         """
         if self.last is None:
             return None
-        ended = np.flatnonzero(_array(columns[DONE])).tolist()
+        ended = np.flatnonzero(as_array(columns[DONE])).tolist()
         if not (self.last or ended):
             return self.last
         # Bit by bit: NumPy does that in a tenth of the time that torch takes to compare.
-        before = [_array(columns[key]) for key, _ in pairs]
-        after = [_array(columns[key]) for _, key in pairs]
+        before = [as_array(columns[key]) for key, _ in pairs]
+        after = [as_array(columns[key]) for _, key in pairs]
         if self.last:
-            if not self._seems_reset(before, _array(columns[REWARD]), ended):
+            if not self._seems_reset(before, as_array(columns[REWARD]), ended):
                 return None
             lane = next(iter(self.last))
             if self._num_envs > 1:
@@ -154,10 +154,6 @@ class ResetWatch:
         """Forgets what episodes ended with."""
         if self.last:
             self.last = {}
-
-
-def _array(column: Any) -> np.ndarray:
-    return column if isinstance(column, np.ndarray) else as_array(column)
 
 
 def _bits(columns: Sequence[np.ndarray], lane: int) -> list[bytes]:

@@ -379,8 +379,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             rows = None
             if step is not None:
                 changes = self._changes_writes
-                if not changes and writer.takes(step.block.layout):
-                    return writer.append(step.block, step.lanes, then)
+                if not changes and writer.takes(step.layout):
+                    return writer.append(step, then)
                 rows = step.tensordict()
                 rows = self._transform.inv(rows.clone()) if changes else rows
             if step is None or rows is None:

@@ -5,12 +5,12 @@ Letters: n rows, W words of 8 bytes a row, E environments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDict
 
 from trl_storages.kernels import backend
 from trl_storages.keys import DONE, next_key
@@ -88,18 +88,23 @@ class StepBlock:
         if self.is_on_host:
             # To put a value into an array takes a fifth of the time.
             self.columns = {key: as_array(view) for key, view in self.views.items()}
+        #: The L environments that made a transition; None where these are all.
+        self.lanes: list[int] | None = None
         self._rows_here = self._rows(device, slice(None))
 
-    def rows(self, device: torch.device, lanes: Sequence[int] | None = None) -> NewRows:
+    def rows(self, device: torch.device) -> NewRows:
         """Returns what is in the block when it is written.
 
         Args:
             device: where the rows are wanted.
-            lanes: the environments that are meant; None is all of them.
         """
-        if device == self.device and lanes is None:
+        if device == self.device and self.lanes is None:
             return self._rows_here
-        return self._rows(device, slice(None) if lanes is None else [*lanes])
+        return self._rows(device, slice(None) if self.lanes is None else self.lanes)
+
+    def tensordict(self) -> TensorDict:
+        """Returns the transitions as a TensorDict `[L]`; it may share memory with the block."""
+        return self.layout.tensordict(self.words if self.lanes is None else self.words[self.lanes])
 
     def _rows(self, device: torch.device, which: Any) -> NewRows:
         words, done = self.words[which], self.views[DONE][which]
@@ -107,8 +112,10 @@ class StepBlock:
         return framed_rows(self.layout, rows)
 
 
-def as_array(tensor: torch.Tensor) -> np.ndarray:
+def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
     """Sees a tensor on the CPU as an array, to copy its bits; one elsewhere is brought there."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
     if tensor.dtype in _UNKNOWN_TO_NUMPY:
         tensor = tensor.detach().view(_UNKNOWN_TO_NUMPY[tensor.dtype])
     return tensor.numpy(force=True)

@@ -238,20 +238,19 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             self._taken = layout
         return True
 
-    def append(self, block: StepBlock, lanes: Sequence[int] | None, then: Then) -> torch.Tensor:
-        """Writes one step of all lanes, or of `lanes`, that is laid out already.
+    def append(self, block: StepBlock, then: Then) -> torch.Tensor:
+        """Writes one step that is laid out already.
 
         Args:
-            block: a step of all lanes, of the layout of the storage, as `takes` says.
-            lanes: the L distinct lanes that are written; None is all of them.
+            block: a step of L lanes, of the layout of the storage, as `takes` says.
             then: as in `extend`.
 
         Returns:
             `[L]` int64 slots.
         """
         self._prepare()
-        rows = block.rows(self._storage.device, lanes)
-        one = _ONE_STEP if lanes is None else Block(1, lanes)
+        rows = block.rows(self._storage.device)
+        one = _ONE_STEP if block.lanes is None else Block(1, block.lanes)
         return self._write(Steps(rows, block.layout), [one], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
