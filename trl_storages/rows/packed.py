@@ -34,7 +34,8 @@ from trl_storages.ring.index import Kept
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.frames import stacks_of
 from trl_storages.rows.layout import Layout
-from trl_storages.rows.stacks import Stacks, framed_rows
+from trl_storages.rows.stacks import Stacks
+from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 
 if TYPE_CHECKING:
@@ -174,12 +175,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             raise ValueError(
                 f"memory-mapped rows live on the CPU, got device={self.device}; leave device out."
             )
-        self.scratch_dir = None
-        if scratch_dir is not None:
-            self.scratch_dir = arguments.directory("scratch_dir", scratch_dir)
+        self.scratch_dir = arguments.optional(arguments.directory, "scratch_dir", scratch_dir)
         self.existsok = arguments.flag("existsok", existsok)
-        if check is not None:
-            check = arguments.flag("check", check)
+        check = arguments.optional(arguments.flag, "check", check)
         #: `[N, W]` int64, every transition; None until the layout is fixed.
         self.rows: torch.Tensor | None = None
         #: Where each field lies in a row; None until it is fixed.
@@ -196,9 +194,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.directory: Directory | None = None
         # The files as they are read where another process may write them.
         self._reader: Reader | None = None
-        self.out_device = None
-        if out_device is not None:
-            self.out_device = arguments.device("out_device", out_device)
+        self.out_device = arguments.optional(arguments.device, "out_device", out_device)
         self._declared = dict(fields or {})
         has_stacks = any(field is not None and len(field) > 2 for field in self._declared.values())
         if has_stacks and self.scratch_dir is not None:
@@ -244,8 +240,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if mode == "r+":
             options: Any = {"scratch_dir": directory, "check": check, "progress": progress}
             return cls(size, out_device=out_device, **options)
-        if check is not None:
-            check = arguments.flag("check", check)
+        check = arguments.optional(arguments.flag, "check", check)
         storage = cls(size, out_device=out_device)
         reader = Reader(directory, check=check)
         storage._follow(reader, fetch_every, tracker("opening rows", progress))
@@ -590,11 +585,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             KeyError, TypeError, ValueError: an entry does not fit the layout.
         """
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
-        rows_of = backend(self.device).NewRows if self.table is None else self.table.new_rows
-        fields, size = layout.fit(entries, batch_size, strict=strict), batch_size.numel()
-        fields = layout.frames_first(fields, len(batch_size))
-        rows = rows_of(fields, layout.places, size, layout.num_words, done, self.device)
-        return layout, framed_rows(layout, rows)
+        rows_of = None if self.table is None else self.table.new_rows
+        options: Any = {"strict": strict, "done": done, "rows_of": rows_of}
+        return layout, stage(layout, entries, batch_size, self.device, **options)
 
     def lay_out(self, layout: Layout) -> None:
         """Makes room for rows of this layout, if there is none yet."""

@@ -42,6 +42,7 @@ def stage(
     *,
     strict: bool = True,
     done: torch.Tensor | None = None,
+    rows_of: type[NewRows] | None = None,
 ) -> NewRows:
     """Returns the rows that entries make up, to be written.
 
@@ -52,13 +53,16 @@ def stage(
         device: where the rows are wanted.
         strict: whether an entry that is not in the layout is an error; it is left out otherwise.
         done: n bool, which rows end their episodes; None where no lane is written.
+        rows_of: makes the rows of the device, if it is known.
 
     Raises:
         KeyError, TypeError, ValueError: an entry does not fit the layout.
     """
     fields = layout.fit(entries, batch_size, strict=strict)
-    rows = backend(device).NewRows
-    return rows(fields, layout.places, batch_size.numel(), layout.num_words, done, device)
+    fields = layout.frames_first(fields, len(batch_size))
+    size, rows_of = batch_size.numel(), rows_of or backend(device).NewRows
+    rows = rows_of(fields, layout.places, size, layout.num_words, done, device)
+    return framed_rows(layout, rows)
 
 
 def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
