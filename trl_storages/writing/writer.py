@@ -316,8 +316,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             shape: in which the slots are wanted; None is `[n]`.
             then: called with the slots, as a part of the write.
         """
-        storage, pairs, evicted = self._storage, _NO_PAIRS, [None]
-        gaps: list[torch.Tensor] = []
+        storage, pairs, evicted, has_warned = self._storage, _NO_PAIRS, [None], False
         if steps.trajectory is not None or self._lanes.are_shared:
             blocks = [self._lanes.cut(steps, block) for block in blocks]
             is_watched = steps.trajectory is not None and self.gaps.warns_of_tears
@@ -328,6 +327,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
         while True:
             if not len(pairs):
+                gaps: list[torch.Tensor] = []
                 blocks = [self._checked(steps, block, gaps) for block in blocks]
                 if self._is_packed and not storage.initialized:
                     # There may be no space for them.
@@ -335,7 +335,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 # The frames of rows that steps evict, while those that stay need them.
                 stacks = storage.stacks if self._is_packed else None
                 evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
-                has_warned = bool(gaps) and self.gaps.warn(gaps)
+                has_warned = self.gaps.warn(gaps)
             counters = storage.episodes.counters()
             count = self._write_count + steps.rows.num_rows
             try:
@@ -347,7 +347,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             if slots is not None:
                 break
             pairs = _NO_PAIRS
-        if gaps and has_warned:
+        if has_warned:
             self.gaps.has_warned = True
         return slots
 
