@@ -319,8 +319,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         storage, pairs, evicted, has_warned = self._storage, _NO_PAIRS, [None], False
         if steps.trajectory is not None or self._lanes.are_shared:
             blocks = [self._lanes.cut(steps, block) for block in blocks]
-            is_watched = steps.trajectory is not None and self.gaps.warns_of_tears
-            if is_watched and any(self._lanes.tears(steps, block) for block in blocks):
+            if self.gaps.warns_of_tears and any(self._lanes.tears(steps, it) for it in blocks):
                 self.gaps.warn_of_tears()
         if len(blocks) == 1 and self._is_packed and storage.looks and self.gaps.is_looking:
             # As a rule there is no gap, and nothing else to be known before.
