@@ -315,9 +315,9 @@ class GymRecorder(SavedPart):
 
     def _reset_already(self, done: Any) -> list[int]:
         """Returns the environments that ended and were reset in the same step."""
-        if self.autoreset_mode is not AutoresetMode.SAME_STEP or not _any(done):
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             return []
-        found: list[int] = np.flatnonzero(_host(done)).tolist()
+        found: list[int] = np.flatnonzero(as_array(done)).tolist()
         return found
 
     def _infos(

@@ -95,13 +95,11 @@ class Fields:
         if trajectory is not None:
             trajectory = trajectory.to(device).reshape(-1).long()
         if isinstance(storage, PackedStorage):
-            repeated = None
             try:
                 layout, rows = self.rows(data, entries, storage, done)
             except KeyError:
                 if (repeated := _with_next(entries, storage.layout)) is None:
                     raise
-            if repeated is not None:
                 layout, rows = self.rows(data, repeated, storage, done)
                 rows.is_compact = True
             return Steps(rows, layout, trajectory)
