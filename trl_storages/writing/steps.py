@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
-from trl_storages.keys import INDEX, MASK, next_key, shared_keys
+from trl_storages.keys import INDEX, MASK
 from trl_storages.rows import (
     Layout,
     Nested,
@@ -23,6 +23,7 @@ from trl_storages.rows import (
     tensors_of,
 )
 from trl_storages.writing.checks import end_flags, refuse_padding
+from trl_storages.writing.compact import with_next
 from trl_storages.writing.gaps import GapWatch
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Fields:
             try:
                 layout, rows = self.rows(data, entries, storage, done)
             except KeyError:
-                if (repeated := _with_next(entries, storage.layout)) is None:
+                if (repeated := with_next(entries, storage.layout)) is None:
                     raise
                 layout, rows = self.rows(data, repeated, storage, done)
                 rows.is_compact = True
@@ -154,35 +155,3 @@ class Fields:
             nested = nested_sizes(data, data.ndim)
         strict = self.keys is None
         return storage.stage(entries, data.batch_size, strict=strict, nested=nested, done=done)
-
-
-def _with_next(
-    entries: dict[NestedKey, torch.Tensor], layout: Layout | None
-) -> dict[NestedKey, torch.Tensor] | None:
-    """Returns entries that lack next observations with observations in the place of these.
-
-    TorchRL's collectors leave them out with `compact_obs=True`. Observations stand there until the rows
-    come that follow, and for good where an episode ends.
-
-    Args:
-        entries: of rows that are to be written.
-        layout: of the rows that are stored; None if there are none yet.
-
-    Returns:
-        None if nothing is lacking, or something else.
-
-    Raises:
-        KeyError: next observations are lacking, and the rows do not share them.
-    """
-    missing = () if layout is None else [key for key in layout.keys if key not in entries]
-    if layout is None or not missing:
-        return None
-    keys = shared_keys(layout.keys)
-    if not keys or any(next_key(key) in entries or key not in entries for key in keys):
-        return None
-    if layout.framed.sharing is None:
-        raise KeyError(
-            f"the data lacks {[*map(next_key, keys)]}, which collectors with compact_obs=True leave out: "
-            "make the storage with share_next=True, or the collector without compact_obs."
-        )
-    return {**entries, **{next_key(key): entries[key] for key in keys}}
