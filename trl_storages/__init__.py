@@ -1,9 +1,10 @@
 """Replay storages for TorchRL: hindsight, n-step, priorities and recency at sample time.
 
-Begin with a ready-made storage, such as `UniformReplayStorage` or `HERReplayStorage`, whose `help()` explains
-every option: it is made of the spaces of an environment, written by `record` (plain loops) or `extend`
-(collectors and datasets), and read by `sample`. `ReplayStorage` puts parts of one's own together.
-`trl_storages.datasets` makes storages of datasets, `trl_storages.plotting` shows them.
+Begin with a ready-made storage, such as `UniformReplayStorage` or `HERReplayStorage`: it is made of the
+spaces of an environment, written by `record` (plain loops) or `extend` (collectors and datasets), and
+read by `sample`. The `help()` of `UniformReplayStorage` explains every option. `ReplayStorage` puts parts
+of one's own together. `trl_storages.datasets` makes storages of datasets, `trl_storages.plotting` shows
+them.
 """
 
 # Imported for what it registers: the test environments.

@@ -578,9 +578,9 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """Shows batches by one more transform, after those that there are.
 
         Args:
-            transform: a TorchRL transform, or a function of a batch. Its inverse, where it has one, changes
-                what is written: that of `DoubleToFloat` makes actions float64, unless its `in_keys` are
-                named.
+            transform: a TorchRL transform, or a function of a batch. Its inverse, where it has one,
+                changes what is written: that of `DoubleToFloat` makes actions float64, unless its
+                `in_keys` are named.
             invert: whether it changes what is written, and its inverse what is sampled.
 
         Returns:
