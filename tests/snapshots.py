@@ -74,7 +74,7 @@ def files_of(directory: str | Path) -> dict[str, bytes]:
 def _sampler(sampler: Any) -> dict[str, Any]:
     seen = {"kind": type(sampler).__name__, "plain": _scalars(sampler)}
     if isinstance(sampler, WrappingSampler):
-        return {**seen, "base": _sampler(sampler.base)}
+        return {**seen, "counts": sampler._counts, "base": _sampler(sampler.base)}
     if isinstance(sampler, PERSampler):
         table = sampler._table
         return {**seen, "state": sampler.state_dict(), "generations": table.generations}

@@ -24,6 +24,7 @@ from torchrl.data import LazyTensorStorage
 
 import trl_storages
 from trl_storages import datasets, plotting
+from trl_storages.replay.batches import BatchSource
 from trl_storages.saved import SavedPart
 
 #: Name -> what users pick up.
@@ -388,6 +389,7 @@ TABLE: dict[str, dict[str, str]] = {
         "batch_size": "count from 1",
         "window": "any",
     },
+    "PERSampler.validate": {"live": "slots?"},
     "PERSampler.update_priority": {
         "index": "values",
         "priority": "values",
@@ -418,7 +420,8 @@ TABLE: dict[str, dict[str, str]] = {
     "HERSampler.discount": {"value": "share"},
     "HERSampler.strategy": {"value": "goals"},
     "HERSampler.num_goals": {"value": "count or inf"},
-    "DrawingSampler.sample": {"storage": "object", "batch_size": "count from 1"},
+    "ERESampler.sample": {"storage": "object", "batch_size": "count from 1"},
+    "HERSampler.sample": {"storage": "object", "batch_size": "count from 1"},
     **{f"{part}.load_state_dict": {"state_dict": "mapping"} for part in SAVED_PARTS},
     **{
         f"{part}.{method}": {"path": "path"}
@@ -430,6 +433,8 @@ TABLE: dict[str, dict[str, str]] = {
         "num_returns": "count from 2",
         "decay": "share above 0",
     },
+    "ReturnImprovementEta.num_returns": {"value": "count from 2"},
+    "ReturnImprovementEta.decay": {"value": "share above 0"},
     "ReturnImprovementEta.step": {"episode_returns": "returns"},
     "NStep": {
         "n_steps": "count from 1",
@@ -540,24 +545,22 @@ BETWEEN_PARTS = {
         ),
         *("refresh", "stage", "write"),
     },
-    "UniformSampler": {"draw"},
-    "HERSampler": {"draw"},
     "PERSampler": {
         "slots_amiss",
-        "draw",
         "add",
         "attach",
         "extend",
         "mark_update",
         "plain_weights",
     },
-    "ERESampler": {"draw", "add", "extend", "mark_update"},
+    "ERESampler": {"add", "extend", "mark_update"},
     "WrappingSampler": {
         "add",
         "extend",
         "mark_update",
         "can_sample",
-        "resume",
+        "default_priority",
+        "ran_out",
         "update_priority",
     },
     "ReplayTransform": {"hides_next", "replaces", "replay", "show"},
@@ -581,6 +584,10 @@ def public_callables() -> dict[str, list[str]]:
             owner_name = WRITTEN_IN.get(owner.__name__, owner.__name__)
             if owner is SavedPart:
                 owner_name = name
+            if owner is BatchSource:
+                owner_name = (
+                    "ReplayStorage" if issubclass(public, trl_storages.ReplayStorage) else name
+                )
             if member in STATES or member in BETWEEN_PARTS.get(owner_name, ()):
                 continue
             static = inspect.getattr_static(public, member)
@@ -646,7 +653,6 @@ class World:
             "PackedStorage": storage._storage,
             "WrappingSampler": sampler,
             "HERSampler": sampler,
-            "DrawingSampler": sampler,
             "ERESampler": sampler.base,
             "PERSampler": sampler.base.base,
             "UniformSampler": self.uniform,

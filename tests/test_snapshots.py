@@ -40,12 +40,12 @@ CHANGES = {
     "index.host": lambda it: record(it, 3),
     "writer._write_count": lambda it: record(it, 3),
     "sampler.plain._strategy": lambda it: setattr(it.sampler, "strategy", "final"),
-    "sampler.base.plain._update": lambda it: it.sample(),
+    "sampler.base.counts.update": lambda it: it.sample(),
     "sampler.base.base.state.priorities": lambda it: it.update_priority(
         torch.tensor([1]), torch.tensor([3.0])
     ),
     "sampler.base.base.generations": lambda it: record(it, 3),
-    "transforms[1].plain._gamma": lambda it: setattr(it._transform[1], "_gamma", 0.1),
+    "transforms[1].plain.gamma": lambda it: setattr(it._transform[1], "gamma", 0.1),
     "recorder.ended": lambda it: record(it, 3, done=True),
     "generator": lambda it: it.sample(),
     "default generator": lambda _: torch.rand(1),

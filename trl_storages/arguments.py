@@ -58,6 +58,8 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
     Traceback (most recent call last):
     ValueError: num_envs must be an integer of at least 1, got 1.5.
     """
+    if type(value) is int and at_least <= value <= at_most:
+        return value
     try:
         whole = operator.index(value)
     except TypeError:
@@ -187,8 +189,7 @@ def function(name: str, value: Any, what: str) -> Callable[..., Any]:
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {_shown(value)}.")
-    called: Callable[..., Any] = value
-    return called
+    return value
 
 
 def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
@@ -116,14 +116,13 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def chosen(made: str, given: Options, defaults: Options, names: Sequence[str]) -> dict[str, Any]:
+def chosen(made: type, given: Options, defaults: Options) -> dict[str, Any]:
     """Returns all options, checked.
 
     Args:
-        made: what is made, for messages.
+        made: what is made.
         given: those that were given.
         defaults: of what is made, where they differ from those of all.
-        names: what it may be asked for, for messages.
 
     Raises:
         TypeError: there is no such option; the message says what to write instead. Or one is of another
@@ -131,14 +130,15 @@ def chosen(made: str, given: Options, defaults: Options, names: Sequence[str]) -
         ValueError: one is out of its range.
     """
     every = {name: option.default for name, option in OPTIONS.items()} | {**defaults, **given}
-    return checked(made, every, {name: option.check for name, option in OPTIONS.items()}, names)
+    checks = {name: option.check for name, option in OPTIONS.items()}
+    return checked(made.__name__, every, checks, [*signature(made).parameters])
 
 
-def with_options(signature: Signature, defaults: Options) -> Signature:
+def with_options(shown: Signature, defaults: Options) -> Signature:
     """Returns a signature with the options in the place of its `**options`."""
     hints, changed = get_type_hints(Options), {**defaults}
     parameters = []
-    for parameter in signature.parameters.values():
+    for parameter in shown.parameters.values():
         if parameter.kind is not Parameter.VAR_KEYWORD:
             parameters.append(parameter)
             continue
@@ -150,6 +150,6 @@ def with_options(signature: Signature, defaults: Options) -> Signature:
                 annotation=hints[name],
             )
             for name, option in OPTIONS.items()
-            if name not in signature.parameters
+            if name not in shown.parameters
         ]
-    return signature.replace(parameters=parameters)
+    return shown.replace(parameters=parameters)

@@ -6,7 +6,6 @@ each of them, alone and together.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from inspect import Signature
 from pathlib import Path
@@ -135,11 +134,7 @@ class UniformReplayStorage(ReplayStorage):
         action_space: Space[Any] | TensorSpec,
         **options: Unpack[Options],
     ) -> None:
-        self._build(observation_space, action_space, self._chosen(options))
-
-    def _chosen(self, options: Options) -> dict[str, Any]:
-        names = [*inspect.signature(type(self)).parameters]
-        return chosen(type(self).__name__, options, self._defaults, names)
+        self._build(observation_space, action_space, chosen(type(self), options, self._defaults))
 
     def _build(
         self,
@@ -380,7 +375,7 @@ class HERReplayStorage(UniformReplayStorage):
         num_goals: float = 4,
         **options: Unpack[Options],
     ) -> None:
-        given = self._chosen(options)
+        given = chosen(type(self), options, self._defaults)
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:

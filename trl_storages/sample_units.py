@@ -85,8 +85,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     @property
     def num_steps(self) -> int:
         """S, so that `batch.reshape(-1, unit.num_steps)` is one sequence a line."""
-        found: int = self.burn_in + self.length + self.bootstrap
-        return found
+        return self.burn_in + self.length + self.bootstrap
 
     def expand(
         self, index: Tensor, info: dict[str, Any], storage: Storage

@@ -3,16 +3,68 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from torchrl.data import ReplayBuffer, Writer
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages.interrupts import finish
 from trl_storages.other_names import METHOD_NAMES, meant
 
-__all__ = ["SettledEnsemble", "SettledSampler", "SettledStorage", "SettledWriter", "ShownSignature"]
+__all__ = [
+    "Setting",
+    "SettledEnsemble",
+    "SettledSampler",
+    "SettledStorage",
+    "SettledWriter",
+    "ShownSignature",
+]
 
 Made = TypeVar("Made")
+Value = TypeVar("Value")
+
+
+class Setting(Generic[Value]):
+    """An attribute that is checked when it is set, and may be set at any time.
+
+    Args:
+        check: `(name, value) -> what is meant`, or raises.
+        doc: what it is.
+        then: called with the object when another value has come in the place of the first one.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[str, Any], Value],
+        doc: str,
+        then: Callable[[Any], object] | None = None,
+    ) -> None:
+        self.__doc__, self._check, self._then = doc, check, then
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    # The value lies in the object under its own name, where Python finds it without asking.
+    if TYPE_CHECKING:
+
+        @overload
+        def __get__(self, part: None, owner: type) -> Setting[Value]: ...
+        @overload
+        def __get__(self, part: object, owner: type) -> Value: ...
+        def __get__(self, part: Any, owner: type) -> Any: ...
+
+    def __set__(self, part: Any, value: Any) -> None:
+        value, own = self._check(self._name, value), vars(part)
+        if self._then is None or self._name not in own:
+            own[self._name] = value
+        elif value != own[self._name]:
+            finish(partial(self._change, part, value))
+
+    def _change(self, part: Any, value: Value) -> None:
+        vars(part)[self._name] = value
+        self._then(part)  # type: ignore[misc]
 
 
 class ShownSignature:
@@ -72,7 +124,7 @@ class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
 class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
     def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
         try:
-            return super().__call__(*args, **options)  # type: ignore[misc, no-any-return]
+            return super().__call__(*args, **options)  # type: ignore[misc]
         except TypeError as error:
             # Python's own, of arguments that are too many or missing.
             ours = {f"{kind.__qualname__}.__init__()" for kind in cls.__mro__}

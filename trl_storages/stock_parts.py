@@ -10,8 +10,8 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import NestedKey
@@ -31,6 +31,7 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages import arguments
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage, read_fields
 
@@ -38,10 +39,10 @@ __all__ = [
     "check_buffers",
     "check_draws",
     "check_not_joined",
-    "check_sampler",
-    "check_unit",
+    "check_part",
     "draw",
     "expand",
+    "size_of_draw",
     "take_in_rows",
 ]
 
@@ -61,111 +62,72 @@ _BY_SLOT = (
 )
 
 
-@runtime_checkable
-class _Wraps(Protocol):
-    """A sampler that adds to what another one draws."""
-
-    base: Sampler
-
-
-def _is_stock(method: Callable[..., Any]) -> bool:
-    """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
-    return method.__module__.startswith("torchrl.")
-
-
 # What does not depend on the rows: checked where parts meet.
 
 
-def check_sampler(sampler: Sampler, num_envs: int) -> None:
-    """Checks that a sampler, and those below it, can be right over lanes.
+def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = None) -> None:
+    """Checks that a sampler with those below it, or a sample unit, can be right over lanes.
 
     Args:
-        sampler: anybody's; only TorchRL's own are looked at.
+        part: anybody's; only TorchRL's own are looked at.
         num_envs: E.
+        storage: holds the rows; None if it is not known.
 
     Raises:
         ValueError: it can't. The message names what to use instead.
     """
-    name = type(sampler).__name__
-    if isinstance(sampler, _Wraps):
-        check_sampler(sampler.base, num_envs)
-    if not _is_stock(sampler.sample):
+    if (base := getattr(part, "base", None)) is not None:
+        check_part(base, num_envs, storage)
+    if part is None or not _is_stock(part):
         return
-    if isinstance(sampler, ConsumingSampler):
+    name = type(part).__name__
+    if isinstance(part, ConsumingSampler):
         raise ValueError(
             f"rows with episodes can't be consumed, got {name}: they leave in the order in which they "
             "came. Pass UniformSampler(), or use a TensorDictReplayBuffer with TorchRL's own writer."
         )
-    if isinstance(sampler, SamplerEnsemble):
+    if isinstance(part, SamplerEnsemble):
         raise ValueError(
             f"the sampler must draw from one storage, got {name}: join several by "
             f"ReplayStorageEnsemble(*storages); for one, {_USE_SINGLE_ROWS}."
         )
+    if getattr(storage, "is_durable", False) and not isinstance(part, RandomSampler):
+        raise ValueError(
+            f"{name} takes the first slots for the rows and the next slot for the next step, and those "
+            f"of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
+            f"{_USE_SEQUENCES}."
+        )
     if num_envs == 1:
         return
-    if isinstance(sampler, SliceSampler):
-        # Such a one asks each row for its trajectory and its step.
-        if not sampler.fragmented:
-            _refuse_neighbours(name, num_envs)
-    elif not isinstance(sampler, _BY_SLOT):
+    if isinstance(part, SliceSampler | Sequence):
+        # A fragmented one asks each row for its trajectory and its step.
+        if not getattr(part, "fragmented", False):
+            raise ValueError(
+                f"{name} takes the next slot for the next step, but the rows of {num_envs} environments "
+                f"lie in turn, so that it would mix them: {_USE_SEQUENCES}."
+            )
+    elif isinstance(part, Sampler) and not isinstance(part, _BY_SLOT):
         raise ValueError(
             f"{name} is not known to be right over {num_envs} lanes of rows: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
         )
 
 
-def _check_slots(part: Any, storage: Any) -> None:
-    """Checks that a part of TorchRL's can be right over the slots of a storage.
-
-    Raises:
-        ValueError: the rows are in a directory, where they lie in more slots than can be live.
-    """
-    if not (isinstance(storage, PackedStorage) and storage.is_durable):
-        return
-    if isinstance(part, _Wraps):
-        _check_slots(part.base, storage)
+def _is_stock(part: Sampler | SampleUnit) -> bool:
+    """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
     method = part.sample if isinstance(part, Sampler) else part.expand
-    if _is_stock(method) and not isinstance(part, RandomSampler):
-        raise ValueError(
-            f"{type(part).__name__} takes the first slots for the rows and the next slot for the next "
-            f"step, and those of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
-            f"{_USE_SEQUENCES}."
-        )
-
-
-def check_unit(unit: SampleUnit | None, num_envs: int) -> None:
-    """Checks that a sample unit can be right over lanes.
-
-    Args:
-        unit: anybody's; only TorchRL's own are looked at.
-        num_envs: E.
-
-    Raises:
-        ValueError: it can't. The message names what to use instead.
-    """
-    if num_envs > 1 and isinstance(unit, Sequence) and _is_stock(unit.expand):
-        _refuse_neighbours(type(unit).__name__, num_envs)
-
-
-def _refuse_neighbours(name: str, num_envs: int) -> NoReturn:
-    raise ValueError(
-        f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie in "
-        f"turn, so that it would mix them: {_USE_SEQUENCES}."
-    )
+    return method.__module__.startswith("torchrl.")
 
 
 def check_buffers(storage: Storage, num_envs: int) -> None:
     """Checks the samplers and sample units of all buffers that a storage is part of.
 
     Raises:
-        ValueError: as `check_sampler` and `check_unit`.
+        ValueError: as `check_part`.
     """
     for buffer in _buffers(storage):
-        check_sampler(buffer._sampler, num_envs)
-        check_unit(buffer._sample_unit, num_envs)
-        _check_slots(buffer._sampler, storage)
-        if buffer._sample_unit is not None:
-            _check_slots(buffer._sample_unit, storage)
+        check_part(buffer._sampler, num_envs, storage)
+        check_part(buffer._sample_unit, num_envs, storage)
 
 
 def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> None:
@@ -212,6 +174,23 @@ class _Seen:
         return self._length
 
 
+def size_of_draw(storage: Storage, batch_size: int) -> int:
+    """Returns B, if a storage has rows to draw.
+
+    Raises:
+        RuntimeError: it is empty.
+        TypeError, ValueError: it is no storage, or B is below 1.
+    """
+    # Anything with an episode index and a length will do.
+    if getattr(storage, "episodes", None) is None:
+        arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+    if not len(storage):
+        raise RuntimeError(
+            "the storage is empty: write transitions with record(), add() or extend() before sampling."
+        )
+    return arguments.integer("batch_size", batch_size, at_least=1)
+
+
 def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
     """Draws with any sampler, from the live rows whatever the fill of each lane.
 
@@ -224,37 +203,34 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         what the sampler returns: slots and its info.
 
     Raises:
-        ValueError: as `check_sampler`.
+        ValueError: as `check_part`.
         RuntimeError: the rows are such that the sampler would join episodes, or draw slots without a
             row. The message names what to use instead.
     """
-    found: tuple[Any, dict[str, Any]]
     episodes = getattr(storage, "episodes", None)
-    if episodes is None or not _is_stock(sampler.sample):
-        found = sampler.sample(storage, batch_size)
-        return found
-    check_sampler(sampler, episodes.num_envs)
-    _check_slots(sampler, storage)
+    if not _is_stock(sampler):
+        return sampler.sample(storage, batch_size)
+    batch_size = size_of_draw(storage, batch_size)
+    if episodes is None:
+        return sampler.sample(storage, batch_size)
+    check_part(sampler, episodes.num_envs, storage)
     if isinstance(sampler, SliceSampler):
         _check_level(sampler, episodes)
         index, info = sampler.sample(storage, batch_size)
         (slots,) = index if isinstance(index, tuple) else (index,)
         _check_slices(sampler, storage, slots)
         return index, info
-    if episodes.is_level or not len(episodes):
-        found = sampler.sample(storage, batch_size)
-        return found
+    if episodes.is_level:
+        return sampler.sample(storage, batch_size)
     if isinstance(sampler, RandomSampler):
         return episodes.random_slots(batch_size, sampler._rng), {}
     if isinstance(sampler, PrioritizedSampler):
-        found = sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
-        return found
+        return sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
     if isinstance(sampler, SamplerWithoutReplacement):
         ranks, info = sampler.sample(_Seen(storage, len(episodes)), batch_size)
         return _live_slots(episodes, ranks), info
     _check_level(sampler, episodes)
-    found = sampler.sample(storage, batch_size)
-    return found
+    return sampler.sample(storage, batch_size)
 
 
 def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
@@ -291,17 +267,17 @@ def check_draws(storage: Any, writer: Writer) -> None:
         writer: the one; buffers that have another are left alone, and those that call `draw`.
 
     Raises:
-        ValueError: as `check_sampler` and `check_unit`.
+        ValueError: as `check_part`.
         RuntimeError: as `draw` and `expand`.
     """
     for buffer in _buffers(storage):
         if buffer._writer is not writer or getattr(buffer, "draws_live_rows", False):
             continue
         sampler, unit, episodes = buffer._sampler, buffer._sample_unit, storage.episodes
-        check_sampler(sampler, episodes.num_envs)
-        check_unit(unit, episodes.num_envs)
+        check_part(sampler, episodes.num_envs)
+        check_part(unit, episodes.num_envs)
         _check_sequences(unit, storage)
-        if not _is_stock(sampler.sample):
+        if not _is_stock(sampler):
             continue
         # A PackedStorage draws for the one itself, and the other sees all slots of a storage whose
         # length is that of its longest lane.
@@ -336,21 +312,19 @@ def expand(
         what the unit returns: slots and info.
 
     Raises:
-        ValueError: as `check_unit`.
+        ValueError: as `check_part`.
         RuntimeError: an episode ends where the unit would not see it.
     """
     episodes = getattr(storage, "episodes", None)
     if episodes is not None:
-        check_unit(unit, episodes.num_envs)
-        _check_slots(unit, storage)
+        check_part(unit, episodes.num_envs, storage)
         _check_sequences(unit, storage)
-    found: tuple[Any, dict[str, Any]] = unit.expand(index, info, storage)
-    return found
+    return unit.expand(index, info, storage)
 
 
 def _check_sequences(unit: SampleUnit | None, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
-    if not isinstance(unit, Sequence) or not _is_stock(unit.expand):
+    if not isinstance(unit, Sequence) or not _is_stock(unit):
         return
     # The others cross them because they were told to.
     if unit.episode_boundary != "include_reset" and unit.done_key is not None:

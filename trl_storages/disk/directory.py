@@ -320,6 +320,13 @@ class Directory:
             )
         )
 
+    def close(self, index: EpisodeIndex, progress: dict[str, Any] | None = None) -> None:
+        """Waits until everything is on disk, as `flush`, and lets another writer in."""
+        try:
+            self.flush(index, progress, is_clean=True)
+        finally:
+            self.abandon()
+
     def abandon(self) -> None:
         """Lets another writer in, and leaves everything as a killed process would."""
         self._lock.release()

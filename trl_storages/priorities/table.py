@@ -110,7 +110,11 @@ class PriorityTable:
 
     Attributes:
         has_rows: whether any slot has held a row since the table was made or cleared.
+        refreshes: how often the files of the rows had been looked at when the table followed them last;
+            0 where there are none.
     """
+
+    refreshes = 0
 
     def __init__(
         self,
@@ -271,19 +275,6 @@ class PriorityTable:
         self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
         return False
 
-    def drop(self, slots: torch.Tensor) -> None:
-        """Forgets rows that were evicted, and whose slots nothing was written to.
-
-        Args:
-            slots: `[B]` int64.
-        """
-        finish(partial(self._drop, slots))
-
-    def _drop(self, slots: torch.Tensor) -> None:
-        self._rows.priorities[slots] = ABSENT
-        weights = torch.zeros(len(slots), dtype=torch.float64, device=self.device)
-        self._tree.set(self._order.leaves(slots), weights)
-
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
         """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
         if not self._on_host:
@@ -353,6 +344,15 @@ class PriorityTable:
             )
 
     # The whole of it
+
+    def follow(self, storage: Any) -> bool:
+        """Takes in what another process has said of the priorities of a storage since the last time.
+
+        Returns:
+            False if they are not these.
+        """
+        del storage
+        return False
 
     def clear(self) -> None:
         """Forgets all rows and what was reported."""

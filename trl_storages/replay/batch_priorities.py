@@ -17,10 +17,9 @@ __all__ = ["drawn_priorities"]
 def drawn_priorities(
     data: TensorDictBase,
     priority_key: NestedKey,
-    priority: torch.Tensor | None = None,
-    *,
+    priority: torch.Tensor | None,
     reduction: str,
-    sequence_length: int = 1,
+    sequence_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """Returns the slots that were drawn, their priorities, and the stamps they were drawn with.
 

@@ -5,17 +5,15 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.utils import expand_as_right
 from torch.utils.data import DataLoader
 from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
@@ -25,49 +23,25 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
-from trl_storages.gym.recorder import Memory
 from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
 from trl_storages.priorities import Normalization
-from trl_storages.replay import on_disk
+from trl_storages.replay import history, incoming, on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities
+from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.history import list_trajectories, overwrite_rows, read_rows
-from trl_storages.replay.loader import batches_of, make_loader
-from trl_storages.replay.options import (
-    ONE_FORM,
-    Parameter,
-    check_goals,
-    check_options,
-    check_parts,
-    goal_keys,
-)
+from trl_storages.replay.incoming import Heard
+from trl_storages.replay.loader import make_loader
+from trl_storages.replay.options import ONE_FORM, Parameter, check_goals, check_options, goal_keys
 from trl_storages.replay.remote import in_actor
-from trl_storages.replay.saving import (
-    Parts,
-    check_drawn_ahead,
-    fit_drawn_ahead,
-    read_generator,
-    saved_generator,
-)
+from trl_storages.replay.saving import Parts, fit_drawn_ahead, read_generator, saved_generator
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
-from trl_storages.rows import PackedStorage, RowView, stored_fields
-from trl_storages.samplers import (
-    GoalStrategy,
-    PERSampler,
-    UniformSampler,
-    layers_of,
-    prioritized_of,
-)
+from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
+from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import read_state, write_state
 from trl_storages.signatures import SettledStorage
-from trl_storages.stock_parts import check_sampler, draw, expand, take_in_rows
-from trl_storages.transforms import (
-    ReplayTransform,
-    apply_transforms,
-    parts_of,
-    transform_batch,
-)
+from trl_storages.stock_parts import check_part, draw, expand, take_in_rows
+from trl_storages.transforms import apply_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -76,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[misc]
+class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # type: ignore[misc]
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -145,30 +119,24 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
-        check_parts(
-            storage=storage, sampler=sampler, writer=writer, transform=transform, recorder=recorder
-        )
+        parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
+        parts["recorder"] = recorder
+        given = check_options(type(self).__name__, parts | kwargs)
+        given["sampler"] = UniformSampler if sampler is None else sampler
+        given["writer"] = EpisodeWriter if writer is None else writer
+        recorder = given.pop("recorder")
         # TorchRL takes a `transform_factory` for a wish to wait.
-        options = {"delayed_init": False, **check_options(type(self).__name__, kwargs)}
-        super().__init__(
-            storage=storage,
-            sampler=UniformSampler if sampler is None else sampler,
-            writer=EpisodeWriter if writer is None else writer,
-            transform=transform,
-            **options,
-        )
+        super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
-        self._collates = options.get("collate_fn") is not None
-        # Steps of each lane that the sampler knows of, where other processes write too.
-        self._heard: torch.Tensor | None = None
+        self._collates = given.get("collate_fn") is not None
+        self._heard = Heard()
         if self.shared:
             self.share()
         # A size that is named for one sample is no conflict to be warned of.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
-        on_disk.resume(self._parts(), self._rng)
-        if getattr(self._storage, "scratch_dir", None) is not None:
-            on_disk.renew_locks_of(self)
+        on_disk.resume(Parts(self))
+        on_disk.renew_locks_of(self)
 
     @classmethod
     def open(
@@ -209,15 +177,10 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             RuntimeError: it has another writer.
             OSError: it may not be written.
         """
-        path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
-        mode = arguments.choice("mode", mode, ("r+", "r"))
-        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
-        check = arguments.optional(arguments.flag, "check", check)
-        device = arguments.optional(arguments.device, "device", device)
         rows = PackedStorage.open(
-            path,
+            arguments.directory("path", path),
             mode=mode,
-            out_device=device,
+            out_device=arguments.optional(arguments.device, "device", device),
             check=check,
             fetch_every=fetch_every,
             progress=progress,
@@ -231,6 +194,11 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             ReplayStorage.__init__(storage, **parts, transform=transform, **options)
         storage._is_settled = True
         return storage
+
+    @classmethod
+    def _open_reader(cls, path: Path, **options: Any) -> Self:
+        # Ready-made storages are opened by being made.
+        return ReplayStorage.open.__func__(cls, path, mode="r", **options)  # type: ignore[attr-defined]
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
@@ -285,35 +253,16 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         update_priority = arguments.optional(arguments.flag, "update_priority", update_priority)
         if not isinstance(self._writer, EpisodeWriter):
-            found: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
-            return found
-        rows: TensorDictBase | None = self._steps(tensordicts)
-        # TorchRL copies the steps for the inverses of transforms, and gives the copy an index.
-        rows = self._transform.inv(rows) if self._changes_writes else rows
-        if rows is None:
-            return torch.zeros(0, dtype=torch.int64)
-        then = self._hearing(rows, has_priority=update_priority is not False)
-        with self._replay_lock, self._write_lock:
-            return self._writer.extend(rows, lanes=lanes, then=then)
+            return super().extend(tensordicts, update_priority=update_priority)
+        steps = self._steps(tensordicts)
+        put = partial(self._writer.extend, lanes=lanes)
+        return incoming.write(self, put, steps, has_priority=update_priority is not False)
 
     def _steps(self, tensordicts: Any) -> TensorDictBase:
         if isinstance(tensordicts, TensorDictBase):
             return tensordicts
         layout = getattr(self._storage, "layout", None)
         return steps_of("tensordicts", tensordicts, None if layout is None else layout.described)
-
-    def _hearing(
-        self, rows: TensorDictBase, *, has_priority: bool = True
-    ) -> Callable[[torch.Tensor], object]:
-        """Returns how the sampler hears of rows, also of priorities that they come with."""
-        if not (has_priority and _holds(rows, self.priority_key)):
-            found: Callable[[torch.Tensor], object] = self._sampler.extend
-            return found
-        return partial(self._hear_of_priorities, rows.get(self.priority_key))
-
-    def _hear_of_priorities(self, priority: torch.Tensor, slots: torch.Tensor) -> None:
-        self._sampler.extend(slots)
-        self.update_priority(slots, priority)
 
     @says_its_order
     def add(self, data: TensorDictBase) -> torch.Tensor:
@@ -326,14 +275,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
         if not isinstance(self._writer, EpisodeWriter):
-            found: torch.Tensor = super().add(data)
-            return found
-        arguments.steps("data", data)
-        rows = self._transform.inv(data) if self._changes_writes else data
-        if rows is None:
-            return torch.zeros(0, dtype=torch.int64)
-        with self._replay_lock, self._write_lock:
-            return self._writer.add(rows, then=self._hearing(rows))
+            return super().add(data)
+        return incoming.write(self, self._writer.add, arguments.steps("data", data))
 
     @says_its_order
     def record(
@@ -366,37 +309,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
-        with self._replay_lock, self._write_lock:
-            recorder = self._recorder
-            step, memory = recorder.read(
-                (observations, actions, rewards, terminateds, truncateds, infos, next_observations),
-                getattr(self._storage, "layout", None),
-            )
-            writer: EpisodeWriter = self._writer
-            then = self._sampler.extend
-            if memory is not None:
-                then = partial(self._hear_of_step, memory)
-            rows = None
-            if step is not None:
-                changes = self._changes_writes
-                if not changes and writer.takes(step.layout):
-                    return writer.append(step, then)
-                rows = step.tensordict()
-                rows = self._transform.inv(rows.clone()) if changes else rows
-            if step is None or rows is None:
-                recorder.remember(memory)
-                return None
-            return writer.extend(rows, lanes=step.lanes, then=then)
-
-    def _hear_of_step(self, memory: Memory, slots: torch.Tensor) -> None:
-        self._sampler.extend(slots)
-        self._recorder.remember(memory)
-
-    @property
-    def _changes_writes(self) -> bool:
-        """Whether a transform may have an inverse, which is applied to what is written."""
-        parts = self._transform._modules["transforms"]._modules
-        return bool(parts) and any(map(_may_have_inverse, parts.values()))
+        step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
+        return incoming.record(self, step)
 
     def end_episodes(self, lanes: Any = None) -> None:
         """Cuts the running episodes: the next row of each lane begins another one.
@@ -411,7 +325,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             RuntimeError: the rows are in a directory that this process may not write.
         """
         with self._replay_lock, self._write_lock:
-            on_disk.check_writable(self._storage)
+            check_writable(self._storage)
             finish(partial(self._end_episodes, lanes))
 
     def _end_episodes(self, lanes: Any) -> None:
@@ -442,20 +356,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         # TorchRL's constructor calls this before there is anything to share.
         if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
             self._writer.share_memory_()
-            self._heard = self.episodes.num_steps_written.clone()
-        found: ReplayStorage = super().share(shared)
-        return found
-
-    def _hear_of_writes(self) -> None:
-        """Tells the sampler of rows that other processes have written to a shared storage."""
-        written = self.episodes.num_steps_written
-        if self._heard is None or bool((written < self._heard).any()):
-            # Emptied, here or elsewhere.
-            self._sampler._empty()
-            self._heard = torch.zeros_like(written)
-        if not torch.equal(written, self._heard):
-            self._sampler.extend(self.episodes.slots_since(self._heard))
-            self._heard = written.clone()
+            self._heard = Heard(self.episodes)
+        return super().share(shared)
 
     # Rows as they were stored
 
@@ -474,8 +376,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         Raises:
             IndexError: a slot holds no row.
         """
-        with self._replay_lock, self._write_lock:
-            return read_rows(self._storage, index)
+        return history.read_rows(self._storage, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Overwrites rows in place, which stay as old as they are.
@@ -490,7 +391,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
                 than slots. Nothing is written then.
         """
         with self._replay_lock, self._write_lock:
-            overwrite_rows(self._storage, self._writer, index, value)
+            history.overwrite_rows(self._storage, self._writer, index, value)
 
     @on_disk.intact
     def query(
@@ -512,8 +413,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         if predicate is not None:
             arguments.function("predicate", predicate, "of a Trajectory, or None")
         trajectory_key = arguments.optional(arguments.key, "trajectory_key", trajectory_key)
-        with self._replay_lock, self._write_lock:
-            return list_trajectories(self._storage, predicate, trajectory_key)
+        return history.list_trajectories(self._storage, predicate, trajectory_key)
 
     # Priorities
 
@@ -555,19 +455,14 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
                 data = data.copy().set(self.priority_key, priority)
             super().update_tensordict_priority(data)
             return
-        drawn = drawn_priorities(
-            data,
-            self.priority_key,
-            priority,
-            reduction=sampler.reduction,
-            sequence_length=self._sample_unit.num_steps if self._sample_unit is not None else 1,
-        )
+        num_steps = 1 if self._sample_unit is None else self._sample_unit.num_steps
+        drawn = drawn_priorities(data, self.priority_key, priority, sampler.reduction, num_steps)
         if drawn is None:
             return
         index, priority, stamp = drawn
         with self._replay_lock, self._write_lock:
             if self.shared:
-                self._hear_of_writes()
+                self._heard.tell(self._sampler, self.episodes)
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
@@ -589,8 +484,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         if not callable(transform):
             what = "a TorchRL transform, or a function of a batch"
             arguments.instance("transform", transform, Transform, what=what)
-        found: Self = super().append_transform(transform, invert=arguments.flag("invert", invert))
-        return found
+        return super().append_transform(transform, invert=arguments.flag("invert", invert))
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Shows batches by one more transform, at a place among those that there are.
@@ -605,10 +499,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         index = arguments.integer("index", index, at_most=len(self._transform))
         arguments.instance("transform", transform, Transform, what="a TorchRL transform")
-        found: Self = super().insert_transform(
-            index, transform, invert=arguments.flag("invert", invert)
-        )
-        return found
+        return super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Draws with another sampler from now on, by the generator of this storage.
@@ -622,70 +513,31 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
         if isinstance(self._writer, EpisodeWriter):
-            check_sampler(sampler, self._writer.num_envs)
+            check_part(sampler, self._writer.num_envs)
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
 
-    @overload
-    def sample(
-        self, batch_size: int | None = None, return_info: Literal[False] = False
-    ) -> TensorDictBase: ...
-    @overload
-    def sample(
-        self, batch_size: int | None, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    @overload
-    def sample(
-        self, batch_size: int | None = None, *, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    @overload
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False
-    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]: ...
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False
-    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
-        """Samples a batch.
-
-        Args:
-            batch_size: B; None is the one given to the constructor.
-            return_info: whether to return the sampler's entries as a dict as well.
-
-        Returns:
-            TensorDict `[B]` of the stored fields, as the transforms show them, with `index` and the
-            sampler's other entries.
-
-        Raises:
-            ValueError: `batch_size` is below 1.
-            RuntimeError: the storage is empty, no batch size is known, or a `HERSampler` draws goals that
-                no transform writes.
-        """
-        if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return_info = arguments.flag("return_info", return_info)
-        # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
-        return ReplayBuffer.sample(self, batch_size, return_info)
+    # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
+    _sample_checked = ReplayBuffer.sample
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     @on_disk.intact
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        with self._replay_lock, self._write_lock:
-            rows, info = self._drawn(batch_size)
-            return rows.tensordict(), info
+        rows, info = self._drawn(batch_size)
+        return rows.tensordict(), info
 
     @on_disk.intact
     def _sample_part(self, batch_size: int) -> tuple[RowView | TensorDictBase, dict[str, Any]]:
         """Samples a part of the batch of an ensemble, which is one with the other parts."""
-        with self._replay_lock, self._write_lock:
-            rows, info = self._drawn(batch_size)
-            rows.gather()
+        rows, info = self._drawn(batch_size)
+        rows.gather()
         return rows, info
 
     def _drawn(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
         """Draws rows, and shows them by the transforms."""
         if self.shared:
-            self._hear_of_writes()
+            self._heard.tell(self._sampler, self.episodes)
         parts = parts_of(self._transform)
         check_goals(self._sampler, parts)
         storage = self._storage
@@ -724,36 +576,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
 
     @on_disk.intact
     def _draw_episodes(self, n: int) -> TensorDictBase:
-        with self._replay_lock, self._write_lock:
-            episodes = self.episodes
-            first = episodes.random_episodes(n, self._rng).unsqueeze(1)
-            length = episodes.ahead(first) + 1
-            step = torch.arange(int(length.max()), device=first.device)
-            index = episodes.shift(first, step.minimum(length - 1))
-            batch = self._storage.get(index)
-            mask = (step < length).to(batch.device)
-            # `masked_fill` knows fewer dtypes than `where`.
-            batch = batch.apply(
-                lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
-            )
-            batch.set(keys.INDEX, index.to(batch.device))
-            batch.set(keys.MASK, mask)
-            return transform_batch(parts_of(self._transform), batch)
-
-    def batches(
-        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
-    ) -> Iterator[TensorDictBase]:
-        """Returns an iterator over `num_batches * epochs` batches.
-
-        Args:
-            num_batches: batches an epoch.
-            batch_size: B; None is the one given to the constructor.
-            epochs: how often.
-
-        Raises:
-            ValueError: a number is negative.
-        """
-        return batches_of(self, num_batches, batch_size, epochs)
+        batch = history.draw_episodes(self._storage, n, self._rng)
+        return transform_batch(parts_of(self._transform), batch)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
         """Forgets the stored rows.
@@ -773,8 +597,8 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             # Batches that were drawn ahead show rows that are gone.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
-                on_disk.check_writable(self._storage)
-                self._heard = None
+                check_writable(self._storage)
+                self._heard = Heard()
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
                     return
@@ -802,7 +626,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             OSError: the disk is full. What was written is there all the same.
         """
         with self._replay_lock, self._write_lock:
-            on_disk.flush(self._parts(), self._rng)
+            on_disk.flush(Parts(self))
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
@@ -816,7 +640,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
-            on_disk.close(self._parts(), self._rng, keep=keep)
+            on_disk.close(Parts(self), keep=keep)
 
     def loader(
         self,
@@ -850,39 +674,9 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             RuntimeError: the rows are not in a directory, or none was made yet.
             ValueError: a number is too small, or no batch size is known.
         """
-        num_workers = arguments.integer("num_workers", num_workers)
-        fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
-        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
-        pin_memory = arguments.flag("pin_memory", pin_memory)
-        seed = arguments.optional(arguments.integer, "seed", seed)
-        if not on_disk.has_files(self._storage):
-            raise RuntimeError(
-                "workers read rows from a directory, and these are in memory (or none was written yet): "
-                "make the storage with path=, or scratch_dir= and fields=."
-            )
-        if batch_size is None and self._batch_size is None:
-            raise ValueError(
-                "batch_size must be known: pass it here, or where the storage is made."
-            )
-        with self._replay_lock, self._write_lock:
-            sampler = on_disk.without_rows(self._sampler)
-        open_reader = partial(
-            _open_reader,
-            type(self),
-            self._storage.scratch_dir,
-            sampler=sampler,
-            transform=self._transform if len(self._transform) else None,
-            batch_size=batch_size or self._batch_size,
-            fetch_every=fetch_every,
-        )
-        return make_loader(
-            open_reader, num_workers=num_workers, pin_memory=pin_memory, seed=seed, **options
-        )
+        return make_loader(self, num_workers, batch_size, fetch_every, pin_memory, seed, options)
 
     # Saving
-
-    def _parts(self) -> Parts:
-        return Parts(self._storage, self._sampler, self._writer, self._transform, self._recorder)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that the next samples and writes depend on, in tensors and plain values.
@@ -891,16 +685,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         `copy.deepcopy` the state, or save it, before the storage is written again.
         """
         with self._capture_prefetch_state() as drawn_ahead:
-            return self._state(drawn_ahead)
-
-    def _state(self, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **self._parts().state_dict(),
-            "_batch_size": self._batch_size,
-            "_consume_after_n_samples": None,
-            "_rng": saved_generator(self._rng),
-            "_prefetch_state": drawn_ahead,
-        }
+            return Parts(self).state_dict(drawn_ahead)
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -909,13 +694,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
                 lanes or kind of sampler; or it is damaged. The message says what is wrong.
         """
-        saved = self._parts().check(state_dict)
-        if saved["_batch_size"] is not None:
-            saved.integer("_batch_size", 1)
-        if saved["_consume_after_n_samples"] is not None:
-            raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
-        read_generator(saved["_rng"])
-        check_drawn_ahead(saved["_prefetch_state"], self._prefetch_cap)
+        Parts(self).check(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. All of it is checked before anything is changed.
@@ -924,25 +703,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             RuntimeError: the rows are in a directory that this process may not write.
             KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
         """
-        self._load(state_dict)
-
-    def _load(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        on_disk.check_writable(self._storage)
-        self.synchronize()
-        with self._futures_lock:
-            with self._replay_lock:
-                self.check_state_dict(state)
-            finish(partial(self._take, state, progress))
-
-    def _take(self, state: dict[str, Any], progress: bool) -> None:
-        # Draws that are under way take the other lock.
-        self._clear_prefetch_queue_locked()
-        with self._replay_lock:
-            self._parts().take(state, progress=progress)
-            self._batch_size = state["_batch_size"]
-            if (generator := read_generator(state["_rng"])) is not None:
-                self.set_rng(generator)
-            self._restore_prefetch_queue_locked(state["_prefetch_state"])
+        Parts(self).load(state_dict)
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves all that the next samples and writes depend on. Loading it runs no code.
@@ -957,7 +718,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with self._capture_prefetch_state(clone_queue=False) as drawn_ahead:
-            write_state(path, self._state(drawn_ahead), progress=progress)
+            write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. All of it is read and checked before anything is changed.
@@ -973,7 +734,7 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
         fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
-        self._load(state, progress=progress)
+        Parts(self).load(state, progress=progress)
 
     def register_save_hook(self, hook: Any) -> NoReturn:
         """Raises a RuntimeError: nothing changes what is dumped."""
@@ -1034,47 +795,18 @@ class ReplayStorage(SettledStorage, TensorDictReplayBuffer):  # type: ignore[mis
             RuntimeError: one is broken; the message says which and where.
         """
         progress = arguments.flag("progress", progress)
-        with self._replay_lock, self._write_lock:
-            self.episodes.validate()
-            if isinstance(self._writer, EpisodeWriter):
-                self._writer.validate()
-            if (sampler := prioritized_of(self._sampler)) is not None:
-                self._check_priorities(sampler)
-            on_disk.check_rows(self._storage, progress)
-
-    def _check_priorities(self, sampler: PERSampler) -> None:
-        """Raises a RuntimeError if priorities are not those of the rows, or such as can't be drawn by."""
-        if self.shared:
-            self._hear_of_writes()
-        if on_disk.is_read(self._storage):
+        self.episodes.validate()
+        if isinstance(self._writer, EpisodeWriter):
+            self._writer.validate()
+        if (sampler := prioritized_of(self._sampler)) is not None:
+            if self.shared:
+                self._heard.tell(self._sampler, self.episodes)
             sampler.attach(self._storage)  # it hears of what was read last
-        sampler.validate()
-        live = self.episodes.live_slots().cpu()
-        if wrong := sampler.slots_amiss(sampler.state_dict()["priorities"], live):
-            raise RuntimeError(
-                f"the slots {wrong[:5]} have a priority without a row, or a row without a priority."
-            )
+            sampler.validate(self.episodes.live_slots())
+        on_disk.check_rows(self._storage, progress)
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]
         parts += list(self._transform) if len(self._transform) else []
         lines = "".join(f"\n    {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
-
-
-def _holds(data: TensorDictBase, key: NestedKey) -> bool:
-    # To ask for the keys takes a third of the time of `get`, but they are those of the root only.
-    return key in data.keys() if isinstance(key, str) else data.get(key, None) is not None  # noqa: SIM118
-
-
-def _open_reader(kind: Any, path: Any, generator: torch.Generator, **options: Any) -> ReplayStorage:
-    # Ready-made storages are constructed otherwise. One loader may be iterated several times at once.
-    open_rows = ReplayStorage.open.__func__  # type: ignore[attr-defined]
-    found: ReplayStorage = open_rows(
-        kind, path, mode="r", generator=generator, **copy.deepcopy(options)
-    )
-    return found
-
-
-def _may_have_inverse(transform: Transform) -> bool:
-    return not isinstance(transform, ReplayTransform)

@@ -6,8 +6,8 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, overload
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from torchrl.data import PrioritizedSampler
 from trl_storages import arguments, keys
 from trl_storages._torchrl import new_tensordict, set_entry
 from trl_storages.functional.draws import even_order, num_of_each
+from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
-from trl_storages.replay.loader import batches_of
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
-from trl_storages.samplers import WrappingSampler, layers_of, prioritized_of
+from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, resume_draws
 from trl_storages.signatures import SettledEnsemble
 
 __all__ = ["ReplayStorageEnsemble"]
@@ -39,12 +39,16 @@ _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class ReplayStorageEnsemble(SettledEnsemble):
+class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
     """Draws each batch from several storages, so much from each, as for half offline, half online data.
 
     Every storage draws with its own sampler and sees its rows through its own transforms. Of B samples
     each gives exactly its share, by largest remainder, and they are spread evenly through the batch: a
     batch that is split for several updates keeps the shares in each part.
+
+    `sample` returns a TensorDict `[B * S]` of the entries that the storages' batches have, and
+    `buffer_ids`. Where the batches do not go together (ValueError), or a storage can't give its share
+    (RuntimeError), the generators and phases of all storages are as before.
 
     A batch says in `buffer_ids` from which storage a row is, and in `index` where it lies there. The
     importance weights are (N P(i))^-beta of the row's own storage, divided by the largest of the batch,
@@ -156,37 +160,8 @@ class ReplayStorageEnsemble(SettledEnsemble):
         counts = zip(self._storages, self._counts(batch_size), strict=True)
         return all(not count or storage.can_sample(count) for storage, count in counts)
 
-    @overload
-    def sample(
-        self, batch_size: int | None = None, return_info: Literal[False] = False
-    ) -> TensorDictBase: ...
-    @overload
-    def sample(
-        self, batch_size: int | None, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    @overload
-    def sample(
-        self, batch_size: int | None = None, *, return_info: Literal[True]
-    ) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False
-    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
-        """Samples a batch from all storages.
-
-        Args:
-            batch_size: B; None is the one given to the constructor.
-            return_info: whether to return the samplers' entries as a dict as well.
-
-        Returns:
-            TensorDict `[B * S]` of the entries that the storages' batches have, and `buffer_ids`.
-
-        Raises:
-            ValueError: `batch_size` is below 1, or the batches do not go together. The generators and
-                phases of all storages are as before then.
-            RuntimeError: a storage can't give its share, such as an empty one, or no batch size is known.
-        """
+    def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         counts = self._counts(batch_size)
-        return_info = arguments.flag("return_info", return_info)
         for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
             if count and not storage.can_sample(count):
                 raise RuntimeError(
@@ -208,36 +183,24 @@ class ReplayStorageEnsemble(SettledEnsemble):
     def _draw(self, number: int, count: int) -> tuple[Part, dict[str, Any]]:
         """Draws from one storage, with weights that are not normalised."""
         storage, sampler = self._storages[number], self._prioritized[number]
+        weights = nullcontext() if sampler is None else sampler.plain_weights()
         # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
-        drawn: tuple[Part, dict[str, Any]]
-        if sampler is None:
-            drawn = storage._sample_part(count)
-            return drawn
-        with storage._replay_lock, sampler.plain_weights():
-            drawn = storage._sample_part(count)
-        return drawn
+        with storage._replay_lock, weights:
+            return storage._sample_part(count)
 
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
         """Puts generators and phases back if the batch can't be made."""
-        generators = [
-            torch.default_generator if storage._rng is None else storage._rng
-            for storage in self._storages
-        ]
-        states = [generator.get_state() for generator in generators]
-        wrapping = [
-            storage.sampler
-            for storage in self._storages
-            if isinstance(storage.sampler, WrappingSampler)
-        ]
-        progress = [sampler.progress() for sampler in wrapping]
+        generators = [storage._rng or torch.default_generator for storage in self._storages]
+        states = [(generator, generator.get_state()) for generator in generators]
+        progress = [progress_of_draws(storage.sampler) for storage in self._storages]
         try:
             yield
         except BaseException:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, state in states:
                 generator.set_state(state)
-            for sampler, before in zip(wrapping, progress, strict=True):
-                sampler.resume(before)
+            for storage, before in zip(self._storages, progress, strict=True):
+                resume_draws(storage.sampler, before)
             raise
 
     def _joined(self, drawn: dict[int, Part], counts: list[int]) -> TensorDictBase:
@@ -269,14 +232,13 @@ class ReplayStorageEnsemble(SettledEnsemble):
             number: part.tensordict() if isinstance(part, RowView) else part
             for number, part in drawn.items()
         }
-        batch = _join([*batches.values()], order)
-        if batch is None:
+        if differences := [*_differences(batches)]:
             raise ValueError(
-                "the batches of an ensemble must have the same entries, but "
-                f"{'; '.join(_differences(batches))}. Let a transform of one storage leave it out "
-                "(ExcludeTransform), add it or convert it (DTypeCastTransform)."
+                f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. "
+                "Let a transform of one storage leave it out (ExcludeTransform), add it or convert it "
+                "(DTypeCastTransform)."
             )
-        return batch
+        return _join([*batches.values()], order)
 
     def _num_steps(self, drawn: dict[int, Part], counts: list[int]) -> int:
         """Returns S."""
@@ -302,21 +264,6 @@ class ReplayStorageEnsemble(SettledEnsemble):
             ids = ids.index_select(0, order)
             self._order = made_for, order.to(device), ids.to(device)
         return self._order[1:]
-
-    def batches(
-        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
-    ) -> Iterator[TensorDictBase]:
-        """Returns an iterator over `num_batches * epochs` batches.
-
-        Args:
-            num_batches: batches an epoch.
-            batch_size: B; None is the one given to the constructor.
-            epochs: how often.
-
-        Raises:
-            ValueError: a number is negative.
-        """
-        return batches_of(self, num_batches, batch_size, epochs)
 
     # Priorities
 
@@ -436,28 +383,20 @@ class ReplayStorageEnsemble(SettledEnsemble):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict | None:
-    """Returns the rows of all parts, or None if these have other entries than one another.
+def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict:
+    """Returns the rows of all parts.
 
     Args:
-        parts: `[*, ...]` with the rows of one storage each.
+        parts: `[*, ...]` with the rows of one storage each, of the same entries.
         order: which of the rows, one part after another, stands where.
     """
-    first, *others = parts
-    if any(other.keys() != first.keys() for other in others):
-        return None
-    joined: dict[str, Any] = {}
+    first, joined = parts[0], {}
     for key, value in first.items():
-        values = [value, *(other.get(key) for other in others)]
-        if isinstance(value, TensorDictBase):
-            below = _join(values, order) if all(map(_is_nested, values)) else None
-            if below is None:
-                return None
-            joined[key] = below
-        elif all(_row(value) == _row(each) for each in values):
-            joined[key] = torch.cat(values).index_select(0, order)
-        else:
-            return None
+        values: list[Any] = [part.get(key) for part in parts]
+        is_nested = isinstance(value, TensorDictBase)
+        joined[key] = (
+            _join(values, order) if is_nested else torch.cat(values).index_select(0, order)
+        )
     return new_tensordict(joined, torch.Size([len(order), *first.batch_size[1:]]), first.device)
 
 
@@ -465,28 +404,24 @@ def _has(part: Part, key: NestedKey) -> bool:
     return key in (part if isinstance(part, RowView) else part.keys())
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, TensorDictBase)
-
-
-def _row(value: Any) -> Any:
-    """Returns what one row of an entry is: its dtype, its shape, and where it is."""
-    return None if _is_nested(value) else (value.dtype, value.shape[1:], value.device)
-
-
 def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:
-    """Says in which entries batches are others than the first one."""
+    """Says in which entries batches are others than the first one: in dtype, shape of a row or device."""
     entries = {
-        number: {key: _row(value) for key, value in part.items(True, True)}
+        number: {
+            key: (value.dtype, value.shape[1:], value.device)
+            for key, value in part.items(True, True)
+        }
         for number, part in drawn.items()
     }
     first, *others = entries
     for number in others:
-        for key in {**entries[first], **entries[number]}:
-            pair = [entries[each].get(key) for each in (first, number)]
-            if pair[0] != pair[1]:
+        pair = entries[first], entries[number]
+        if pair[0] == pair[1]:
+            continue
+        for key in pair[0] | pair[1]:
+            rows = [each.get(key) for each in pair]
+            if rows[0] != rows[1]:
                 told = [
-                    "missing" if row is None else f"{row[0]} {list(row[1])} on {row[2]}"
-                    for row in pair
+                    f"{row[0]} {list(row[1])} on {row[2]}" if row else "missing" for row in rows
                 ]
                 yield f"{key!r} is {told[0]} in storage {first} and {told[1]} in storage {number}"

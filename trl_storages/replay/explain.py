@@ -67,6 +67,10 @@ class Explanation:
             cells[name] = [_goal(*values) for values in shown]
         return [list(cells), *map(list, zip(*cells.values(), strict=True))]
 
+    def _rest(self) -> str:
+        hidden = len(self) - _ROWS_SHOWN
+        return f"... {hidden} more" if hidden > 0 else ""
+
     def __str__(self) -> str:
         table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -74,8 +78,7 @@ class Explanation:
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in table
         ]
-        hidden = len(self) - _ROWS_SHOWN
-        return "\n".join([self._title(), *lines, *([f"... {hidden} more"] if hidden > 0 else [])])
+        return "\n".join(filter(None, [self._title(), *lines, self._rest()]))
 
     __repr__ = __str__
 
@@ -85,9 +88,8 @@ class Explanation:
         body = "".join(
             "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
         )
-        hidden = len(self) - _ROWS_SHOWN
-        tail = f"<p>... {hidden} more</p>" if hidden > 0 else ""
-        return f"<p>{self._title()}</p><table><tr>{head}</tr>{body}</table>{tail}"
+        table = f"<table><tr>{head}</tr>{body}</table>"
+        return f"<p>{self._title()}</p>{table}" + (self._rest() and f"<p>{self._rest()}</p>")
 
 
 def explain(
@@ -183,7 +185,7 @@ def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> to
     # The batch may have the size of its sequences, and their rows as a dimension of each entry.
     if entry is None or entry.shape[: len(rows)] != rows:
         return None
-    found: torch.Tensor = entry.detach().reshape(rows.numel(), -1)
+    found = entry.detach().reshape(rows.numel(), -1)
     found = found.squeeze(1) if found.shape[1] == 1 else found
     return found.to(episodes.device, copy=True)
 

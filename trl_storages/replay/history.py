@@ -1,4 +1,4 @@
-"""Rows as they were stored: read, overwritten, listed by episode; no sampler or transform takes part."""
+"""Rows as they were stored: read, overwritten, listed and drawn by episode."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.utils import expand_as_right
 from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 
 from trl_storages import keys
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.ring.naming import is_key, slots_of
 
-__all__ = ["list_trajectories", "overwrite_rows", "read_rows"]
+__all__ = ["draw_episodes", "list_trajectories", "overwrite_rows", "read_rows"]
 
 
 def read_rows(storage: Storage, index: Any) -> Any:
@@ -54,5 +55,20 @@ def list_trajectories(
     if trajectory_key is None:
         trajectory_key = keys.TRAJECTORY_IDS
         rows.set(trajectory_key, number.to(rows.device))
-    found: list[Trajectory] = filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
-    return found
+    return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
+
+
+def draw_episodes(storage: Storage, n: int, generator: torch.Generator | None) -> TensorDictBase:
+    """Draws whole episodes `[n, T]`; see `ReplayStorage.sample_episodes`."""
+    episodes = episodes_of(storage)
+    first = episodes.random_episodes(n, generator).unsqueeze(1)
+    length = episodes.ahead(first) + 1
+    step = torch.arange(int(length.max()), device=first.device)
+    index = episodes.shift(first, step.minimum(length - 1))
+    batch = storage.get(index)
+    mask = (step < length).to(batch.device)
+    # `masked_fill` knows fewer dtypes than `where`.
+    batch = batch.apply(
+        lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
+    )
+    return batch.set(keys.INDEX, index.to(batch.device)).set(keys.MASK, mask)

@@ -5,9 +5,11 @@ Letters: B batch.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from typing import Any
 
@@ -16,8 +18,10 @@ from tensordict import TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trl_storages import arguments
+from trl_storages.replay.on_disk import without_rows
+from trl_storages.rows import files_of
 
-__all__ = ["ReplayBatches", "batches_of", "make_loader"]
+__all__ = ["ReplayBatches", "make_loader"]
 
 # Workers may be started before the first row is written.
 _PATIENCE = 60.0  # seconds
@@ -30,7 +34,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         open_reader: opens it for reading, in the process that iterates: `generator -> ReplayStorage`.
     """
 
-    def __init__(self, open_reader: Callable[[torch.Generator], Any]) -> None:
+    def __init__(self, open_reader: Callable[..., Any]) -> None:
         super().__init__()
         self._open_reader = open_reader
 
@@ -50,21 +54,12 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         worker = get_worker_info()
         # DataLoader gives each worker a seed of its own.
         seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
-        reader = self._open_reader(torch.Generator().manual_seed(seed))
+        # It may be iterated several times at once, each time with a sampler and transforms of its own.
+        reader = copy.deepcopy(self._open_reader)(generator=torch.Generator().manual_seed(seed))
         # There is nobody to wait for where this is the process that writes.
         patience = 0 if worker is None else _PATIENCE
         while True:
             yield _draw(reader, patience)
-
-
-def batches_of(
-    storage: Any, num_batches: int, batch_size: int | None, epochs: int
-) -> Iterator[TensorDictBase]:
-    """Returns an iterator over batches of what can `sample`; see `ReplayStorage.batches`."""
-    num_batches = arguments.integer("num_batches", num_batches)
-    epochs = arguments.integer("epochs", epochs)
-    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
-    return (storage.sample(batch_size) for _ in range(num_batches * epochs))
 
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
@@ -81,31 +76,45 @@ def _draw(reader: Any, patience: float) -> TensorDictBase:
 
 
 def make_loader(
-    open_reader: Callable[[torch.Generator], Any],
-    *,
+    storage: Any,
     num_workers: int,
+    batch_size: int | None,
+    fetch_every: int,
     pin_memory: bool,
     seed: int | None,
-    **options: Any,
+    options: dict[str, Any],
 ) -> DataLoader[TensorDictBase]:
-    """Returns a `DataLoader` of endless batches.
-
-    Args:
-        open_reader: as in `ReplayBatches`.
-        num_workers: processes that draw; 0 draws in this one.
-        pin_memory: whether batches arrive in pinned memory, from which they cross to a GPU by
-            themselves; without a GPU it changes nothing.
-        seed: of the workers, each of which gets another one; None follows torch's default generator.
-        **options: as in `DataLoader`.
-    """
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
+    num_workers = arguments.integer("num_workers", num_workers)
+    fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
+    pin_memory = arguments.flag("pin_memory", pin_memory)
+    seed = arguments.optional(arguments.integer, "seed", seed)
+    if (files := files_of(storage.storage)) is None:
+        raise RuntimeError(
+            "workers read rows from a directory, and these are in memory (or none was written yet): "
+            "make the storage with path=, or scratch_dir= and fields=."
+        )
+    if (batch_size := batch_size or storage.batch_size) is None:
+        raise ValueError("batch_size must be known: pass it here, or where the storage is made.")
+    with storage._replay_lock, storage._write_lock:
+        sampler = without_rows(storage.sampler)
+    open_reader = partial(
+        storage._open_reader,
+        files.scratch_dir,
+        sampler=sampler,
+        transform=storage.transform if len(storage.transform) else None,
+        batch_size=batch_size,
+        fetch_every=fetch_every,
+    )
     return DataLoader(
         ReplayBatches(open_reader),
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_as_it_is,
+        # From pinned memory batches cross to a GPU by themselves.
         pin_memory=pin_memory and torch.cuda.is_available(),
-        generator=generator,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
         **options,
     )
 

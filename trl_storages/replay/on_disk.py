@@ -11,92 +11,64 @@ from threading import RLock
 from typing import Any, TypeVar
 
 import torch
+from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.disk import Directory
 from trl_storages.disk.files import in_forked_child
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.saving import Parts
-from trl_storages.rows import PackedStorage
-from trl_storages.samplers import WrappingSampler, prioritized_of
+from trl_storages.rows import check_writable, files_of
+from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
-__all__ = [
-    "check_rows",
-    "check_writable",
-    "close",
-    "flush",
-    "has_files",
-    "intact",
-    "is_read",
-    "renew_locks_of",
-    "resume",
-    "without_rows",
-]
+__all__ = ["check_rows", "close", "flush", "intact", "renew_locks_of", "resume", "without_rows"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _PIECE = 1 << 16  # rows that are checked at a time
 
 
-def _directory_of(storage: Any) -> Directory | None:
-    """Returns the files of rows; None in memory, and where they are only read."""
-    return storage.directory if isinstance(storage, PackedStorage) else None
-
-
-def is_read(storage: Any) -> bool:
-    """Returns whether another process may write the rows."""
-    return isinstance(storage, PackedStorage) and storage.reader is not None
-
-
-def has_files(storage: Any) -> bool:
-    """Returns whether there are files of rows, which this process writes or reads."""
-    return _directory_of(storage) is not None or is_read(storage)
-
-
-def check_writable(storage: Any) -> None:
-    """Raises a RuntimeError if the rows are in a directory that this process may not write."""
-    if isinstance(storage, PackedStorage):
-        storage.check_writable()
+def _written_by(storage: Storage) -> Directory | None:
+    """Returns the files of rows that this process writes, None of others."""
+    directory = files.directory if (files := files_of(storage)) is not None else None
+    return directory if directory is not None and directory.is_writer else None
 
 
 def intact(method: Method) -> Method:
-    """Makes a method that reads rows read them anew if another process overwrote some meanwhile."""
+    """Runs a method under the locks, again if another process overwrote rows that it has read."""
 
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_read(self._storage):
-            return method(self, *args, **kwargs)
         with self._replay_lock, self._write_lock:
-            return self._storage.read_intact(partial(method, self, *args, **kwargs))
+            if (files := files_of(self._storage)) is None:
+                return method(self, *args, **kwargs)
+            return files.read_intact(partial(method, self, *args, **kwargs))
 
     return read  # type: ignore[return-value]
 
 
-def resume(parts: Parts, generator: torch.Generator | None) -> None:
+def resume(parts: Parts) -> None:
     """Goes on where a directory was left.
 
     Raises:
         ValueError: its description is damaged.
     """
-    storage, sampler = parts.storage, parts.sampler
-    if not has_files(storage):
+    files, sampler = files_of(parts.storage), parts.sampler
+    if files is None:
         return
-    if (prioritized := prioritized_of(sampler)) is not None:
-        prioritized.attach(storage)
     if isinstance(sampler, WrappingSampler):
-        storage.on_new_rows = sampler.hear_of_rows
-    if (directory := _directory_of(storage)) is None:
+        files.on_new_rows = sampler.hear_of_rows
+    if (directory := files.directory) is None:
         return
     progress = directory.description.progress
     try:
-        if generator is not None and "generator" in progress:
+        if parts.generator is not None and "generator" in progress:
             state = bytearray(base64.b64decode(progress["generator"]))
-            generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
-        if isinstance(sampler, WrappingSampler):
-            sampler.resume(progress.get("sampler", {}))
+            parts.generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+        resume_draws(sampler, progress.get("sampler", {}))
         # The environments of a writer that was killed later are gone, and those without rows unknown.
         is_last = progress.get("number") == directory.words.commits.number
-        if is_last and len(storage) and "ended" in progress:
+        if is_last and len(files) and "ended" in progress:
             parts.recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -105,41 +77,32 @@ def resume(parts: Parts, generator: torch.Generator | None) -> None:
         ) from error
 
 
-def flush(parts: Parts, generator: torch.Generator | None, *, is_clean: bool = False) -> None:
-    """Writes rows through to the disk, with the state of generator, sampler and recorder.
-
-    Args:
-        parts: whose rows may be in a directory that this process writes.
-        generator: of their draws.
-        is_clean: whether nothing is written any more.
-    """
-    directory = _directory_of(parts.storage)
-    if directory is None or not directory.is_writer:
-        return
-    progress: dict[str, Any] = {}
-    if generator is not None:
-        state = generator.get_state().numpy().tobytes()
+def _progress_of(parts: Parts) -> dict[str, Any]:
+    """Returns how far generator, sampler and recorder have come, in what JSON can hold."""
+    ended = parts.recorder.state_dict()["ended"].tolist()
+    progress = {"sampler": progress_of_draws(parts.sampler), "ended": ended}
+    if parts.generator is not None:
+        state = parts.generator.get_state().numpy().tobytes()
         progress["generator"] = base64.b64encode(state).decode()
-    if isinstance(parts.sampler, WrappingSampler):
-        progress["sampler"] = parts.sampler.progress()
-    progress["ended"] = parts.recorder.state_dict()["ended"].tolist()
-    directory.flush(parts.storage.episodes, progress, is_clean=is_clean)
+    return progress
 
 
-def close(parts: Parts, generator: torch.Generator | None, *, keep: bool) -> None:
+def flush(parts: Parts) -> None:
+    """Writes rows through to the disk, with the state of generator, sampler and recorder."""
+    if (directory := _written_by(parts.storage)) is not None:
+        directory.flush(parts.storage.episodes, _progress_of(parts))
+
+
+def close(parts: Parts, *, keep: bool) -> None:
     """Flushes rows and lets another writer in, or deletes their files."""
     if not keep:
         check_writable(parts.storage)
-    directory = _directory_of(parts.storage)
-    if directory is None or not directory.is_writer:
+    if (directory := _written_by(parts.storage)) is None:
         return
-    if not keep:
+    if keep:
+        directory.close(parts.storage.episodes, _progress_of(parts))
+    else:
         directory.delete()
-        return
-    try:
-        flush(parts, generator, is_clean=True)
-    finally:
-        directory.abandon()
 
 
 def without_rows(sampler: Any) -> Sampler:
@@ -153,37 +116,33 @@ def without_rows(sampler: Any) -> Sampler:
     return copied
 
 
-def check_rows(storage: Any, progress: bool) -> None:
+def check_rows(storage: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
-    if not has_files(storage):
+    if (files := files_of(storage)) is None:
         return
-    episodes, words = storage.episodes, storage.words
-    slots = episodes.live_slots()
-    pieces = slots.split(_PIECE)
-    bad = [
-        piece[~words.marked.check(piece)] for piece in tracker("checking rows", progress)(pieces)
-    ]
-    storage.note(slots)
-    found = torch.cat([slots[:0], *bad])
-    if len(found):
+    slots, marked = storage.episodes.live_slots(), files.words.marked
+    pieces = tracker("checking rows", progress)(slots.split(_PIECE))
+    bad = torch.cat([slots[:0], *(piece[~marked.check(piece)] for piece in pieces)])
+    files.note(slots)
+    if len(bad):
         raise RuntimeError(
-            f"{len(found)} rows in {storage.scratch_dir} do not match their checksums, those in "
-            f"the slots {found[:5].tolist()} among them: they were changed from outside, or lost "
-            "with the power. Bring the directory back from a copy."
+            f"{len(bad)} rows in {files.scratch_dir} do not match their checksums, those in the slots "
+            f"{bad[:5].tolist()} among them: they were changed from outside, or lost with the power. "
+            "Bring the directory back from a copy."
         )
 
 
-#: The containers of this process whose rows are in a directory.
-_ON_DISK: weakref.WeakSet[Any] = weakref.WeakSet()
+#: The containers of this process.
+_CONTAINERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_locks_of(container: Any) -> None:
     """Makes the locks of a container anew in a forked child, where another thread may have held them."""
-    _ON_DISK.add(container)
+    _CONTAINERS.add(container)
 
 
 def _renew_locks() -> None:
-    for container in list(_ON_DISK):
+    for container in list(_CONTAINERS):
         for name in ("_replay_lock", "_write_lock"):
             if isinstance(getattr(container, name), type(RLock())):
                 setattr(container, name, RLock())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, Generic, TypeVar, overload
 
 from tensordict import NestedKey
 from torchrl.data import Storage, Writer
@@ -24,7 +24,6 @@ __all__ = [
     "Parameter",
     "check_goals",
     "check_options",
-    "check_parts",
     "check_sample_unit",
     "checked",
     "goal_keys",
@@ -74,7 +73,7 @@ def _part(kind: type, *, is_needed: bool = False) -> Check:
     return check
 
 
-_PARTS: dict[str, Check] = {
+_OPTIONS: dict[str, Check] = {
     "storage": _part(Storage, is_needed=True),
     "sampler": _part(Sampler),
     "writer": _part(Writer),
@@ -82,9 +81,7 @@ _PARTS: dict[str, Check] = {
     "recorder": partial(
         arguments.optional, arguments.instance, kind=GymRecorder, what="a GymRecorder or None"
     ),
-}
-# Of TorchRL's replay buffers, without the parts.
-_OPTIONS: dict[str, Check] = {
+    # Of TorchRL's replay buffers.
     "batch_size": partial(arguments.optional, arguments.integer, at_least=1),
     "checkpointer": _refused(None, ONE_FORM),
     "collate_fn": partial(arguments.optional, arguments.function, what="of rows, or None"),
@@ -150,19 +147,14 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
         )
 
 
-def check_parts(**parts: Any) -> None:
-    """Checks that parts are what they are called, or functions that make it.
+def check_options(made: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks parts of a storage, and what TorchRL's replay buffers may be asked for too; see `checked`.
 
-    Raises:
-        TypeError: one is something else.
+    Args:
+        made: what is made, for messages.
+        given: as they came.
     """
-    for name, value in parts.items():
-        _PARTS[name](name, value)
-
-
-def check_options(made: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks the options that TorchRL's replay buffers have too; see `checked`."""
-    return checked(made, options, _OPTIONS, [*_OPTIONS])
+    return checked(made, given, _OPTIONS, [*_OPTIONS])
 
 
 def checked(
@@ -189,14 +181,6 @@ def checked(
 Value = TypeVar("Value")
 
 
-@runtime_checkable
-class _Adjustable(Protocol):
-    """A sampler or transform with parameters that may change between samples."""
-
-    #: Name on the storage -> attribute of the part, which checks what it is set to.
-    live_parameters: Mapping[str, str]
-
-
 class Parameter(Generic[Value]):
     """An attribute of a storage that is one of its sampler's or transform's.
 
@@ -218,8 +202,7 @@ class Parameter(Generic[Value]):
     def __get__(self, storage: Any, owner: type) -> Parameter[Value] | Value:
         if storage is None:
             return self
-        found: Parameter[Value] | Value = getattr(*_holders_of(storage, self._name)[0])
-        return found
+        return getattr(*_holders_of(storage, self._name)[0])
 
     def __set__(self, storage: Any, value: Value) -> None:
         with storage._replay_lock:
@@ -227,19 +210,17 @@ class Parameter(Generic[Value]):
                 setattr(part, name, value)
 
 
-def _holders_of(storage: Any, name: str) -> list[tuple[_Adjustable, str]]:
+def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]]:
     """Returns the parts of a storage that have a parameter, and what each calls it, transforms first.
 
     Raises:
         AttributeError: no part has it, or it is not clear whose is meant.
     """
     parts = [*parts_of(storage._transform), *layers_of(storage._sampler)]
-    adjustable = [part for part in parts if isinstance(part, _Adjustable)]
-    found = [
-        (part, part.live_parameters[name]) for part in adjustable if name in part.live_parameters
-    ]
+    named = [(part, getattr(part, "live_parameters", {})) for part in parts]
+    found = [(part, names[name]) for part, names in named if name in names]
     if not found:
-        known = sorted({key for part in adjustable for key in part.live_parameters})
+        known = sorted({key for _, names in named for key in names})
         raise AttributeError(
             f"this {type(storage).__name__} has no part with {name}, it has "
             f"{', '.join(known) or 'no parameters'}: name {name} where the storage is made, or "

@@ -3,56 +3,68 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from trl_storages.gym import GymRecorder
-from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows import Moved, PackedStorage, StockRows, rows_part
+from trl_storages.interrupts import finish
+from trl_storages.ring import episodes_of
+from trl_storages.rows import Moved, PackedStorage, StockRows, check_writable, rows_part
 from trl_storages.samplers import prioritized_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.writing import EpisodeWriter, num_slots
 
-__all__ = ["Parts", "check_drawn_ahead", "fit_drawn_ahead", "read_generator", "saved_generator"]
+__all__ = ["Parts", "fit_drawn_ahead", "read_generator", "saved_generator"]
 
 _WHAT = "the saved storage"
 #: The entries of a saved storage that are no parts.
 _VALUES = ("_batch_size", "_consume_after_n_samples", "_rng", "_prefetch_state")
 
 
-class Parts(NamedTuple):
-    """The parts of a storage, in the order in which their states are taken over."""
+class Parts:
+    """The parts of a storage, in the order in which their states are taken over.
 
-    # The rows first: they may need memory, or space on disk.
-    storage: Any
-    sampler: Sampler
-    writer: Any
-    transforms: Transform
-    recorder: GymRecorder
+    Args:
+        storage: a `ReplayStorage`.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._whole = storage
+        self.storage, self.sampler, self.writer = (
+            storage._storage,
+            storage._sampler,
+            storage._writer,
+        )
+        self.recorder: GymRecorder = storage._recorder
+        self.generator: torch.Generator | None = storage._rng
 
     def _saved(self) -> dict[str, SavedPart]:
+        # The rows first: they may need memory, or space on disk.
         return {
             "_storage": rows_part(self.storage),
             "_sampler": as_part(self.sampler),
             "_writer": as_part(self.writer),
-            "_transforms": _Transforms(self.transforms),
+            "_transforms": _Transforms(self._whole._transform),
             "_recorder": self.recorder,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the states of all parts by name."""
-        return {name: part.state_dict() for name, part in self._saved().items()}
+    def state_dict(self, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
+        """Returns the states of all parts by name, and what else the next samples depend on."""
+        return {
+            **{name: part.state_dict() for name, part in self._saved().items()},
+            "_batch_size": self._whole.batch_size,
+            "_consume_after_n_samples": None,
+            "_rng": saved_generator(self.generator),
+            "_prefetch_state": drawn_ahead,
+        }
 
-    def check(self, state: Any) -> SavedState:
+    def check(self, state: Any) -> None:
         """Checks that the parts can take a state, each by itself and all together.
-
-        Returns:
-            the whole state, of which the values are not looked at yet.
 
         Raises:
             KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
@@ -62,14 +74,20 @@ class Parts(NamedTuple):
         # TorchRL's replay buffers save the same, but for the recorder.
         names = {*parts, *_VALUES} - {"_recorder"}
         saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
-        parts.pop("_writer").check_state_dict(saved["_writer"])
+        parts["_writer"].check_state_dict(saved["_writer"])
         saved = SavedState(state, _WHAT, sorted(names | {"_recorder"}))
+        for name in ("_sampler", "_transforms", "_recorder"):
+            parts[name].check_state_dict(saved[name])
         fitted = self._fitted(state)
-        for name, part in parts.items():
-            part.check_state_dict(fitted[name] if name == "_storage" else saved[name])
+        parts["_storage"].check_state_dict(fitted["_storage"])
         if isinstance(self.writer, EpisodeWriter):
             self._check_together(self.writer, saved, fitted["_storage"])
-        return saved
+        if saved["_batch_size"] is not None:
+            saved.integer("_batch_size", 1)
+        if saved["_consume_after_n_samples"] is not None:
+            raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
+        read_generator(saved["_rng"])
+        _check_drawn_ahead(saved["_prefetch_state"], self._whole._prefetch_cap)
 
     def _check_together(
         self, writer: EpisodeWriter, saved: SavedState, saved_rows: dict[str, Any]
@@ -84,39 +102,58 @@ class Parts(NamedTuple):
                 raise saved.error("_storage", must, saved["_storage"]["_len"])
             done = rows.read_state(saved_rows).get(writer.done_key)
             if done is not None and len(live):
-                _check_ends(done, index, live, writer, saved)
+                flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
+                if len(others := live[flags != index.is_end(live)]):
+                    must = f"of the rows, whose {writer.done_key!r} ends episodes"
+                    got = f"another in the slots {others[:5].tolist()}"
+                    raise saved.error("_writer", must, got)
         prioritized, state = prioritized_of(self.sampler), saved["_sampler"]
         while "base" in state:
             state = state["base"]
-        if prioritized is not None and (
-            wrong := prioritized.slots_amiss(state["priorities"], live)
-        ):
-            raise saved.error(
-                "_sampler",
-                f"of the {len(live)} rows",
-                f"priorities without a row, or rows without one, in the slots {wrong[:5]}",
-            )
+        if prioritized and (wrong := prioritized.slots_amiss(state["priorities"], live)):
+            got = f"priorities without a row, or rows without one, in the slots {wrong[:5]}"
+            raise saved.error("_sampler", f"of the {len(live)} rows", got)
 
-    def take(self, state: dict[str, Any], *, progress: bool) -> None:
-        """Takes over a state that was checked; `progress` shows how far the copying of rows is."""
-        state, prioritized = self._fitted(state), prioritized_of(self.sampler)
-        for name, part in self._saved().items():
-            part.take_state(state[name], progress=progress)
-            if name == "_storage" and prioritized is not None:
-                prioritized.attach(self.storage)  # to the files that there are now
+    def load(self, state: Any, *, progress: bool = False) -> None:
+        """Takes over a state once all of it was checked; `progress` shows how far the rows are copied."""
+        check_writable(self.storage)
+        whole = self._whole
+        whole.synchronize()
+        with whole._futures_lock:
+            with whole._replay_lock:
+                self.check(state)
+            finish(partial(self._take, state, progress))
+
+    def _take(self, state: dict[str, Any], progress: bool) -> None:
+        whole = self._whole
+        # Draws that are under way take the other lock.
+        whole._clear_prefetch_queue_locked()
+        with whole._replay_lock:
+            fitted, prioritized = self._fitted(state), prioritized_of(self.sampler)
+            for name, part in self._saved().items():
+                part.take_state(fitted[name], progress=progress)
+                if name == "_storage" and prioritized is not None:
+                    prioritized.attach(self.storage)  # to the files that there are now
+            whole._batch_size = state["_batch_size"]
+            if (generator := read_generator(state["_rng"])) is not None:
+                whole.set_rng(generator)
+            whole._restore_prefetch_queue_locked(state["_prefetch_state"])
 
     def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state whose writer was checked, with its rows where this storage has room for them.
+        """Returns a state with its rows where this storage has room for them.
 
         A directory has spare slots, so that rows lie elsewhere in it than in memory.
+
+        Args:
+            state: all of it was checked but for the rows.
         """
-        storage, writer = self.storage, self.writer
-        if not (isinstance(storage, PackedStorage) and isinstance(writer, EpisodeWriter)):
+        storage, writer, rows = self.storage, self.writer, state["_storage"]
+        is_packed = isinstance(storage, PackedStorage) and isinstance(rows, Mapping)
+        if not (is_packed and isinstance(writer, EpisodeWriter)):
             return state
         saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
-        rows, sampler = state["_storage"], state["_sampler"]
-        is_shared = storage.share_next or (isinstance(rows, dict) and "side" in rows)
-        if saved.spare_steps == own and not storage.is_durable and not is_shared:
+        is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
+        if saved.spare_steps == own and is_alone:
             return state
         index = saved.moved(own)
         moved = Moved(
@@ -129,50 +166,27 @@ class Parts(NamedTuple):
             state["_writer"]["last_trajectory"].cpu().numpy(),
         )
         cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
-        size = index.num_slots if storage.is_durable else None
+        sampler = state["_sampler"]
+        if prioritized_of(self.sampler) is not None:
+            sampler = _moved_priorities(sampler, moved, storage.is_durable)
         return {
             **state,
-            "_storage": {**rows, "moved": moved} if isinstance(rows, dict) else rows,
+            "_storage": {**rows, "moved": moved},
             "_writer": {**state["_writer"], "episodes": index.state_dict(), "_cursor": cursor},
-            "_sampler": _moved_priorities(sampler, moved, size),
+            "_sampler": sampler,
         }
 
 
-def _moved_priorities(state: Any, moved: Moved, num_slots: int | None) -> Any:
-    """Returns the state of a sampler, of rows that lie elsewhere.
-
-    Args:
-        state: what was saved.
-        moved: where rows lay and are to lie.
-        num_slots: how many there are; None is what the sampler was made for.
-    """
-    if not isinstance(state, dict):
-        return state
+def _moved_priorities(state: dict[str, Any], moved: Moved, is_durable: bool) -> dict[str, Any]:
+    """Returns the state of a sampler by priority, of rows that lie elsewhere."""
     if "base" in state:
-        return {**state, "base": _moved_priorities(state["base"], moved, num_slots)}
-    old = state.get("priorities")
-    if not isinstance(old, torch.Tensor) or old.dtype is not torch.float32:
-        return state
-    priorities = torch.full((num_slots or state["max_capacity"],), torch.inf)
+        return {**state, "base": _moved_priorities(state["base"], moved, is_durable)}
+    old = state["priorities"].cpu()
+    size = moved.episodes.num_slots if is_durable else state["max_capacity"]
+    priorities = torch.full((size,), torch.inf)
     if len(moved.old) and bool(old.isfinite().any()):
-        priorities[moved.new] = old.cpu()[moved.old]
+        priorities[moved.new] = old[moved.old]
     return {**state, "priorities": priorities}
-
-
-def _check_ends(
-    done: torch.Tensor,
-    index: EpisodeIndex,
-    live: torch.Tensor,
-    writer: EpisodeWriter,
-    saved: SavedState,
-) -> None:
-    flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
-    if len(others := live[flags != index.is_end(live)]):
-        raise saved.error(
-            "_writer",
-            f"of the rows, whose {writer.done_key!r} ends episodes",
-            f"another in the slots {others[:5].tolist()}",
-        )
 
 
 class _Transforms(SavedPart):
@@ -182,8 +196,7 @@ class _Transforms(SavedPart):
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._module.state_dict()
-        return state
+        return self._module.state_dict()
 
     def check_state_dict(self, state_dict: Any) -> None:
         before = copy.deepcopy(self._module.state_dict())
@@ -205,7 +218,7 @@ class _Transforms(SavedPart):
 # What is no part: batches that were drawn ahead, and the generator.
 
 
-def check_drawn_ahead(state: Any, capacity: int) -> None:
+def _check_drawn_ahead(state: Any, capacity: int) -> None:
     """Checks the batches that were drawn ahead of a saved storage, or None.
 
     Raises:

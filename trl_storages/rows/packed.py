@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, Storage
 
 from trl_storages import arguments
 from trl_storages.disk.description import Description, holds_storage
@@ -41,7 +41,7 @@ from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
 
-__all__ = ["Moved", "PackedStorage"]
+__all__ = ["Moved", "PackedStorage", "check_writable", "files_of"]
 
 Batch = TypeVar("Batch")
 
@@ -236,6 +236,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         directory = arguments.directory("directory", directory)
         mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
+        progress = arguments.flag("progress", progress)
         size = Description.read(directory).num_rows
         if mode == "r+":
             options: Any = {"scratch_dir": directory, "check": check, "progress": progress}
@@ -789,10 +790,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def close(self) -> None:
         """Flushes the rows of a directory, and lets another writer in."""
         if self.directory is not None and self.directory.is_writer:
-            try:
-                self.directory.flush(self.episodes, is_clean=True)  # type: ignore[arg-type]
-            finally:
-                self.directory.abandon()
+            self.directory.close(self.episodes)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
@@ -994,6 +992,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.max_size}, {fields}, {size}, in {where})"
         )
+
+
+def files_of(storage: Storage) -> PackedStorage | None:
+    """Returns rows that lie in files, which this process writes or reads; None if they are in memory."""
+    return storage if isinstance(storage, PackedStorage) and storage.refreshes else None
+
+
+def check_writable(storage: Storage) -> None:
+    """Raises a RuntimeError if rows are in a directory that this process may not write."""
+    if (files := files_of(storage)) is not None:
+        files.check_writable()
 
 
 def _table_of(

@@ -1,6 +1,12 @@
 """Who is drawn."""
 
-from trl_storages.samplers.base import UniformSampler, WrappingSampler, layers_of
+from trl_storages.samplers.base import (
+    UniformSampler,
+    WrappingSampler,
+    layers_of,
+    progress_of_draws,
+    resume_draws,
+)
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.hindsight import GoalMixture, GoalStrategy, HERSampler, check_strategy
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, prioritized_of
@@ -20,4 +26,6 @@ __all__ = [
     "check_strategy",
     "layers_of",
     "prioritized_of",
+    "progress_of_draws",
+    "resume_draws",
 ]

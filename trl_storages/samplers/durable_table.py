@@ -5,6 +5,7 @@ Letters: B batch, N slots, E lanes (environments).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -44,6 +45,7 @@ class DurableTable(PriorityTable):
         words, self._histories = self._files.words, self._files.description.histories
         self._words = words.keep_priorities(make=storage.reader is None)
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
+        self.refreshes = storage.refreshes
         # Behind those of the rows.
         self._largest_at = torch.tensor([self.capacity])
         #: `[E]` up to which steps rows are known to be evicted.
@@ -75,18 +77,18 @@ class DurableTable(PriorityTable):
 
     # Following
 
-    def follows(self, storage: Any) -> bool:
-        """Returns whether these are the priorities of a storage, of which only some have changed."""
+    def follow(self, storage: Any) -> bool:
+        """Takes in what another process has said; see `PriorityTable.follow`."""
         files = storage.reader or storage.directory
-        return (
-            self._files is files
-            and self._words is files.words.priorities
-            and self._histories == files.description.histories
-        )
-
-    def follow(self) -> None:
-        """Takes in what another process has said since the last time."""
+        if (
+            self._files is not files
+            or self._words is not files.words.priorities
+            or self._histories != files.description.histories
+        ):
+            return False
+        self.refreshes = storage.refreshes
         finish(self._follow)
+        return True
 
     def _follow(self) -> torch.Tensor:
         """Takes in what is new, and returns the slots of rows whose priority is damaged."""
@@ -112,8 +114,7 @@ class DurableTable(PriorityTable):
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails
-        found: torch.Tensor = slots[is_damaged]
-        return found
+        return slots[is_damaged]
 
     # Writing
 
@@ -181,9 +182,9 @@ class DurableTable(PriorityTable):
         # A load may bring priorities before it brings the episodes that they are of.
         self._tails.fill(0)
 
-    def in_memory(self) -> PriorityTable:
-        """Returns a table that holds the same and knows of no files."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The files stay with the storage: a copy holds the same in memory.
         options: Any = {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
         table = PriorityTable(self.capacity, **options, device=self.device)
         table.load_state_dict(self.state_dict())
-        return table
+        return copy.copy, (table,)

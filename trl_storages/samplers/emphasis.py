@@ -6,7 +6,8 @@ Letters: B batch, N rows, K updates of a phase.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, SupportsFloat, get_args, runtime_checkable
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.samplers.base import DrawingSampler, Noise, WrappingSampler, draw_from
-from trl_storages.saved import SavedState
+from trl_storages.samplers.base import Drawn, WrappingSampler
+from trl_storages.signatures import Setting
+from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
 
@@ -31,9 +33,7 @@ _SHORTEST_PHASE = 1000
 class WindowSampler(Protocol):
     """A sampler that can keep its draws to the newest rows."""
 
-    def sample_window(
-        self, storage: Storage, batch_size: int, window: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def sample_window(self, storage: Storage, batch_size: int, window: Tensor) -> Drawn:
         """Draws among the newest rows.
 
         Args:
@@ -91,7 +91,20 @@ class ERESampler(WrappingSampler):
     """
 
     live_parameters: ClassVar[Mapping[str, str]] = {"eta": "eta", "c_min": "c_min"}
-    _progress_keys = ("update", "num_updates")
+    saved_parameters = ("eta", "c_min", "updates_per_phase", "reference")
+
+    eta = Setting[float](
+        partial(arguments.number, above=0, at_most=1), "Recency strength, in (0, 1]."
+    )
+    c_min = Setting[int](partial(arguments.integer, at_least=1), "The smallest window, in rows.")
+    updates_per_phase = Setting[int | None](
+        partial(arguments.optional, arguments.integer, at_least=1),
+        "The updates of a phase that a write starts.",
+    )
+    reference = Setting[Reference](
+        partial(arguments.choice, names=get_args(Reference)),
+        'What N is: the rows "stored" or the "capacity".',
+    )
 
     def __init__(
         self,
@@ -108,7 +121,7 @@ class ERESampler(WrappingSampler):
         self.updates_per_phase = updates_per_phase
         self.reference = reference
         # No phase yet: the first write or draw starts one.
-        self._update = self._num_updates = 0
+        self._counts = {"update": 0, "num_updates": 0}
 
     def _check_base(self, base: Sampler) -> None:
         if not isinstance(base, WindowSampler):
@@ -116,58 +129,21 @@ class ERESampler(WrappingSampler):
                 "base must be able to draw within a window, as PERSampler is (sample_window), got "
                 f"{type(base).__name__}; leave base out for uniform draws."
             )
-        if isinstance(base, DrawingSampler) and base.overridden == {"sample"}:
+        if _first_of(type(base), {"sample", "sample_window"}) == {"sample"}:
             raise TypeError(
                 "base must draw within a window as it draws from all rows, but "
                 f"{type(base).__name__} overrides sample alone: override sample_window as well."
             )
 
     @property
-    def eta(self) -> float:
-        """Recency strength, in (0, 1]."""
-        return self._eta
-
-    @eta.setter
-    def eta(self, value: SupportsFloat) -> None:
-        self._eta = arguments.number("eta", value, above=0, at_most=1)
-
-    @property
-    def c_min(self) -> int:
-        """The smallest window, in rows."""
-        return self._c_min
-
-    @c_min.setter
-    def c_min(self, value: int) -> None:
-        self._c_min = arguments.integer("c_min", value, at_least=1)
-
-    @property
-    def updates_per_phase(self) -> int | None:
-        """The updates of a phase that a write starts."""
-        return self._updates_per_phase
-
-    @updates_per_phase.setter
-    def updates_per_phase(self, value: int | None) -> None:
-        value = arguments.optional(arguments.integer, "updates_per_phase", value, at_least=1)
-        self._updates_per_phase = value
-
-    @property
-    def reference(self) -> Reference:
-        """What N is: the rows "stored" or the "capacity"."""
-        return self._reference
-
-    @reference.setter
-    def reference(self, value: Reference) -> None:
-        self._reference: Reference = arguments.choice("reference", value, get_args(Reference))
-
-    @property
     def update(self) -> int:
         """The updates made in this phase: k of the last draw, 0 when a phase has just begun."""
-        return self._update
+        return self._counts["update"]
 
     @property
     def num_updates(self) -> int:
         """K, the updates of this phase; 0 before the first phase."""
-        return self._num_updates
+        return self._counts["num_updates"]
 
     def begin_phase(self, num_updates: int) -> None:
         """Starts a phase: the next draw is its first, with the widest window.
@@ -178,8 +154,8 @@ class ERESampler(WrappingSampler):
         Raises:
             ValueError: `num_updates` is below 1.
         """
-        self._num_updates = arguments.integer("num_updates", num_updates, at_least=1)
-        self._update = 0
+        num_updates = arguments.integer("num_updates", num_updates, at_least=1)
+        self._counts = {"update": 0, "num_updates": num_updates}
 
     def window(self, episodes: EpisodeIndex) -> Tensor:
         """Counts the newest rows that the current update draws from: c_k.
@@ -196,26 +172,27 @@ class ERESampler(WrappingSampler):
         size = window_size(
             num_rows,
             eta=self.eta,
-            update=min(self._update, self._num_updates),
-            num_updates=self._num_updates,
+            update=min(self.update, self.num_updates),
+            num_updates=self.num_updates,
             c_min=self.c_min,
             reference_rows=episodes.capacity if self.reference == "capacity" else None,
         )
         return torch.as_tensor(size)
 
-    def draw(
-        self, storage: Storage, batch_size: int, noise: Noise, window: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> Drawn:
         """Draws the batch of the next update.
 
         Returns:
             `[B]` int64 slots, and the info of the base.
+
+        Raises:
+            RuntimeError: the storage is empty, or has no episode index.
         """
-        episodes = episodes_of(storage)
-        if not self._num_updates:
+        batch_size, episodes = size_of_draw(storage, batch_size), episodes_of(storage)
+        if not self.num_updates:
             self._begin_next_phase()
-        self._update += 1
-        return draw_from(self.base, storage, batch_size, noise, self.window(episodes))
+        self._counts = {**self._counts, "update": self.update + 1}
+        return self.base.sample_window(storage, batch_size, self.window(episodes))
 
     # TorchRL tells of one write in two ways, through the container and through the writer; the
     # second finds a phase with all its updates left and changes nothing.
@@ -236,45 +213,26 @@ class ERESampler(WrappingSampler):
         self._on_write()
 
     def _on_write(self) -> None:
-        if self._update >= self._num_updates:
+        if self.update >= self.num_updates:
             self._begin_next_phase()
 
     def _begin_next_phase(self) -> None:
-        self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self._update))
+        self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self.update))
 
     def _empty(self) -> None:
         super()._empty()
-        self._update = self._num_updates = 0
+        self._counts = {"update": 0, "num_updates": 0}
 
     def hear_of_rows(self) -> None:
         """Hears that another process wrote rows."""
         super().hear_of_rows()
         self._on_write()
 
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "eta": self.eta,
-            "c_min": self.c_min,
-            "updates_per_phase": self.updates_per_phase,
-            "reference": self.reference,
-            "update": self._update,
-            "num_updates": self._num_updates,
-        }
-
-    def _check_own_state(self, saved: SavedState) -> None:
-        if not saved.number("eta", 0, 1):
-            raise saved.error("eta", "above 0", saved["eta"])
-        saved.integer("c_min", 1)
-        if saved["updates_per_phase"] is not None:
-            saved.integer("updates_per_phase", 1)
-        saved.one_of("reference", get_args(Reference))
-        saved.integer("update")
-        saved.integer("num_updates")
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.eta, self.c_min = state["eta"], state["c_min"]
-        self.updates_per_phase, self.reference = state["updates_per_phase"], state["reference"]
-        self._update, self._num_updates = state["update"], state["num_updates"]
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"
+
+
+def _first_of(kind: type, names: set[str]) -> set[str]:
+    """Returns which of some methods the last class has that has written any of them."""
+    written = (vars(each).keys() & names for each in kind.__mro__)
+    return next(filter(None, written), set())

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from tensordict import NestedKey
-from torchrl.data import SliceSampler, Storage
+from torchrl.data import SliceSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
+from trl_storages.functional.draws import random_noise
 from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
-from trl_storages.samplers.base import Noise, WrappingSampler, draw_from, layers_of
-from trl_storages.saved import SavedState
+from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
+from trl_storages.signatures import Setting
+from trl_storages.stock_parts import draw
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
 
@@ -28,6 +31,13 @@ GoalMixture = Mapping[GoalStrategy, float]
 
 # Shares may be off one by what rounding them takes.
 _NEAR = 1e-6
+
+
+def _check_num_goals(name: str, value: Any) -> float:
+    k = arguments.number(name, value, at_least=0, infinite=True)
+    if k != math.inf and k != int(k):
+        raise ValueError(f"{name} must be a whole number or inf, got {value}.")
+    return k if k == math.inf else int(k)
 
 
 class HERSampler(WrappingSampler):
@@ -83,6 +93,16 @@ class HERSampler(WrappingSampler):
         "num_goals": "num_goals",
         "discount": "discount",
     }
+    saved_parameters = ("strategy", "num_goals", "discount")
+
+    discount = Setting[float](
+        partial(arguments.number, at_least=0, at_most=1),
+        "γ of geometric goals; may be changed between samples.",
+    )
+    num_goals = Setting[float](
+        _check_num_goals,
+        "k, relabelled transitions for each one as stored; may be changed between samples.",
+    )
 
     def __init__(
         self,
@@ -132,74 +152,42 @@ class HERSampler(WrappingSampler):
         self._numbers, self._shares = [GOAL_KINDS[name] for name in shares], [*shares.values()]
 
     @property
-    def discount(self) -> float:
-        """γ of geometric goals; may be changed between samples."""
-        return self._discount
-
-    @discount.setter
-    def discount(self, value: float) -> None:
-        self._discount = arguments.number("discount", value, at_least=0, at_most=1)
-
-    @property
     def goal_key(self) -> NestedKey:
         """Which goal of the batch is drawn."""
         return self._goal_key
-
-    @property
-    def num_goals(self) -> float:
-        """k, relabelled transitions for each one as stored; may be changed between samples."""
-        return self._num_goals
-
-    @num_goals.setter
-    def num_goals(self, value: float) -> None:
-        k = arguments.number("num_goals", value, at_least=0, infinite=True)
-        if k != math.inf and k != int(k):
-            raise ValueError(f"num_goals must be a whole number or inf, got {value}.")
-        self._num_goals = k if k == math.inf else int(k)
 
     @property
     def draws_goals(self) -> bool:
         """Whether batches name goal rows: not with `num_goals` 0."""
         return self.num_goals > 0
 
-    @property
-    def noise_per_sample(self) -> int:
-        """One random number more than the base."""
-        return super().noise_per_sample + 1
-
-    def draw(
-        self,
-        storage: Storage,
-        batch_size: int,
-        noise: Noise,
-        window: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> Drawn:
         """Draws transitions and their goal rows.
 
         Returns:
             `[B]` int64 slots, and the base's info with `goal_index`, `[B]` int64 slots (the row's own
             slot where it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` these
             are named after it.
+
+        Raises:
+            RuntimeError: the storage is empty, or has no episode index.
         """
-        episodes, (*noise, own) = episodes_of(storage), noise
-        index, info = draw_from(self.base, storage, batch_size, noise)
-        if own.shape != index.shape:
-            # Samplers without replacement end an epoch with fewer rows than were asked for.
-            own = own[: index.shape[0]]
-        device, kinds = index.device, self._kinds(own)
+        index, info = draw(self.base, storage, batch_size)
+        episodes = episodes_of(storage)
+        noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
+        # Samplers without replacement end an epoch with fewer rows than were asked for.
+        noise = noise[: len(index)]
+        kinds = self._kinds(noise)
         if "geometric" in self._names:
-            steps = geometric_steps(own, self._discount)
-            is_mixed = len(self._names) > 1
-            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, own) if is_mixed else steps
-        slots = index if own.device == device else index.to(own.device)
-        goals, mask = episodes.goals(slots, own, kinds, self._names)
-        info[self._index_key] = goals if goals.device == device else goals.to(device)
-        info[self._mask_key] = mask if mask.device == device else mask.to(device)
+            steps = geometric_steps(noise, self.discount)
+            noise = torch.where(kinds == GOAL_KINDS["geometric"], steps, noise)
+        goals, mask = episodes.goals(index.to(noise.device), noise, kinds, self._names)
+        info[self._index_key], info[self._mask_key] = goals.to(index.device), mask.to(index.device)
         return index, info
 
     def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` uint8, how the goal of each transition is drawn; 0 where it stays as stored."""
-        size, num_goals, shares = noise.shape[0], self._num_goals, self._shares
+        size, num_goals, shares = noise.shape[0], self.num_goals, self._shares
         if size == 1 and num_goals > 0:
             # The floor would always be 0.
             return kinds_by_chance(noise, num_goals, self._numbers, shares)
@@ -209,26 +197,6 @@ class HERSampler(WrappingSampler):
             self._prepared = torch.tensor(found, dtype=torch.uint8, device=noise.device)
             self._made_for = made_for
         return self._prepared
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy,
-            "num_goals": self.num_goals,
-            "discount": self.discount,
-        }
-
-    def _check_own_state(self, saved: SavedState) -> None:
-        try:
-            check_strategy("strategy", saved["strategy"])
-        except (TypeError, ValueError) as error:
-            raise saved.error("strategy", "a name or a mixture", saved["strategy"]) from error
-        if saved["num_goals"] != math.inf:
-            saved.integer("num_goals")
-        saved.number("discount", 0, 1)
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.strategy, self.num_goals = state["strategy"], state["num_goals"]
-        self.discount = state["discount"]
 
     def __repr__(self) -> str:
         more = f"discount={self.discount}, " if "geometric" in self._names else ""

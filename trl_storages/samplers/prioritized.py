@@ -9,20 +9,22 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, ClassVar, SupportsFloat, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from trl_storages import arguments
-from trl_storages.interrupts import finish
+from trl_storages.functional.draws import random_noise
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
-from trl_storages.samplers.base import DrawingSampler, Noise, layers_of
+from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
-from trl_storages.saved import SavedState
+from trl_storages.saved import SavedPart, SavedState
+from trl_storages.signatures import Setting, SettledSampler
+from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["REDUCTIONS", "ElsewhereSampler", "PERSampler", "prioritized_of"]
 
@@ -38,7 +40,11 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
+def _rescale(sampler: PERSampler) -> None:
+    sampler._table.rescale(alpha=sampler.alpha, eps=sampler.eps)
+
+
+class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore[misc]
     """Prioritized experience replay: what surprised most is seen most.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -98,6 +104,27 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
     live_parameters: ClassVar[Mapping[str, str]] = {
         name: name for name in ("alpha", "beta", "eps", "normalize")
     }
+    saved_parameters = ("alpha", "beta", "eps", "normalize")
+
+    alpha = Setting[float](
+        partial(arguments.number, at_least=0, at_most=_HIGHEST_ALPHA),
+        "How much priorities count, in [0, 4].",
+        _rescale,
+    )
+    beta = Setting[float](
+        partial(arguments.number, at_least=0, at_most=1),
+        "How much of the bias the weights correct, in [0, 1].",
+    )
+    eps = Setting[float](
+        partial(arguments.number, at_least=_LEAST_EPS, at_most=1),
+        "What is added to priorities, above 0.",
+        _rescale,
+    )
+    normalize = Setting[Normalization](
+        partial(arguments.choice, names=get_args(Normalization)),
+        'Whose largest importance weight is 1: "batch", "storage" or "none".',
+        lambda sampler: setattr(sampler._table, "normalize", sampler.normalize),
+    )
 
     def __init__(
         self,
@@ -113,70 +140,16 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
         # TorchRL's constructor would make native trees, and fail where they do not load.
         self._max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
         self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
-        self._alpha = arguments.number("alpha", alpha, at_least=0, at_most=_HIGHEST_ALPHA)
-        self._beta = arguments.number("beta", beta, at_least=0, at_most=1)
-        self._eps = arguments.number("eps", eps, at_least=_LEAST_EPS, at_most=1)
-        self._normalize: Normalization = arguments.choice(
-            "normalize", normalize, get_args(Normalization)
-        )
+        self.alpha, self.beta, self.eps, self.normalize = alpha, beta, eps, normalize
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
-        # How often rows that are on disk were looked at; 0 while they are in memory.
-        self._refreshes = 0
         self._is_loaded = False
 
     def _make_table(self, device: torch.device) -> PriorityTable:
         return PriorityTable(self._max_capacity, **self._exponents(), device=device)
 
     def _exponents(self) -> dict[str, Any]:
-        return {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
-
-    # Parameters
-
-    @property
-    def alpha(self) -> float:
-        """How much priorities count, in [0, 4]."""
-        return self._alpha
-
-    @alpha.setter
-    def alpha(self, value: SupportsFloat) -> None:
-        alpha = arguments.number("alpha", value, at_least=0, at_most=_HIGHEST_ALPHA)
-        if alpha != self._alpha:
-            finish(partial(self._rescale, alpha, self._eps))
-
-    def _rescale(self, alpha: float, eps: float) -> None:
-        self._alpha, self._eps = alpha, eps
-        self._table.rescale(alpha=alpha, eps=eps)
-
-    @property
-    def beta(self) -> float:
-        """How much of the bias the weights correct, in [0, 1]."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: SupportsFloat) -> None:
-        self._beta = arguments.number("beta", value, at_least=0, at_most=1)
-
-    @property
-    def eps(self) -> float:
-        """What is added to priorities, above 0."""
-        return self._eps
-
-    @eps.setter
-    def eps(self, value: SupportsFloat) -> None:
-        eps = arguments.number("eps", value, at_least=_LEAST_EPS, at_most=1)
-        if eps != self._eps:
-            finish(partial(self._rescale, self._alpha, eps))
-
-    @property
-    def normalize(self) -> Normalization:
-        """Whose largest importance weight is 1: "batch", "storage" or "none"."""
-        return self._normalize
-
-    @normalize.setter
-    def normalize(self, value: Normalization) -> None:
-        self._normalize = arguments.choice("normalize", value, get_args(Normalization))
-        self._table.normalize = self._normalize
+        return {"alpha": self.alpha, "eps": self.eps, "normalize": self.normalize}
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +168,7 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
 
     # Drawing
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample(self, storage: Any, batch_size: int) -> Drawn:
         """Draws rows with replacement, in proportion to their priorities.
 
         Returns:
@@ -206,11 +179,9 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
             RuntimeError: the storage is empty.
             ValueError: the storage has more dimensions than one, or more slots than `max_capacity`.
         """
-        return self._sample(storage, batch_size)
+        return self._draw(storage, batch_size)
 
-    def sample_window(
-        self, storage: Storage, batch_size: int, window: torch.Tensor | int
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def sample_window(self, storage: Storage, batch_size: int, window: torch.Tensor | int) -> Drawn:
         """Draws among the newest rows, in proportion to their priorities.
 
         Args:
@@ -225,28 +196,26 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
         Raises:
             RuntimeError: the storage is empty or has no episode index.
         """
-        return self._sample(storage, batch_size, torch.as_tensor(window, device=self.device))
+        return self._draw(storage, batch_size, window)
 
-    def draw(
-        self, storage: Storage, batch_size: int, noise: Noise, window: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draws rows with replacement, see `DrawingSampler.draw`."""
+    def _draw(
+        self, storage: Storage, batch_size: int, window: torch.Tensor | int | None = None
+    ) -> Drawn:
+        batch_size = size_of_draw(storage, batch_size)
         self._settle(storage)
+        noise = random_noise(batch_size, generator=self._rng, device=self.device)
         if window is None:
-            slots, weight, stamp = self._table.draw(noise[0], self._beta, _num_rows(storage))
+            slots, weight, stamp = self._table.draw(noise, self.beta, _num_rows(storage))
         else:
+            window = torch.as_tensor(window, device=self.device)
             slots, weight, stamp = self._table.draw_newest(
-                noise[0], self._beta, episodes_of(storage), window
+                noise, self.beta, episodes_of(storage), window
             )
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """Lets draws give (N P(i))^-beta for weights, whatever `normalize` is, while it lasts."""
         return self._table.plain_weights()
-
-    def _noise_device(self, storage: Storage) -> torch.device:
-        self._settle(storage)
-        return self.device
 
     # Writing
 
@@ -346,11 +315,8 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
             if self._table.has_rows:
                 table.load_state_dict(self._table.state_dict())
             self._table = table
-        refreshes = getattr(storage, "refreshes", 0)
-        if refreshes != self._refreshes:
-            self._refreshes = refreshes
-            if isinstance(self._table, DurableTable) and self._table.follows(storage):
-                self._table.follow()
+        if getattr(storage, "refreshes", 0) != self._table.refreshes:
+            if self._table.follow(storage):
                 return False
             state = self._table.state_dict() if self._is_loaded else None
             self._is_loaded = False
@@ -374,14 +340,22 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
         self._marked = None
         self._table.clear()
 
-    def validate(self) -> None:
+    def validate(self, live: torch.Tensor | None = None) -> None:
         """Checks sums and minima against the priorities, walking all rows.
+
+        Args:
+            live: int64 slots of all rows, which must be those with a priority; None does not ask.
 
         Raises:
             RuntimeError: they do not fit.
             ValueError: priorities were refused on the device, and no call has told yet.
         """
+        live = arguments.optional(arguments.slots, "live", live)
         self._table.validate()
+        if live is not None and (wrong := self.slots_amiss(self.priorities, live.cpu())):
+            raise RuntimeError(
+                f"the slots {wrong[:5]} have a priority without a row, or a row without a priority."
+            )
 
     # State
 
@@ -391,25 +365,10 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
             return ElsewhereSampler, ()
         return super().__reduce_ex__(protocol)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        if isinstance(self._table, DurableTable):
-            # The files stay with the storage.
-            state |= {"_table": self._table.in_memory(), "_refreshes": 0}
-        return state
-
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters and raw priorities; trees are derived from them."""
-        return {**self._parameters(), **self._table.state_dict()}
-
-    def _parameters(self) -> dict[str, Any]:
-        return {
-            "max_capacity": self._max_capacity,
-            "alpha": self._alpha,
-            "beta": self._beta,
-            "eps": self._eps,
-            "normalize": self._normalize,
-        }
+        own = {name: getattr(self, name) for name in self.saved_parameters}
+        return {"max_capacity": self._max_capacity, **own, **self._table.state_dict()}
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -418,15 +377,12 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
             KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged: a
                 priority is negative or NaN, ...
         """
-        what, own = f"the saved {type(self).__name__}", self._parameters()
-        keys = (*own, "largest", "num_lanes", "priorities")
-        saved, size = SavedState(state_dict, what, keys), self._max_capacity
+        what, size = f"the saved {type(self).__name__}", self._max_capacity
+        keys = ("max_capacity", *self.saved_parameters, "largest", "num_lanes", "priorities")
+        saved = SavedState(state_dict, what, keys)
         if saved.integer("max_capacity", 1) != size:
             raise saved.error("max_capacity", f"{size}, as here", saved["max_capacity"])
-        saved.number("alpha", 0.0, _HIGHEST_ALPHA)
-        saved.number("beta", 0.0, 1.0)
-        saved.number("eps", _LEAST_EPS, 1.0)
-        saved.one_of("normalize", get_args(Normalization))
+        saved.check_parameters(type(self), self.saved_parameters)
         saved.number("largest", 0.0, torch.finfo(torch.float32).max)
         saved.integer("num_lanes", 1, size)
         # Where there is no row it is infinite.
@@ -465,18 +421,16 @@ class PERSampler(DrawingSampler, PrioritizedSampler):  # type: ignore[misc]
                 f"{len(state['priorities'])}: load them together with their rows, by "
                 "ReplayStorage.loads() or load_state_dict(). Nothing was changed."
             )
-        self._alpha, self._beta = state["alpha"], state["beta"]
-        self._eps, self._normalize = state["eps"], state["normalize"]
+        for name in self.saved_parameters:
+            setattr(self, name, state[name])
         self._marked = None
-        self._table.normalize = self._normalize
-        self._table.rescale(alpha=self._alpha, eps=self._eps)
         self._table.load_state_dict(state)
-        self._is_loaded = not isinstance(self._table, DurableTable)
+        self._is_loaded = not self._table.refreshes
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self._max_capacity}, alpha={self._alpha}, beta={self._beta}, "
-            f"eps={self._eps}, normalize={self._normalize!r})"
+            f"{type(self).__name__}({self._max_capacity}, alpha={self.alpha}, beta={self.beta}, "
+            f"eps={self.eps}, normalize={self.normalize!r})"
         )
 
 

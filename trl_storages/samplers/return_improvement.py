@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import arguments
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
-from trl_storages.samplers.base import WrappingSampler
+from trl_storages.samplers.base import layers_of
 from trl_storages.saved import SavedPart, SavedState
+from trl_storages.signatures import Setting
 
 __all__ = ["ReturnImprovementEta"]
 
@@ -52,22 +54,26 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
 
     initial_val: float
 
+    num_returns = Setting[int](
+        partial(arguments.integer, at_least=2), "How many of the newest returns the slope looks at."
+    )
+    decay = Setting[float](
+        partial(arguments.number, above=0, at_most=1),
+        "By which factor the steepest slopes shrink with each episode.",
+    )
+
     def __init__(
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
     ) -> None:
-        num_returns = arguments.integer("num_returns", num_returns, at_least=2)
-        decay = arguments.number("decay", decay, above=0, at_most=1)
+        self.num_returns, self.decay = num_returns, decay
         kinds = (ReplayBuffer, Sampler)
         arguments.instance("obj", obj, kinds, what="an ERESampler, or a replay buffer with one")
         # Samplers that stand on an ERESampler, such as HERSampler, hold it as their base.
         sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
-        while isinstance(sampler, WrappingSampler) and not hasattr(sampler, "eta"):
-            sampler = sampler.base
+        sampler = next((it for it in layers_of(sampler) if hasattr(it, "eta")), sampler)
         super().__init__(sampler, "eta", max_value=1.0)
         self.initial_val = float(self.initial_val)
         self._min_val = self.initial_val
-        self.num_returns = num_returns
-        self.decay = decay
         self._trend = ReturnTrend()
 
     @property
@@ -126,9 +132,7 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         saved = SavedState(state_dict, what, [*self.state_dict()])
         if not saved.number("initial_val", 0, 1):
             raise saved.error("initial_val", "above 0", 0)
-        if not saved.number("decay", 0, 1):
-            raise saved.error("decay", "above 0", 0)
-        most = saved.integer("num_returns", 2)
+        saved.check_parameters(type(self), ("num_returns", "decay"))
         saved.integer("step_count")
         saved.number("steepest_fall", 0)
         saved.number("improvement", -1, 1)
@@ -136,8 +140,8 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         if saved["steepest_rise"] != -math.inf:
             saved.number("steepest_rise")
         returns = saved["returns"]
-        if not isinstance(returns, list) or len(returns) > most:
-            raise saved.error("returns", f"a list of at most {most} numbers", returns)
+        if not isinstance(returns, list) or len(returns) > saved["num_returns"]:
+            raise saved.error("returns", "a list of at most num_returns numbers", returns)
         listed = {str(place): value for place, value in enumerate(returns)}
         values = SavedState(listed, f"'returns' of {what}", listed)
         for place in listed:

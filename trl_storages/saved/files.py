@@ -82,8 +82,7 @@ def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not tensor.numel():
         return ()
     rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()
-    found: tuple[torch.Tensor, ...] = rows.split(max(_PIECE * len(rows) // rows.nbytes, 1))  # type: ignore[no-untyped-call]
-    return found
+    return rows.split(max(_PIECE * len(rows) // rows.nbytes, 1))  # type: ignore[no-untyped-call]
 
 
 def copy_in_pieces(
@@ -246,8 +245,7 @@ class _Directory:
     def _items(self, value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise TypeError("must be a list")
-        found: list[Any] = self.value(value)
-        return found
+        return self.value(value)
 
     def _size(self, value: Any) -> torch.Size:
         if not all(type(size) is int and size >= 0 for size in self._items(value)):

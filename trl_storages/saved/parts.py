@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -62,37 +62,33 @@ class SavedState:
     def __contains__(self, key: str) -> bool:
         return key in self._state
 
-    def error(self, key: str, must: str, got: Any) -> ValueError:
+    def error(self, key: str, must: str, got: Any, kind: type[Exception] = ValueError) -> Exception:
         """Returns the error that says what an entry must be."""
-        return ValueError(f"{key!r} of {self._what} must be {must}, got {got}; {_MENDED}")
+        return kind(f"{key!r} of {self._what} must be {must}, got {got}; {_MENDED}")
 
-    def _wrong_type(self, key: str, must: str, got: Any) -> TypeError:
-        return TypeError(f"{key!r} of {self._what} must be {must}, got {got}; {_MENDED}")
+    def _checked(
+        self, key: str, kinds: tuple[type, ...], check: Callable[..., Any], **limits: Any
+    ) -> Any:
+        value = self._state[key]
+        if type(value) not in kinds:
+            must = " or ".join(kind.__name__ for kind in kinds)
+            raise self.error(key, f"of type {must}", type(value).__name__, TypeError)
+        try:
+            return check(f"{key!r} of {self._what}", value, **limits)
+        except ValueError as error:
+            raise ValueError(f"{str(error).rstrip('.')}; {_MENDED}") from error
 
     def flag(self, key: str) -> bool:
         """Returns an entry that is true or false."""
-        value = self._state[key]
-        if not isinstance(value, bool):
-            raise self._wrong_type(key, "a bool", type(value).__name__)
-        return value
+        return self._checked(key, (bool,), arguments.flag)
 
     def integer(self, key: str, low: int = 0, high: int = _LARGEST) -> int:
         """Returns a whole number within `[low, high]`."""
-        value = self._state[key]
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong_type(key, "a whole number", type(value).__name__)
-        if not low <= value <= high:
-            raise self.error(key, f"in [{low}, {high}]", value)
-        return value
+        return self._checked(key, (int,), arguments.integer, at_least=low, at_most=high)
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
         """Returns a finite number within `[low, high]`."""
-        value = self._state[key]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong_type(key, "a number", type(value).__name__)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise self.error(key, f"finite and in [{low:g}, {high:g}]", value)
-        return value
+        return self._checked(key, (int, float), arguments.number, at_least=low, at_most=high)
 
     def one_of(self, key: str, choices: Collection[Any]) -> Any:
         """Returns an entry that is one of some words."""
@@ -114,13 +110,25 @@ class SavedState:
         """
         value = self._state[key]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            raise self._wrong_type(key, "a dense tensor", type(value).__name__)
+            raise self.error(key, "a dense tensor", type(value).__name__, TypeError)
         if value.dtype is not dtype:
-            raise self._wrong_type(key, str(dtype), value.dtype)
+            raise self.error(key, str(dtype), value.dtype, TypeError)
         if shape is not None and value.shape != torch.Size(shape):
             must = f"of shape {list(shape)}" + (f" ({hint})" if hint else "")
             raise self.error(key, must, list(value.shape))
         return value
+
+    def check_parameters(self, kind: type, names: Collection[str]) -> None:
+        """Checks entries as objects of a class check attributes of these names when they are set."""
+        trial: Any = object.__new__(kind)
+        for name in names:
+            value = self._state[name]
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise self.error(name, "a number of 64 bits", value)
+            try:
+                setattr(trial, name, value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._what} is damaged: {error} {_MENDED}") from error
 
     def within(self, key: str, low: float, high: float) -> None:
         """Checks that all elements of a tensor lie within `[low, high]`."""

@@ -104,5 +104,5 @@ def parts_of(transform: Transform) -> list[Transform]:
     parts: list[Transform] = []
     # To ask a module for its modules takes several times as long.
     for part in transform._modules["transforms"]._modules.values():
-        parts += parts_of(part)
+        parts += parts_of(part) if isinstance(part, Compose) else [part]
     return parts

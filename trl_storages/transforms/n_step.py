@@ -6,6 +6,7 @@ Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
 from trl_storages.rows import RowView
+from trl_storages.signatures import Setting
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
@@ -66,6 +68,15 @@ class NStep(ReplayTransform):
 
     live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_steps", "discount": "gamma"}
 
+    n_steps = Setting[int](
+        partial(arguments.integer, at_least=1),
+        "n, the longest window; may be changed between samples.",
+    )
+    gamma = Setting[float](
+        partial(arguments.number, at_least=0, at_most=1),
+        "γ, the discount of a step; may be changed between samples.",
+    )
+
     def __init__(
         self,
         n_steps: int = 3,
@@ -89,24 +100,6 @@ class NStep(ReplayTransform):
         for name in ("reward_key", "terminated_key", "agent_done_key"):
             if (key := getattr(self, name)) is not None and key[0] != "next":
                 raise ValueError(f"{name} must lie under 'next', got {key!r}.")
-
-    @property
-    def n_steps(self) -> int:
-        """n, the longest window; may be changed between samples."""
-        return self._n_steps
-
-    @n_steps.setter
-    def n_steps(self, value: int) -> None:
-        self._n_steps: int = arguments.integer("n_steps", value, at_least=1)
-
-    @property
-    def gamma(self) -> float:
-        """γ, the discount of a step; may be changed between samples."""
-        return self._gamma
-
-    @gamma.setter
-    def gamma(self, value: float) -> None:
-        self._gamma = arguments.number("gamma", value, at_least=0, at_most=1)
 
     def replay(self, rows: RowView) -> None:
         """Folds the window of each transition.

@@ -32,16 +32,16 @@ def compiled(loop: _Loop) -> _Loop:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return np.errstate(over="ignore")(loop)
     try:
-        return _njit(nogil=True, cache=True)(loop)  # type: ignore[no-any-return]
+        return _njit(nogil=True, cache=True)(loop)
     except RuntimeError:
         # There is no directory to write to.
         _warn_of_no_cache()
-        return _njit(nogil=True)(loop)  # type: ignore[no-any-return]
+        return _njit(nogil=True)(loop)
 
 
 def inlined(function: _Loop) -> _Loop:
     """Compiles a formula into the loops of its file that call it."""
-    return _njit(inline="always")(function)  # type: ignore[no-any-return]
+    return _njit(inline="always")(function)
 
 
 @cache

@@ -88,7 +88,7 @@ def _renew_rows(
     """Takes in rows that were written, and returns their priority, or -1 for slots that are none."""
     for i in range(slots.shape[0]):
         if slots[i] >= priorities.shape[0]:
-            return np.float32(-1)  # type: ignore[no-any-return]
+            return np.float32(-1)
     priority = largest[0] if largest[0] > 0 else np.float32(1)
     # A slot that occurs twice was written once.
     new = np.empty(slots.shape[0], dtype=np.int32)
@@ -99,7 +99,7 @@ def _renew_rows(
         if slots[i] >= 0:
             priorities[slots[i]] = priority
             generations[slots[i]] = new[i]
-    return priority  # type: ignore[no-any-return]
+    return priority
 
 
 @compiled

@@ -283,9 +283,9 @@ def _take_entry(free: Any, counts: Any) -> int:
     """Returns an entry that is in use from now on."""
     if counts[NUM_FREE] > 0:
         counts[NUM_FREE] -= 1
-        return free[counts[NUM_FREE]]  # type: ignore[no-any-return]
+        return free[counts[NUM_FREE]]
     counts[NUM_TAKEN] += 1
-    return counts[NUM_TAKEN]  # type: ignore[no-any-return]
+    return counts[NUM_TAKEN]
 
 
 @inlined

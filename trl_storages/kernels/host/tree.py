@@ -373,7 +373,7 @@ def _least_of(least: np.ndarray, first: int) -> float:
     low = least[first]
     for j in range(1, FAN_OUT):
         low = min(low, least[first + j])
-    return low  # type: ignore[no-any-return]
+    return low
 
 
 @compiled

@@ -1,0 +1,100 @@
+"""How rows come into a storage, and how its sampler hears of them.
+
+Letters: E lanes (environments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Transform
+
+from trl_storages.ring import EpisodeIndex
+from trl_storages.transforms import ReplayTransform, parts_of
+
+__all__ = ["Heard", "record", "write"]
+
+
+def write(
+    storage: Any,
+    put: Callable[..., torch.Tensor],
+    data: TensorDictBase,
+    *,
+    has_priority: bool = True,
+) -> torch.Tensor:
+    """Writes data as the transforms change it, and tells the sampler of the rows.
+
+    Args:
+        storage: the `ReplayStorage`.
+        put: the writer's, `(data, then=) -> slots`.
+        data: as `put` takes it.
+        has_priority: whether an entry `priority_key` of the data is its priority.
+    """
+    transform, sampler = storage._transform, storage._sampler
+    # TorchRL copies the data for the inverses of transforms, and gives the copy an index.
+    rows = transform.inv(data) if _may_have_inverse(transform) else data
+    if rows is None:
+        return torch.zeros(0, dtype=torch.int64)
+    priority = rows.get(storage.priority_key, None) if has_priority else None
+
+    def hear(slots: torch.Tensor) -> None:
+        sampler.extend(slots)
+        if priority is not None:
+            storage.update_priority(slots, priority)
+
+    with storage._replay_lock, storage._write_lock:
+        return put(rows, then=hear)
+
+
+def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
+    """Writes one step of a plain gymnasium loop; see `ReplayStorage.record`."""
+    recorder, writer, transform = storage._recorder, storage._writer, storage._transform
+    with storage._replay_lock, storage._write_lock:
+        read, memory = recorder.read(step, getattr(storage._storage, "layout", None))
+
+        def hear(slots: torch.Tensor) -> None:
+            storage._sampler.extend(slots)
+            recorder.remember(memory)
+
+        then, rows = storage._sampler.extend if memory is None else hear, None
+        if read is not None:
+            changes = _may_have_inverse(transform)
+            if not changes and writer.takes(read.layout):
+                return writer.append(read, then)
+            rows = read.tensordict()
+            rows = transform.inv(rows.clone()) if changes else rows
+        if read is None or rows is None:
+            recorder.remember(memory)
+            return None
+        return writer.extend(rows, lanes=read.lanes, then=then)
+
+
+def _may_have_inverse(transform: Transform) -> bool:
+    return any(not isinstance(part, ReplayTransform) for part in parts_of(transform))
+
+
+class Heard:
+    """What a sampler knows of the rows that other processes write to a shared storage too.
+
+    Args:
+        episodes: of the rows; it knows of all that are there. None knows of none.
+    """
+
+    def __init__(self, episodes: EpisodeIndex | None = None) -> None:
+        #: `[E]` steps of each lane.
+        self._steps = None if episodes is None else episodes.num_steps_written.clone()
+
+    def tell(self, sampler: Sampler, episodes: EpisodeIndex) -> None:
+        """Tells the sampler of rows that were written since."""
+        written = episodes.num_steps_written
+        if self._steps is None or bool((written < self._steps).any()):
+            # Emptied, here or elsewhere.
+            sampler._empty()
+            self._steps = torch.zeros_like(written)
+        if not torch.equal(written, self._steps):
+            sampler.extend(episodes.slots_since(self._steps))
+            self._steps = written.clone()
