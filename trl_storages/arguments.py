@@ -209,18 +209,15 @@ def device(name: str, value: Any) -> torch.device:
         TypeError: it names none.
         ValueError: there is none of that name.
     """
-    if isinstance(value, torch.device):
-        return value
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {_shown(value)}."
-        )
+    must = (
+        f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {_shown(value)}."
+    )
+    if not isinstance(value, str | torch.device):
+        raise TypeError(must)
     try:
         return torch.device(value)
     except RuntimeError as error:
-        raise ValueError(
-            f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {value!r}."
-        ) from error
+        raise ValueError(must) from error
 
 
 def directory(name: str, value: Any) -> Path:
@@ -254,10 +251,10 @@ def key(name: str, value: Any) -> NestedKey:
         ValueError: it is empty.
     """
     parts = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(part, str | tuple) for part in parts):
-        raise TypeError(f"{name} must be a key, a string or a tuple of them; got {_shown(value)}.")
-    if not parts or not all(parts):
-        raise ValueError(f"{name} must be a key, a string or a tuple of them; got {_shown(value)}.")
+    is_key = all(isinstance(part, str | tuple) for part in parts)
+    if not (is_key and parts and all(parts)):
+        kind = ValueError if is_key else TypeError
+        raise kind(f"{name} must be a key, a string or a tuple of them; got {_shown(value)}.")
     for part in parts:
         if isinstance(part, tuple):
             key(name, part)

@@ -52,14 +52,30 @@ _USE_SEQUENCES = (
 )
 _USE_SINGLE_ROWS = "pass UniformSampler(), or PERSampler(capacity) for priorities"
 
-# Single rows, drawn below the length of the storage.
-_BY_SLOT = (
-    RandomSampler,
-    SamplerWithoutReplacement,
-    PrioritizedSampler,
-    StalenessAwareSampler,
-    PromptGroupSampler,
-)
+#: What TorchRL's parts ask of the rows, by the first class here that they are of.
+_ASKED: dict[type, str] = {
+    ConsumingSampler: "to be consumed",
+    SamplerEnsemble: "several storages",
+    SliceSampler: "neighbours",
+    Sequence: "neighbours",
+    RandomSampler: "any slot",
+    PrioritizedSampler: "a length",
+    SamplerWithoutReplacement: "a number",
+    StalenessAwareSampler: "the first slots",
+    PromptGroupSampler: "the first slots",
+    Sampler: "who knows",
+    SampleUnit: "nothing",
+}
+
+
+def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
+    """Returns what a part asks of the rows; None of one that TorchRL did not write."""
+    if part is None:
+        return None
+    method = part.sample if isinstance(part, Sampler) else part.expand
+    if not method.__module__.startswith("torchrl."):
+        return None
+    return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
 
 
 # What does not depend on the rows: checked where parts meet.
@@ -78,45 +94,36 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
     """
     if (base := getattr(part, "base", None)) is not None:
         check_part(base, num_envs, storage)
-    if part is None or not _is_stock(part):
+    name, asked = type(part).__name__, _asked_by(part)
+    if asked is None:
         return
-    name = type(part).__name__
-    if isinstance(part, ConsumingSampler):
+    if asked == "to be consumed":
         raise ValueError(
             f"rows with episodes can't be consumed, got {name}: they leave in the order in which they "
             "came. Pass UniformSampler(), or use a TensorDictReplayBuffer with TorchRL's own writer."
         )
-    if isinstance(part, SamplerEnsemble):
+    if asked == "several storages":
         raise ValueError(
             f"the sampler must draw from one storage, got {name}: join several by "
             f"ReplayStorageEnsemble(*storages); for one, {_USE_SINGLE_ROWS}."
         )
-    if getattr(storage, "is_durable", False) and not isinstance(part, RandomSampler):
+    if asked != "any slot" and getattr(storage, "is_durable", False):
         raise ValueError(
             f"{name} takes the first slots for the rows and the next slot for the next step, and those "
             f"of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
         )
-    if num_envs == 1:
-        return
-    if isinstance(part, SliceSampler | Sequence):
-        # A fragmented one asks each row for its trajectory and its step.
-        if not getattr(part, "fragmented", False):
-            raise ValueError(
-                f"{name} takes the next slot for the next step, but the rows of {num_envs} environments "
-                f"lie in turn, so that it would mix them: {_USE_SEQUENCES}."
-            )
-    elif isinstance(part, Sampler) and not isinstance(part, _BY_SLOT):
+    # A fragmented sampler asks each row for its trajectory and its step.
+    if num_envs > 1 and asked == "neighbours" and not getattr(part, "fragmented", False):
+        raise ValueError(
+            f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie "
+            f"in turn, so that it would mix them: {_USE_SEQUENCES}."
+        )
+    if num_envs > 1 and asked == "who knows":
         raise ValueError(
             f"{name} is not known to be right over {num_envs} lanes of rows: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
         )
-
-
-def _is_stock(part: Sampler | SampleUnit) -> bool:
-    """Whether a sampler draws, or a unit expands, as TorchRL wrote it."""
-    method = part.sample if isinstance(part, Sampler) else part.expand
-    return method.__module__.startswith("torchrl.")
 
 
 def check_buffers(storage: Storage, num_envs: int) -> None:
@@ -207,30 +214,28 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: the rows are such that the sampler would join episodes, or draw slots without a
             row. The message names what to use instead.
     """
-    episodes = getattr(storage, "episodes", None)
-    if not _is_stock(sampler):
+    if (asked := _asked_by(sampler)) is None:
         return sampler.sample(storage, batch_size)
-    batch_size = size_of_draw(storage, batch_size)
+    batch_size, episodes = size_of_draw(storage, batch_size), getattr(storage, "episodes", None)
     if episodes is None:
         return sampler.sample(storage, batch_size)
     check_part(sampler, episodes.num_envs, storage)
-    if isinstance(sampler, SliceSampler):
-        _check_level(sampler, episodes)
-        index, info = sampler.sample(storage, batch_size)
+    if not episodes.is_level:
+        match asked:
+            case "any slot":
+                return episodes.random_slots(batch_size, sampler._rng), {}
+            case "a length":
+                return sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
+            case "a number":
+                ranks, info = sampler.sample(_Seen(storage, len(episodes)), batch_size)
+                return _live_slots(episodes, ranks), info
+            case _:
+                _check_level(sampler, episodes)
+    index, info = sampler.sample(storage, batch_size)
+    if asked == "neighbours":
         (slots,) = index if isinstance(index, tuple) else (index,)
         _check_slices(sampler, storage, slots)
-        return index, info
-    if episodes.is_level:
-        return sampler.sample(storage, batch_size)
-    if isinstance(sampler, RandomSampler):
-        return episodes.random_slots(batch_size, sampler._rng), {}
-    if isinstance(sampler, PrioritizedSampler):
-        return sampler.sample(_Seen(storage, episodes.num_slots_reached), batch_size)
-    if isinstance(sampler, SamplerWithoutReplacement):
-        ranks, info = sampler.sample(_Seen(storage, len(episodes)), batch_size)
-        return _live_slots(episodes, ranks), info
-    _check_level(sampler, episodes)
-    return sampler.sample(storage, batch_size)
+    return index, info
 
 
 def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
@@ -277,14 +282,13 @@ def check_draws(storage: Any, writer: Writer) -> None:
         check_part(sampler, episodes.num_envs)
         check_part(unit, episodes.num_envs)
         _check_sequences(unit, storage)
-        if not _is_stock(sampler):
+        if (asked := _asked_by(sampler)) is None:
             continue
         # A PackedStorage draws for the one itself, and the other sees all slots of a storage whose
         # length is that of its longest lane.
-        right = RandomSampler if isinstance(storage, PackedStorage) else PrioritizedSampler
-        if isinstance(sampler, SliceSampler) or not isinstance(sampler, right):
+        if asked != ("any slot" if isinstance(storage, PackedStorage) else "a length"):
             _check_level(sampler, episodes)
-        if isinstance(sampler, SliceSampler):
+        if asked == "neighbours":
             _check_slices(sampler, storage, None)
 
 
@@ -322,12 +326,14 @@ def expand(
     return unit.expand(index, info, storage)
 
 
-def _check_sequences(unit: SampleUnit | None, storage: Storage) -> None:
+def _check_sequences(unit: Any, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
-    if not isinstance(unit, Sequence) or not _is_stock(unit):
-        return
     # The others cross them because they were told to.
-    if unit.episode_boundary != "include_reset" and unit.done_key is not None:
+    if (
+        _asked_by(unit) == "neighbours"
+        and unit.episode_boundary != "include_reset"
+        and unit.done_key is not None
+    ):
         _check_ends(unit, storage, None, [unit.done_key])
 
 
