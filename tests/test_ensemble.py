@@ -1,6 +1,7 @@
 """ReplayStorageEnsemble: shares, order, weights and priorities, against plain loops."""
 
 from fractions import Fraction
+from itertools import product
 
 import gymnasium
 import numpy as np
@@ -156,6 +157,58 @@ def test_members_draw_what_they_would_draw_alone():
         make(20, seed=1, prefetch=2, batch_size=9), make(30, first=1000), batch_size=4
     )
     assert ahead.sample().batch_size == (4,)
+
+
+#: Rows that are gathered in one piece or field by field, and TorchRL's own.
+KINDS = {
+    "packed": (PackedStorage, 1),
+    "packed and long": (PackedStorage, 2000),
+    "TorchRL's": (LazyTensorStorage, 1),
+}
+SEEN = {
+    "as stored": list,
+    "in hindsight": lambda: [GoalRelabel(distance_reward)],
+    "over n steps in hindsight": lambda: [GoalRelabel(distance_reward), NStep(3, 0.5)],
+    "by a transform of TorchRL": lambda: [
+        *(GoalRelabel(distance_reward), NStep(3, 0.5)),
+        DTypeCastTransform(torch.float32, torch.float64, in_keys=["extra"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    # Batches of one ensemble have rows of one size.
+    [pair for pair in product(KINDS, KINDS) if len({KINDS[kind][1] for kind in pair}) == 1],
+)
+def test_members_of_any_kind_are_seen_as_they_are_alone(first, second, seen):
+    def member(kind, first):
+        made, size = KINDS[kind]
+        sampler = HERSampler(num_goals=2) if SEEN[seen]() else None
+        storage = ReplayStorage(
+            storage=made(40),
+            sampler=sampler,
+            transform=Compose(*SEEN[seen]()),
+            writer=EpisodeWriter(on_gap="ignore"),
+            generator=torch.Generator().manual_seed(first),
+        )
+        steps = rows(20, first)
+        steps["extra"] = torch.rand(20, size, generator=torch.Generator().manual_seed(first))
+        storage.extend(steps)
+        return storage
+
+    alone = [member(first, 0).sample(6), member(second, 1000).sample(2)]
+    ensemble = ReplayStorageEnsemble(member(first, 0), member(second, 1000), shares=(0.75, 0.25))
+    batch = ensemble.sample(8)
+    for number, expected in enumerate(alone):
+        part = batch[batch["buffer_ids"] == number].exclude("buffer_ids")
+        assert {*part.keys(True, True)} == {*expected.keys(True, True)}
+        assert (part == expected).all()
+    # What was drawn stays as it was.
+    before = batch.clone()
+    ensemble.storages[0].extend(ensemble.storages[0][:])
+    assert (batch == before).all()
 
 
 def test_rows_and_samplers_of_torchrl():

@@ -199,7 +199,7 @@ class RowView:
         """Reads all that a batch of these rows needs, so that later writes no longer change it."""
         self._work_out()
         if self._stored.packed() is None:
-            self._stored, self._entries = BatchFields(self.tensordict()), {}
+            self._become(self.tensordict())
 
     def _work_out(self) -> None:
         for key in self._lights:
@@ -212,12 +212,16 @@ class RowView:
         Args:
             function: takes the batch and returns it, such as a transform of TorchRL's.
         """
-        self._stored = BatchFields(function(self.tensordict()))
-        self._entries, self._lights, self._following = {}, _AS_STORED, None
+        self._become(function(self.tensordict()))
         self._obstacle = (
             f"{type(function).__name__} has changed the sampled rows, but it cannot show further rows in "
             "the same way: put it behind the transforms that read further rows (GoalRelabel, NStep)."
         )
+
+    def _become(self, batch: TensorDictBase) -> None:
+        """Takes a batch for what is seen of the rows."""
+        self._stored = BatchFields(batch)
+        self._entries, self._lights, self._following = {}, _AS_STORED, None
 
 
 def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
