@@ -450,6 +450,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 "and device out, or let the collector yield its batches and extend the storage with them."
             )
         self._sharing_process = os.getpid()
+        if self.episodes is not None:
+            # It says how many rows there are.
+            self.episodes.share_memory_()
         if self.rows is not None and not self.rows.is_shared():  # type: ignore[no-untyped-call]
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
         return self
@@ -477,6 +480,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         There is room for the fields that were named from then on, if all of them were.
         """
         self.episodes = episodes
+        if self._sharing_process is not None:
+            episodes.share_memory_()
         self._tell_lanes()
         if not self.initialized and self._declared and None not in self._declared.values():
             self._allocate(self._layout_of(self._declared))
