@@ -166,3 +166,8 @@ def test_every_private_name_of_others_is_listed():
                     used[name] = f"{path}:{node.lineno}"
 
     assert {name: at for name, at in used.items() if name not in own | listed | named_tuple} == {}
+
+
+@pytest.mark.parametrize("name", trl_storages.__all__)
+def test_every_public_name_has_an_example(name):
+    assert ">>> " in inspect.getdoc(getattr(trl_storages, name))

@@ -245,6 +245,11 @@ class NStepReplayStorage(UniformReplayStorage):
         action_space: as in `UniformReplayStorage`.
         n_step: n of the n-step returns.
         **options: as in `UniformReplayStorage`.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> storage = NStepReplayStorage(Box(-1, 1, (3,)), Discrete(2), n_step=5, discount=0.9)
+    >>> storage.n_step, storage.discount
+    (5, 0.9)
     """
 
     _defaults: ClassVar[Options] = {"n_step": 3}
@@ -260,6 +265,14 @@ class PrioritizedReplayStorage(UniformReplayStorage):
         **options: as in `UniformReplayStorage`.
 
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> storage = PrioritizedReplayStorage(Box(-1, 1, (1,)), Discrete(2), batch_size=4)
+    >>> for step in range(3):
+    ...     _ = storage.record([0.0], 1, 0.5, False, step == 2, {}, [0.0])
+    >>> batch = storage.sample()
+    >>> batch["td_error"] = torch.ones(4)  # a loss writes it
+    >>> storage.update_tensordict_priority(batch)
     """
 
     _defaults: ClassVar[Options] = {"alpha": 0.6}
@@ -275,6 +288,11 @@ class EREReplayStorage(UniformReplayStorage):
         **options: as in `UniformReplayStorage`.
 
     Reference: Wang & Ross 2019, arXiv:1906.04009.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> storage = EREReplayStorage(Box(-1, 1, (3,)), Discrete(2), eta=0.99, c_min=100)
+    >>> storage.eta, storage.c_min
+    (0.99, 100)
     """
 
     _defaults: ClassVar[Options] = {"eta": 0.996}
@@ -291,6 +309,13 @@ class EpisodeReplayStorage(UniformReplayStorage):
         action_space: as in `UniformReplayStorage`.
         batch_size: episodes a sample.
         **options: as in `UniformReplayStorage`.
+
+    >>> from gymnasium.spaces import Box, Discrete
+    >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
+    >>> for step in range(3):
+    ...     _ = storage.record([0.0], 1, 0.5, False, step == 2, {}, [0.0])
+    >>> storage.sample(2)["action"].shape
+    torch.Size([2, 3])
     """
 
     _defaults: ClassVar[Options] = {"batch_size": 16}
@@ -357,6 +382,17 @@ class HERReplayStorage(UniformReplayStorage):
         KeyError: the observation space has no `achieved_goal` or `desired_goal`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
+
+    >>> import gymnasium
+    >>> from trl_storages import gym_reward
+    >>> env = gymnasium.make("BitFlipping-v0", n_bits=4)
+    >>> spaces = env.observation_space, env.action_space
+    >>> storage = HERReplayStorage(*spaces, reward_fn=gym_reward(env), num_goals=4, batch_size=10)
+    >>> seen, _ = env.reset(seed=0)
+    >>> after, *outcome = env.step(1)
+    >>> _ = storage.record(seen, 1, *outcome, after)
+    >>> storage.sample()["her_mask"].sum()
+    tensor(8)
     """
 
     _made_by = (

@@ -71,6 +71,16 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
     Raises:
         ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, the
             writer does not fit it, or a sampler or unit of TorchRL's can't be right over its lanes.
+
+    >>> from tensordict import TensorDict
+    >>> from trl_storages import NStep, PackedStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
+    >>> outcome = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    >>> steps = {"observation": torch.rand(4, 2), "next": {**outcome, "terminated": outcome["done"]}}
+    >>> storage.extend(TensorDict(steps, [4])).tolist()
+    [0, 1, 2, 3]
+    >>> storage.sample()["next", "reward"].shape
+    torch.Size([3, 1])
     """
 
     #: Tells the writer that samplers are shown the live rows only, however the lanes are filled.

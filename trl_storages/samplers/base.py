@@ -38,6 +38,10 @@ class UniformSampler(SavedPart, SettledSampler, RandomSampler):  # type: ignore[
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
     ring are filled unequally. Over a storage without an episode index the two are the same.
+
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> ReplayStorage(storage=PackedStorage(100)).sampler
+    UniformSampler()
     """
 
     # Of all types: TorchRL's has no `episodes`, and type checkers give it to subclasses of users too.

@@ -21,6 +21,12 @@ class ReplayTransform(Transform):  # type: ignore[misc]
 
     It runs where any other transform of the replay buffer would, in the same order, under the replay
     lock. A transform of one's own that reads further rows subclasses this and implements `replay`.
+
+    >>> class Halved(ReplayTransform):
+    ...     def replay(self, rows):
+    ...         rows["next", "reward"] = rows["next", "reward"] / 2
+    >>> Halved()
+    Halved(keys=[])
     """
 
     #: Whether this transform makes use of the goal rows that a `HERSampler` draws. Where none does, a

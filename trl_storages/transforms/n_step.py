@@ -64,6 +64,12 @@ class NStep(ReplayTransform):
         ValueError: `n_steps` or `gamma` is out of its range, or a key does not lie under `next`.
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
+
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, gamma=0.98))
+    >>> storage.n_step = 5  # for the next batch
+    >>> storage.transform[0]
+    NStep(n_steps=5, gamma=0.98)
     """
 
     live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_steps", "discount": "gamma"}

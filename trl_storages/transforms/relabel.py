@@ -62,6 +62,11 @@ class GoalRelabel(ReplayTransform):
             what is achieved, or lies under `next`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
+
+    >>> def reached(achieved_goal, desired_goal, transition):
+    ...     return (achieved_goal == desired_goal).all(-1).float() - 1
+    >>> GoalRelabel(reached)
+    GoalRelabel(reached)
     """
 
     uses_goals = True

@@ -81,6 +81,14 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         ValueError: `num_envs` is below 1, `on_gap` is something else, or `observation_keys` are not
             stored.
         TypeError: `observation_keys` is not a sequence of keys.
+
+    >>> from tensordict import TensorDict
+    >>> from trl_storages import ReplayStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), writer=EpisodeWriter(2))
+    >>> done = torch.tensor([[False, True, False], [False, False, False]]).unsqueeze(-1)
+    >>> _ = storage.extend(TensorDict({"action": torch.rand(2, 3), "next": {"done": done}}, [2, 3]))
+    >>> storage.episodes.episodes()["length"].tolist()
+    [2, 1, 3]
     """
 
     def __init__(
