@@ -189,6 +189,43 @@ def test_data_and_steps_online_make_batches_of_both(guide):
     assert shares["online"].float().mean() == 1
 
 
+# Pixels, of which each frame is stored once.
+
+
+def test_frames_stored_once_teach_what_plain_stacks_teach(guide, capsys):
+    pixels = guide("pixels")
+    budget = pixels.Budget(steps=120, before=60, every=6)
+    found = {}
+    for agent in pixels.STORED:
+        torch.manual_seed(0)
+        curve = []
+        rate = pixels.train(agent, 3, budget, curve)
+        found[agent] = rate, curve, torch.rand(3).tolist()
+    assert found["frames"] == found["plain"]
+    sizes = [
+        int(line.split()[-4].replace(",", "")) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert sizes[9] < 0.15 * sizes[19]
+
+
+def test_shifts_move_all_frames_of_a_stack_alike(guide):
+    pixels = guide("pixels")
+    torch.manual_seed(0)
+    frame = torch.zeros(50, 1, pixels.SIDE, pixels.SIDE, dtype=torch.uint8)
+    frame[:, :, 40, 40] = 255
+    moved = pixels.shifted(frame.expand(-1, 4, -1, -1))
+    assert (moved == moved[:, :1]).all()
+    _, down, right = moved[:, 0].nonzero().T - 40
+    assert len(down) == 50
+    assert {*down.tolist()} == {*right.tolist()} == {*range(-4, 5)}
+
+
+@pytest.mark.slow
+def test_balls_are_caught_from_pixels(guide):
+    pixels = guide("pixels")
+    assert pixels.train("frames", 0, pixels.Budget()) >= 0.60
+
+
 # Results, at the whole budgets.
 
 

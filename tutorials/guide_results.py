@@ -29,6 +29,7 @@ GUIDES = {
     "recurrent": "signs that are followed",
     "torchrl_trainer": "goals that are reached",
     "rlpd": "flags that are reached",
+    "pixels": "balls that are caught",
 }
 
 
