@@ -131,15 +131,9 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
     torch.set_num_threads(1)  # Networks as small as these gain nothing from more.
     curve = train(args.env, args.steps, args.seed)
     if args.results is not None:
-        line = {
-            "agent": "DQN",
-            "env": args.env,
-            "seed": args.seed,
-            "steps": args.steps,
-            "curve": curve,
-        }
+        run = {"agent": "DQN", "env": args.env, "seed": args.seed, "steps": args.steps}
         with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**run, "curve": curve}) + "\n")
     return curve
 
 

@@ -13,6 +13,7 @@ Reference: Haarnoja et al. 2018, arXiv:1812.05905.
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 from options import OneLineParser, integer_from
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl.modules import MLP
 
 from trl_storages import UniformReplayStorage
 
@@ -35,15 +37,7 @@ FIRST_UPDATE = 1_000  # environment steps that are taken at random before
 STEPS_PER_UPDATE = 1
 CURVE_POINTS = 10
 
-
-def layers(num_inputs: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(num_inputs, 128),
-        nn.ReLU(),
-        nn.Linear(128, 128),
-        nn.ReLU(),
-        nn.Linear(128, num_outputs),
-    )
+layers = partial(MLP, num_cells=[128, 128], activation_class=nn.ReLU)
 
 
 class Actor(nn.Module):
@@ -171,15 +165,9 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
     torch.set_num_threads(1)  # Networks as small as these gain nothing from more.
     curve = train(args.env, args.steps, args.seed)
     if args.results is not None:
-        line = {
-            "agent": "SAC",
-            "env": args.env,
-            "seed": args.seed,
-            "steps": args.steps,
-            "curve": curve,
-        }
+        run = {"agent": "SAC", "env": args.env, "seed": args.seed, "steps": args.steps}
         with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**run, "curve": curve}) + "\n")
     return curve
 
 
