@@ -22,7 +22,7 @@ import train_her
 from learning_results import Run
 from options import OneLineParser, integer_from, need
 
-BITS = (5, 10, 20, 30, 40)
+BITS = (5, 10, 15, 20, 25, 30, 40)
 SEEDS = (0, 1, 2)
 STEPS_PER_BIT = 1024
 # As in the paper; and the more environments step together, the less each of their steps takes.
@@ -80,7 +80,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, integer_from(1)
-    add("--bits", nargs="+", default=[*BITS], type=count, help="numbers of bits (5 10 20 30 40)")
+    add(
+        "--bits",
+        nargs="+",
+        default=[*BITS],
+        type=count,
+        help="numbers of bits (5 10 15 20 25 30 40)",
+    )
     add("--seeds", nargs="+", default=[*SEEDS], type=integer_from(0), help="(0 1 2)")
     add("--jobs", default=1, type=count, help="runs side by side (%(default)s)")
     add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
