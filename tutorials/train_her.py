@@ -219,7 +219,7 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
         axes.plot(curve.steps, curve.success, style, markersize=4, label=curve.name)
     axes.set(xlabel="environment steps", ylabel="success rate", ylim=(-0.04, 1.04), title=title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=110)
     pyplot.close(figure)
