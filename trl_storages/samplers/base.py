@@ -6,6 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
-from trl_storages.signatures import SettledSampler
+from trl_storages.signatures import Setting, SettledSampler
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = [
@@ -122,6 +123,14 @@ class _OfBase:
         setattr(sampler.base, self._name, value)
 
 
+class _Base(Setting[Sampler]):
+    """What a sampler stands on, which it looks at itself."""
+
+    def __set__(self, sampler: WrappingSampler, value: Any) -> None:
+        sampler._check_base(value)
+        super().__set__(sampler, value)
+
+
 class WrappingSampler(SavedPart, SettledSampler, Sampler):  # type: ignore[misc]
     """Adds to what another sampler draws, and passes everything else on to it.
 
@@ -132,22 +141,20 @@ class WrappingSampler(SavedPart, SettledSampler, Sampler):  # type: ignore[misc]
     #: Attributes that are saved, and checked when they are set.
     saved_parameters: ClassVar[tuple[str, ...]] = ()
 
+    base = _Base(
+        partial(
+            arguments.instance,
+            kind=Sampler,
+            what="a sampler, such as PERSampler, or None for uniform draws",
+        ),
+        "The sampler that draws.",
+    )
+
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
         self.base = UniformSampler() if base is None else base
         # How far this sampler has come, by counts that are saved.
         self._counts: dict[str, int] = {}
-
-    @property
-    def base(self) -> Sampler:
-        """The sampler that draws."""
-        return self._base
-
-    @base.setter
-    def base(self, value: Sampler) -> None:
-        self._check_base(value)
-        what = "a sampler, such as PERSampler, or None for uniform draws"
-        self._base: Sampler = arguments.instance("base", value, Sampler, what=what)
 
     def _check_base(self, base: Sampler) -> None:
         """Raises what is wrong with what is to draw for this one, beside that it is no sampler."""
