@@ -152,7 +152,10 @@ each_unit = pytest.mark.parametrize("name", UNITS)
 each_buffer = pytest.mark.parametrize("kind", BUFFERS)
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)
 #: A sampler, and what stands on it.
-WRAPS = {"alone": lambda it: it, "under HERSampler": lambda it: HERSampler(base=it)}
+WRAPS = {
+    "alone": lambda it: it,
+    "under HERSampler": lambda it: HERSampler(goal_key="another_goal", base=it),
+}
 each_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
