@@ -84,9 +84,7 @@ class SumTree:
         Returns:
             `[R]` float64.
         """
-        first, last = start.numpy(), stop.numpy()
-        nodes, parts, sums = _edges(self._starts, first)
-        _find_edges(self._sums, self._starts, first, last, nodes, parts, sums)
+        _, _, sums = _find_edges(self._sums, self._starts, start.numpy(), stop.numpy())
         return torch.from_numpy(sums)
 
     def draw(
@@ -107,15 +105,11 @@ class SumTree:
         """
         leaves = np.empty(noise.shape[0], dtype=np.int64)
         weights = np.empty(noise.shape[0])
+        tree, out = (self._sums, self._starts), (noise.numpy(), leaves, weights)
         if start is None or stop is None:
-            _draw_leaves(self._sums, self._starts, noise.numpy(), leaves, weights)
+            _draw_leaves(*tree, *out)
         else:
-            first, last = start.numpy(), stop.numpy()
-            nodes, parts, sums = _edges(self._starts, first)
-            _find_edges(self._sums, self._starts, first, last, nodes, parts, sums)
-            _draw_within(
-                self._sums, self._starts, nodes, parts, sums, noise.numpy(), leaves, weights
-            )
+            _draw_within(*tree, start.numpy(), stop.numpy(), *out)
         return torch.from_numpy(leaves), torch.from_numpy(weights)
 
     def keep_least(self, keep: bool) -> None:
@@ -149,13 +143,6 @@ class SumTree:
             _least_within(self._least, self._starts, start.numpy(), stop.numpy()),
             dtype=torch.float64,
         )
-
-
-def _edges(starts: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns room for what `_find_edges` finds."""
-    depth, num_ranges = starts.shape[0] - 2, first.shape[0]
-    nodes = np.empty((2, depth, num_ranges), dtype=np.int64)
-    return nodes, np.empty(nodes.size * FAN_OUT), np.empty(num_ranges)
 
 
 @inlined
@@ -207,14 +194,8 @@ def _draw_leaves(
 
 @compiled
 def _find_edges(
-    sums: np.ndarray,
-    starts: np.ndarray,
-    first: np.ndarray,
-    last: np.ndarray,
-    nodes: np.ndarray,
-    parts: np.ndarray,
-    totals: np.ndarray,
-) -> None:
+    sums: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sums over ranges, and keeps what the nodes on their edges weigh within them.
 
     A range has two edges: the nodes above its first leaf, and those above its last. All other nodes
@@ -225,11 +206,14 @@ def _find_edges(
         starts: where its levels begin.
         first: `[R]` first leaves.
         last: `[R]` ends.
-        nodes: `[2, L, R]`, where the nodes on the edges are written, by the level of their children.
-        parts: `[2 L R 8]`, where the weights of their children within the range are written.
-        totals: `[R]`, where the sums over the ranges are written.
+
+    Returns:
+        `[2, L, R]` the nodes on the edges, by the level of their children; `[2 L R 8]` the weights of
+        their children within the range; and `[R]` the sums over the ranges.
     """
-    depth, num_ranges = nodes.shape[1], nodes.shape[2]
+    depth, num_ranges = starts.shape[0] - 2, first.shape[0]
+    nodes = np.empty((2, depth, num_ranges), dtype=np.int64)
+    parts, totals = np.empty(nodes.size * FAN_OUT), np.empty(num_ranges)
     both = np.empty(2)
     for r in range(num_ranges):
         left, right = first[r], last[r] - 1
@@ -259,20 +243,21 @@ def _find_edges(
                 both[side] = summed
             left, right = left >> 3, right >> 3
         totals[r] = both[0]
+    return nodes, parts, totals
 
 
 @compiled
 def _draw_within(
     sums: np.ndarray,
     starts: np.ndarray,
-    nodes: np.ndarray,
-    parts: np.ndarray,
-    totals: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
     noise: np.ndarray,
     leaves: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Draws `[B]` leaves of ranges, and their weights; what `_find_edges` found goes in."""
+    """Draws `[B]` leaves of `[R]` ranges, and their weights."""
+    nodes, parts, totals = _find_edges(sums, starts, first, last)
     batch, depth, num_ranges = noise.shape[0], nodes.shape[1], nodes.shape[2]
     ends = np.empty(num_ranges)
     total, highest = 0.0, 0
