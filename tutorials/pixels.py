@@ -31,7 +31,8 @@ from trl_storages import NStepReplayStorage
 
 # How stacks are stored. Results are those of the first one: those of the other are the same.
 STORED: dict[str, Any] = {"frames": {"frame_stack": 4, "share_next": True}, "plain": {}}
-AGENTS, AT_LEAST, AT_MOST = ("frames",), {"frames": 0.60}, {}  # chance catches 0.3
+AGENTS, AT_LEAST = ("frames",), {"frames": 0.60}  # chance catches 0.3
+AT_MOST: dict[str, float] = {}
 SIDE, CELLS, SHIFT, N_STEP, DISCOUNT, BATCH_SIZE = 84, 12, 4, 3, 0.95, 32
 
 
@@ -131,11 +132,11 @@ def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = Non
     for step in range(1, budget.steps + 1):
         explores = rng.random() < max(0.05, 1 - 2 * step / budget.steps)
         action = int(rng.integers(3)) if explores else learner.act(stack)
-        after, reward, *ends, info = env.step(action)
-        storage.record(stack, action, reward, *ends, info, after)
+        after, reward, terminated, truncated, info = env.step(action)
+        storage.record(stack, action, reward, terminated, truncated, info, after)
         stack = after
-        if ends[0]:
-            caught.append(reward)
+        if terminated:
+            caught.append(float(reward))
             stack, _ = env.reset()
         if step > budget.before and step % budget.every == 0:
             learner.update(storage.sample())
@@ -153,7 +154,7 @@ def share_caught(learner: Learner, seed: int, episodes: int = 100) -> float:
         (stack, _), done = env.reset(seed=seed + episode), False
         while not done:
             stack, reward, done, _, _ = env.step(learner.act(stack))
-        caught += reward
+        caught += float(reward)
     return caught / episodes
 
 
