@@ -42,6 +42,15 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
+def stored(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How the rows in directories are stored, one of `disk.rows.KINDS`, as a parameter."""
+    from disk.rows import stored_as
+
+    with stored_as(request.param):
+        yield request.param
+
+
+@pytest.fixture
 def simulated_gpu() -> Iterator[torch.device]:
     """A GPU without one: mixed-up devices raise, and so does every read of its data on the host."""
     if not torch.backends.cuda.is_built():

@@ -19,7 +19,7 @@ from disk.acts import prioritise, write
 from disk.history import History
 from disk.moments import put_back
 from disk.power import check_priorities
-from disk.rows import abandon, found, make
+from disk.rows import KINDS, abandon, found, make
 from gymnasium.spaces import Box, Discrete
 from snapshots import files_of
 
@@ -154,6 +154,10 @@ def damage_at_random(path, history, rng, *, closed, mode):
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     """Directories that were closed and that were left by a killed writer."""
+    return made_originals(tmp_path_factory)
+
+
+def made_originals(tmp_path_factory):
     made = {}
     for closed in (True, False):
         path = tmp_path_factory.mktemp("original") / "rows"
@@ -162,9 +166,10 @@ def originals(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(2, marks=pytest.mark.search),)])
-def test_damages_at_random(tmp_path, originals, seed):
-    rng = random.Random(seed)
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.search)])
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_damages_at_random(tmp_path, tmp_path_factory, stored, seed):
+    rng, originals = random.Random(seed), made_originals(tmp_path_factory)
     for _ in range(1000 if seed == 2 else 60):
         closed, mode = rng.random() < 0.6, rng.choice(["r", "r+"])
         files, history = originals[closed]

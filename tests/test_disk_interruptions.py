@@ -9,7 +9,7 @@ from disk.history import History
 from disk.moments import Moments, put_back
 from disk.power import opens_after_cut
 from disk.recorded import Recorded
-from disk.rows import abandon, found, is_torn, make
+from disk.rows import KINDS, abandon, found, is_torn, make
 from interrupter import Interrupter
 
 import trl_storages
@@ -28,9 +28,13 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    ("error", "stored"),
+    [(KeyboardInterrupt, "shared"), (MemoryError, "plain")],
+    indirect=["stored"],
+)
 @pytest.mark.parametrize("name", ACTS)
-def test_interrupted_at_any_line_and_going_on(tmp_path, name, error):
+def test_interrupted_at_any_line_and_going_on(tmp_path, name, error, stored):
     """Some of the lines, which differ from act to act; `test_interrupted_at_every_line` has all."""
     interrupted(
         tmp_path,
@@ -42,9 +46,10 @@ def test_interrupted_at_any_line_and_going_on(tmp_path, name, error):
 
 
 @pytest.mark.search
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", ACTS)
-def test_interrupted_at_every_line(tmp_path, name, error):
+def test_interrupted_at_every_line(tmp_path, name, error, stored):
     interrupted(tmp_path, name, error, stride=1, first=1)
 
 
@@ -80,7 +85,8 @@ def interrupted(folder, name, error, stride, first):
     assert line > first
 
 
-def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path):
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored):
     """Whatever a failed write has stored is not taken for what was written in its place."""
     storage, history = make(tmp_path / "rows", 1, SIZE), History(1, SIZE)
     act = write(history, 5)
@@ -88,7 +94,7 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path):
     storage.flush()
     history = act.after
     history.flush()
-    for line in range(1, 400, 9):
+    for line in range(1 if stored == "plain" else 5, 400, 9 if stored == "plain" else 23):
         with Moments(tmp_path / "rows") as moments:
             failing = write(history, 4)
             with suppress(MemoryError), Interrupter(line, trl_storages, error=MemoryError):

@@ -18,12 +18,12 @@ from disk.acts import ACTS, Act, write
 from disk.history import History
 from disk.kills import opens
 from disk.moments import Moments, put_back
-from disk.rows import abandon, found, make
+from disk.rows import KINDS, abandon, found, kind, make
 
 TESTS = Path(__file__).parent
 SIZE = 12
-# Lanes, and how many steps were written before: none, some, or more than there is room for.
-FILLS = [(1, 0), (2, 5), (1, 31), (2, 31)]
+# How rows are stored; lanes; steps that were written before: none, some, or more than there is room for.
+FILLS = [("shared", 1, 0), ("plain", 2, 5), ("plain", 1, 31), ("shared", 2, 31)]
 
 
 def prepared(path, num_lanes, fill):
@@ -51,6 +51,7 @@ def run(module, *args):
     if module == "stores":
         # Only what is compiled has fences; interpreted, each of its stores is seen.
         environment |= {"TRL_STORAGES_BACKEND": "numba", "NUMBA_DISABLE_JIT": "1"}
+    environment["DISK_KIND"] = kind[0]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"disk.{module}", *map(str, args)],
         cwd=TESTS,
@@ -65,8 +66,8 @@ def run(module, *args):
 
 
 @pytest.mark.requirement("persistence")
-@pytest.mark.parametrize(("num_lanes", "fill"), FILLS)
-def test_killed_at_any_line(tmp_path, num_lanes, fill):
+@pytest.mark.parametrize(("stored", "num_lanes", "fill"), FILLS, indirect=["stored"])
+def test_killed_at_any_line(tmp_path, stored, num_lanes, fill):
     rng = random.Random(10 * fill + num_lanes)
     for place, (name, (make_act, _)) in enumerate(ACTS.items()):
         storage, history = prepared(tmp_path / f"{place}", num_lanes, fill)
@@ -83,8 +84,10 @@ def test_killed_at_any_line(tmp_path, num_lanes, fill):
                 opens(files, tmp_path / "killed", act, num_lanes, SIZE, **more)
 
 
-@pytest.mark.parametrize("mend", ["write", "empty"])
-def test_killed_while_the_next_writer_takes_over(tmp_path, mend):
+@pytest.mark.parametrize(
+    ("stored", "mend"), [("shared", "write"), ("plain", "empty")], indirect=["stored"]
+)
+def test_killed_while_the_next_writer_takes_over(tmp_path, stored, mend):
     """Recovery is tried at each of its lines, too, from each of what a killed writer may leave."""
     rng = random.Random(1)
     storage, history = prepared(tmp_path / "rows", 2, 17)
@@ -146,7 +149,8 @@ def test_killed_while_a_directory_is_made_anew(tmp_path):
         opens(files, tmp_path / "killed", act, 2, SIZE)
 
 
-def test_killed_while_a_dump_is_loaded(tmp_path):
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_killed_while_a_dump_is_loaded(tmp_path, stored):
     source, history = make(None, 2, SIZE), History(2, SIZE)
     for num_steps in (3, 5):
         act = write(history, num_steps)
@@ -165,22 +169,25 @@ def test_killed_while_a_dump_is_loaded(tmp_path):
         opens(files, tmp_path / "killed", act, 2, SIZE)
 
 
-def test_any_of_the_stores_between_two_fences():
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_any_of_the_stores_between_two_fences(stored):
     """Some of the subsets; the search tries several thousand."""
     result = run("stores", 2, 1, 1)
     assert result["tried"] > 50
 
 
 @pytest.mark.search
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
-def test_thousands_of_subsets_of_the_stores_between_two_fences(num_lanes):
+def test_thousands_of_subsets_of_the_stores_between_two_fences(stored, num_lanes):
     result = run("stores", num_lanes, 12, 12)
     assert result["tried"] > 3000
 
 
 @pytest.mark.search
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
 @pytest.mark.parametrize("num_lanes", [1, 4])
-def test_killed_at_random_moments(tmp_path, num_lanes):
+def test_killed_at_random_moments(tmp_path, stored, num_lanes):
     kills = int(os.environ.get("TRL_STORAGES_KILLS", 50))
     result = run("kills", tmp_path / "rows", num_lanes, kills)
     assert result["kills"] >= kills

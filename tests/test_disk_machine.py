@@ -10,7 +10,7 @@ import torch
 from disk.acts import end_episodes, flush, keep, load, prioritise, write
 from disk.history import History
 from disk.power import check_priorities
-from disk.rows import abandon, count_from, found, is_torn, make
+from disk.rows import KINDS, abandon, count_from, found, is_torn, kind, make
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -23,8 +23,14 @@ pytestmark = pytest.mark.requirement("persistence")
 class DirectoryMachine(RuleBasedStateMachine):
     """One writer at a time, and a reader."""
 
-    @initialize(num_lanes=st.integers(1, 3), steps=st.integers(1, 9), rest=st.integers(0, 2))
-    def make(self, num_lanes, steps, rest):
+    @initialize(
+        stored=st.sampled_from([*KINDS]),
+        num_lanes=st.integers(1, 3),
+        steps=st.integers(1, 9),
+        rest=st.integers(0, 2),
+    )
+    def make(self, stored, num_lanes, steps, rest):
+        kind[0] = stored
         self._folder = tempfile.mkdtemp()
         self._path = Path(self._folder) / "rows"
         self._size, self._reader = num_lanes * steps + min(rest, num_lanes - 1), None
@@ -35,6 +41,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self._open()
 
     def teardown(self):
+        kind[0] = "plain"
         if hasattr(self, "_storage"):
             abandon(self._storage)
         if hasattr(self, "_folder"):
@@ -143,5 +150,5 @@ def test_priorities_after_a_load_into_an_emptied_directory(tmp_path):
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=20)
+TestDirectory.settings = settings(max_examples=30)
 TestDirectory.pytestmark = pytestmark

@@ -11,7 +11,7 @@ import pytest
 import torch
 from disk.following import EVENTS, PATIENCE, follow
 from disk.history import History
-from disk.rows import abandon, found, is_torn, make
+from disk.rows import KINDS, abandon, found, is_torn, make
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler
 
@@ -83,7 +83,8 @@ def check_seen(seen, rows):
         assert one.longest < 1000 * PATIENCE, seen
 
 
-def test_beside_a_writer_to_which_everything_happens(tmp_path):
+@pytest.mark.parametrize("stored", ["shared"], indirect=True)
+def test_beside_a_writer_to_which_everything_happens(tmp_path, stored):
     seen, written = follow(tmp_path / "rows", rows=10_000, events=EVENTS)
     check_seen(seen, 10_000)
     assert all(one.while_stopped for one in seen), seen
@@ -93,15 +94,18 @@ def test_beside_a_writer_to_which_everything_happens(tmp_path):
 
 
 @pytest.mark.search
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
 @pytest.mark.parametrize("events", [(), *((event,) for event in EVENTS), EVENTS])
-def test_a_million_rows(tmp_path, events):
+def test_a_million_rows(tmp_path, stored, events):
     seen, _ = follow(tmp_path / "rows", rows=1_000_000, events=events, num_readers=3, seed=1)
     check_seen(seen, 1_000_000)
 
 
 class TestFollowing:
-    @pytest.mark.parametrize("num_lanes", [1, 4])
-    def test_every_write(self, tmp_path, num_lanes):
+    @pytest.mark.parametrize(
+        ("stored", "num_lanes"), [("plain", 1), ("shared", 4)], indirect=["stored"]
+    )
+    def test_every_write(self, tmp_path, stored, num_lanes):
         storage, history = filled(tmp_path, num_lanes, num_steps=1)
         reader = reader_of(tmp_path)
         for size in (2, 9, 4, 1, 30):
@@ -109,7 +113,8 @@ class TestFollowing:
             assert not is_torn(reader.sample()).any()
             assert found(reader) == history.live
 
-    def test_rows_that_are_replaced_while_they_are_read(self, tmp_path):
+    @pytest.mark.parametrize("stored", KINDS, indirect=True)
+    def test_rows_that_are_replaced_while_they_are_read(self, tmp_path, stored):
         storage, history = filled(tmp_path)
         calls = []
 
@@ -141,7 +146,8 @@ class TestFollowing:
         assert not is_torn(reader_of(tmp_path, transform=overtake).sample()).any()
         assert len(calls) == 2
 
-    def test_rows_that_are_replaced_within_the_spare_steps_are_whole(self, tmp_path):
+    @pytest.mark.parametrize("stored", KINDS, indirect=True)
+    def test_rows_that_are_replaced_within_the_spare_steps_are_whole(self, tmp_path, stored):
         storage, history = filled(tmp_path)
         calls = []
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 import torch
 import torch.multiprocessing
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupter import Interrupter
 from tensordict import TensorDict
@@ -28,6 +30,7 @@ from trl_storages import (
     UniformReplayStorage,
 )
 from trl_storages.kernels import sharing
+from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS
 from trl_storages.rows import Layout
 
 
@@ -92,9 +95,10 @@ def assert_same(one: Any, other: Any) -> None:
 def check_side(storage: ReplayStorage) -> None:
     """No entry is lost or named twice, and only rows that need one have one."""
     packed, live = storage._storage, storage.episodes.slots_by_age(torch.arange(len(storage)))
-    entries = packed.rows[:, 0] >> 1
-    named = entries[entries > 0].tolist()
-    assert len(set(named)) == len(named) == packed._side.num_used
+    entries = packed.rows[:, 0] >> ENTRY_BIT
+    named, num_tips = entries[entries > 0].tolist(), NUM_TIPS * storage.episodes.num_envs
+    assert len(set(named)) == len(named) == packed._side.num_used - num_tips
+    assert all(entry > num_tips for entry in named)
     assert {*entries.nonzero().flatten().tolist()} <= {*live.tolist()}
 
 
@@ -147,17 +151,17 @@ def test_any_index_reads_whole_rows(index: Any) -> None:
     assert_same(*(storage._storage[index] for storage in storages))
 
 
-def test_a_continuous_stream_needs_one_entry_a_lane() -> None:
+def test_a_continuous_stream_needs_the_tips_of_its_lanes_only() -> None:
     stream, storage = Stream(2, 0), make(100, 2, share_next=True)
     data = stream.steps([0, 1], 60)
     data["next", "observation"][:, :-1] = data["observation"][:, 1:]
     data["next", "achieved_goal"][:, :-1] = data["achieved_goal"][:, 1:]
     for step in range(60):
         storage.extend(data[:, step : step + 1])
-    assert storage._storage._side.num_used == 2
-    assert storage._storage._side.counts[1] <= 4
+    assert storage._storage._side.num_used == 2 * NUM_TIPS
+    assert storage._storage._side.counts[1] == 2 * NUM_TIPS
     assert "sharing the next ['achieved_goal', 'observation']" in repr(storage._storage)
-    assert storage._storage.side_nbytes == 2 * 24
+    assert storage._storage.side_nbytes == 2 * NUM_TIPS * 24
 
 
 def test_rows_take_little_more_than_half() -> None:
@@ -190,7 +194,7 @@ def test_fields_of_any_kind_lie_where_they_are_looked_for(kind: torch.dtype) -> 
         storage.extend(data[:3])
         storage.extend(data[3:])
     assert_same(*(storage[:] for storage in storages))
-    assert storages[1]._storage._side.num_used == 1
+    assert storages[1]._storage._side.num_used == NUM_TIPS
     assert_same(
         storages[1]._storage._storage[:3].select("a", "number"), data[:3].select("a", "number")
     )
@@ -235,9 +239,9 @@ def test_entries_find_room_where_memory_is_taken_at_once(monkeypatch: pytest.Mon
         check_side(shared)
         rooms.append(len(shared._storage._side.values))
     # It holds little more than what is used, and twice that at most.
-    assert rooms[0] < 20
+    assert rooms[0] <= 2 * (8 + 2 * NUM_TIPS)
     assert rooms == sorted(rooms)
-    assert rooms[-1] <= 61
+    assert rooms[-1] <= 61 + 2 * NUM_TIPS
 
 
 def test_other_writers_are_refused() -> None:
@@ -248,9 +252,123 @@ def test_other_writers_are_refused() -> None:
         buffer.extend(Stream(1, 0).steps([0], 3)[0])
 
 
-def test_a_directory_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="share_next=True is for rows in memory"):
-        PackedStorage(8, scratch_dir=tmp_path, share_next=True)
+def on_disk(path: Any, size: int, num_envs: int, *, share_next: bool) -> ReplayStorage:
+    return ReplayStorage(
+        storage=PackedStorage(size, scratch_dir=path, share_next=share_next),
+        writer=EpisodeWriter(num_envs, on_gap="ignore"),
+        batch_size=8,
+    )
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@settings(max_examples=15)
+@given(
+    num_envs=st.integers(1, 3),
+    steps_per_lane=st.integers(1, 7),
+    seed=st.integers(0, 2**30),
+    acts=st.lists(st.integers(0, 99), min_size=1, max_size=20),
+)
+def test_a_directory_is_read_as_one_that_shares_nothing(
+    backend: str, num_envs: int, steps_per_lane: int, seed: int, acts: list[int]
+) -> None:
+    size, stream = num_envs * steps_per_lane + 1, Stream(num_envs, seed, nan=0.05)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("TRL_STORAGES_BACKEND", backend)
+        paths = {share: Path(folder) / f"{share}" for share in (False, True)}
+
+        def opened() -> list[ReplayStorage]:
+            return [
+                on_disk(path, size, num_envs, share_next=share) for share, path in paths.items()
+            ]
+
+        storages, num_steps = opened(), 0
+        for act in acts:
+            lanes = [*range(num_envs)] if act % 3 else [act % num_envs]
+            data = stream.steps(lanes, 1 + act % 10)
+            for storage in storages:
+                if act < 15 and num_steps:
+                    storage.empty(keep_steps=act % 5)
+                elif act < 25 and num_steps:
+                    storage.flush()
+                elif act < 35 and num_steps:
+                    # Closed, or killed.
+                    storage.close() if act % 2 else storage.storage.directory.abandon()
+                elif act < 40 and num_steps:
+                    storage.load_state_dict(storage.state_dict())
+                else:
+                    storage.writer.extend(data if num_envs > 1 else data[0], lanes=lanes)
+            num_steps += 1
+            if not storages[0].storage.directory:
+                continue
+            if not storages[0].storage.directory.is_writer:
+                storages = opened()
+            plain, shared = storages
+            shared.validate()
+            readers = [ReplayStorage.open(path, mode="r") for path in paths.values()]
+            if not len(plain):
+                assert not len(shared)
+                continue
+            for one, other in (storages, readers):
+                assert_same(one[:], other[:])
+                slots, others = one.episodes.random_slots(10, stream.generator).view(2, 5)
+                found = [it.storage.gather(slots, others) for it in (one, other)]
+                assert_same(
+                    *(
+                        it.storage.layout.tensordict(rows)
+                        for it, rows in zip((one, other), found, strict=True)
+                    )
+                )
+            copied = on_disk(None, size, num_envs, share_next=bool(act % 2))
+            copied.load_state_dict(copy.deepcopy((shared, readers[1])[act % 3 == 0].state_dict()))
+            assert_same(copied[:], plain[:])
+        for storage in storages:
+            if storage.storage.directory:
+                storage.storage.directory.abandon()
+
+
+def test_the_files_of_a_continuous_stream_hold_each_observation_once(tmp_path: Any) -> None:
+    size, shape = 400, (64, 64)
+    storages = [
+        on_disk(tmp_path / f"{share}", size, 2, share_next=share) for share in (False, True)
+    ]
+    frames = torch.arange(1 + 2 * size, dtype=torch.uint8)[:, None, None].expand(-1, *shape)
+    for step in range(2 * size):
+        data = TensorDict(
+            {
+                "pixels": frames[[step, step]],
+                "next": {
+                    "pixels": frames[[step + 1, step + 1]],
+                    "done": torch.full((2, 1), step % 50 == 49),
+                },
+            },
+            [2],
+        )
+        for storage in storages:
+            storage.extend(data)
+    assert_same(*(storage[:] for storage in storages))
+    taken = [
+        sum(file.stat().st_blocks * 512 for file in (tmp_path / f"{share}").iterdir())
+        for share in (False, True)
+    ]
+    side = storages[1].storage.side_nbytes
+    # None but those that end episodes: nobody called flush().
+    assert side <= (2 * (size // 2 // 50 + 3) + 2 * NUM_TIPS) * (64 * 64 + 8)
+    assert taken[1] < 0.65 * taken[0]
+    storages[1].close()
+    again = on_disk(tmp_path / "True", size, 2, share_next=True)
+    assert again.storage.side_nbytes <= side
+    assert_same(again[:], storages[0][:])
+
+
+def test_a_directory_is_opened_as_it_was_made(tmp_path: Any) -> None:
+    storage = on_disk(tmp_path, 8, 1, share_next=True)
+    storage.extend(Stream(1, 0).steps([0], 5)[0])
+    storage.close()
+    with pytest.raises(ValueError, match="made with share_next=True, got False"):
+        on_disk(tmp_path, 8, 1, share_next=False)
+    again = ReplayStorage.open(tmp_path)
+    assert again.storage.share_next
+    assert_same(again[:], storage[:])
 
 
 def test_rows_without_next_observations_are_refused() -> None:
@@ -336,7 +454,7 @@ def test_damaged_states_are_refused() -> None:
         if change == "side":
             del rows["side"]
         elif change == "rows":
-            rows["_storage"][3, 0] = 2 * len(rows["side"])
+            rows["_storage"][3, 0] = len(rows["side"]) << ENTRY_BIT
         else:
             rows["side"] = rows["side"][:, 1:]
         with pytest.raises((KeyError, ValueError), match=r"side|entries"):

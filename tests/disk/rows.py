@@ -6,6 +6,9 @@ ends with it, so that two writes of the same step never look alike.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,17 @@ from tensordict import TensorDict
 from trl_storages import EpisodeWriter, PackedStorage, PERSampler, ReplayStorage, UniformSampler
 
 __all__ = [
+    "KINDS",
     "Found",
     "abandon",
     "count_from",
     "found",
     "is_torn",
+    "kind",
     "make",
     "new_serials",
     "priority_of",
+    "stored_as",
     "transitions",
     "without_ends",
     "write",
@@ -32,7 +38,22 @@ NOISE = 5
 #: Per lane the (step, serial number) of its rows, the oldest first, and the cursors.
 Found = tuple[list[list[tuple[int, int]]], list[int]]
 
+#: How rows may be stored, by name.
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "shared": {"share_next": True}}
+#: How they are, in this process; see `stored_as`.
+kind = [os.environ.get("DISK_KIND", "plain")]
+
 _last = [0]
+
+
+@contextmanager
+def stored_as(name: str) -> Iterator[None]:
+    """Makes storages whose rows are stored so, also in processes that are started meanwhile."""
+    before, kind[0] = kind[0], name
+    try:
+        yield
+    finally:
+        kind[0] = before
 
 
 def count_from(first: int) -> None:
@@ -59,8 +80,9 @@ def _ends(serial: torch.Tensor) -> torch.Tensor:
 def transitions(serial: torch.Tensor, step: torch.Tensor, lane: torch.Tensor) -> TensorDict:
     """Rows of these serial numbers, steps and lanes, int64 `[...]`."""
     noise, done = _noise(serial, step, lane), _ends(serial)[..., None]
+    # After an end the environment is elsewhere.
     after = {
-        "observation": torch.stack([step + 1, lane], -1).double(),
+        "observation": torch.stack([step + 1, lane], -1).double() + done.double() / 2,
         "reward": step[..., None].float() / 8,
         "done": done,
         "terminated": done.clone(),
@@ -124,6 +146,7 @@ def make(
     **options: Any,
 ) -> ReplayStorage:
     """A storage of `size` rows in a directory, new or as it was left."""
+    options = {**KINDS[kind[0]], **options}
     sampler = PERSampler(size) if with_priorities else UniformSampler()
     return ReplayStorage(
         storage=PackedStorage(size, scratch_dir=path, **options),

@@ -143,6 +143,13 @@ class TestCheck:
             Table(kernels, 4).marked.check(ints([slot]))
 
 
+def next_places(ring, num_steps, lanes):
+    """The slots of the next steps of some lanes, but not of more than the ring has."""
+    lanes = torch.tensor(lanes)[:, None]
+    step = ring.cursors[lanes] + torch.arange(max(num_steps - ring.ring_steps, 0), num_steps)
+    return (step % ring.ring_steps * ring.num_envs + lanes).reshape(-1)
+
+
 class Lanes:
     """Rings and tables of both backends that are written alike, and what each step's mark must be."""
 
@@ -171,11 +178,13 @@ class Lanes:
         every = self.rings, self.tables, priorities, self.commits
         for ring, table, kept, commits in zip(*every, strict=True):
             before = table.marks.clone()
+            cleared = next_places(ring, flags.shape[1], which)
             table.marked.clear(ring, flags.shape[1], lanes, commits)
             some = None if lanes is None else ints(lanes)
             slots = append(ring, flags, None if cut is None else torch.tensor(cut), some)
             written = slots[slots >= 0]
-            before[written, 0] = 0
+            # Of more steps than find room, those that do not are gone as well.
+            before[cleared, 0] = 0
             assert torch.equal(table.marks, before)
             table.rows[written] = rows[slots >= 0]
             table.marked.seal(ring, history, flags.shape[1], lanes, kept)

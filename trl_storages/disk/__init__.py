@@ -8,6 +8,8 @@ said by one of two tables in `commits`; a selector word says which. Steps never 
     storage.json        written anew and renamed: layout, histories, what was flushed last, `clean`
     rows.G.bin          [R E, W]  int64, each a transition
     marks.G.bin         [R E, 2]  int64, mark and checksum of each row
+    side.G.bin          [*, S + 1] int64, if rows share next observations: those that lie in no row, of S
+                        words, and a checksum over them, mark and slot of the row that names them
     commits.G.bin       the selector, and two tables of cursors, tails and flags of the lanes
     priorities.G.bin    [R E + 1] int64, if a sampler keeps some: a float32, a check over it and the mark
     lock                flock of the one writer
@@ -32,8 +34,16 @@ table, the selector): a killed writer leaves what was committed before it or aft
 Each open for writing, and each load, has a number, its history; rows carry it, and count only if no later
 history owns their step: what a killed writer left behind is never taken for a row of today.
 
+What is next of a row is said by the row after it, so that no row is ever changed (see
+`kernels.sharing`). An entry of the side table belongs to the row that names it until the slot of this
+row is written anew. The newest row of a lane has a tip there, which two writes later may hold what is
+next of another row; that of the row which was the newest when all was flushed last stays until the next
+flush. Which entries are free is found out from the rows that count, at opening. The file is sparse: it
+takes space as entries are used.
+
 Readers map the same files. They follow the tables, draw, gather, and look at the marks once more: a row
-that was not there while it was read is drawn anew.
+that was not there while it was read is drawn anew. A tip is read only while its row is the newest that
+was committed.
 """
 
 from trl_storages.disk.description import holds_storage, spare_steps

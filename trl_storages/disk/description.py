@@ -37,7 +37,7 @@ __all__ = [
 _NAME = "storage.json"
 # What says that there will be a storage, or that there was one.
 _CREATING = _NAME + ".creating"
-_OWN = re.compile(r"(rows|marks|commits|priorities)\.\d{1,9}\.bin(\.new)?")
+_OWN = re.compile(r"(rows|side|marks|commits|priorities)\.\d{1,9}\.bin(\.new)?")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64

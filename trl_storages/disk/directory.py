@@ -99,6 +99,7 @@ class Directory:
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
             state, num_lost = recover(path, words, description, check, track)
+            words.take_up_side(state, np.array(description.flushed))
             remove_other_files(path, description)
             directory = cls(path, lock, description, words)
             if num_lost is not None:
@@ -273,6 +274,7 @@ class Directory:
             for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
                 words.marked.seal(index.ring, number, cursor - tail, [lane])
             words.commits.publish_lanes(index.ring, number, write_count, trajectories)
+            words.protect_tips(index.host_steps)
             words.flush()
             sync_directory(self.path)
             new.write(self.path)
@@ -319,6 +321,7 @@ class Directory:
                 progress=old.progress if progress is None else progress,
             )
         )
+        words.protect_tips(state.cursors)
 
     def close(self, index: EpisodeIndex, progress: dict[str, Any] | None = None) -> None:
         """Waits until everything is on disk, as `flush`, and lets another writer in."""

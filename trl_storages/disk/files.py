@@ -57,11 +57,16 @@ def _new(path: Path) -> int:
     return os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
 
 
-def create_file(path: Path, num_words: int) -> None:
+def create_file(path: Path, num_words: int, num_reserved: int | None = None) -> None:
     """Makes a file of zeros whose space on disk is taken now.
 
     A memory-mapped file that finds no space when it is written kills the process, so a full disk must
-    be found here.
+    be found here, or in `MappedWords.reserve`.
+
+    Args:
+        path: the file.
+        num_words: its size.
+        num_reserved: for how many of the words; for the others `MappedWords.reserve` takes it later.
 
     Raises:
         OSError: there is no space, or the file can't be made. It does not exist then.
@@ -70,10 +75,8 @@ def create_file(path: Path, num_words: int) -> None:
     try:
         descriptor = _new(path)
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, nbytes)
-            else:
-                _write(descriptor, bytes(1 << 20), nbytes)
+            _reserve(descriptor, 0, nbytes if num_reserved is None else num_reserved * _WORD)
+            os.ftruncate(descriptor, nbytes)
         except BaseException:
             new.unlink()
             raise
@@ -81,11 +84,26 @@ def create_file(path: Path, num_words: int) -> None:
             os.close(descriptor)
         new.replace(path)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
-            "storage smaller, or choose another directory; nothing of it was kept",
-        ) from error
+        raise _too_large(path, nbytes, error, "nothing of it was kept") from error
+
+
+def _reserve(descriptor: int, start: int, end: int) -> None:
+    """Takes space on disk for bytes of a file, which are zeros then if they were never written."""
+    if start >= end:
+        return
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, start, end - start)
+    else:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        _write(descriptor, bytes(1 << 20), end - start)
+
+
+def _too_large(path: Path, nbytes: int, error: OSError, kept: str) -> OSError:
+    return OSError(
+        error.errno,
+        f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
+        f"storage smaller, or choose another directory; {kept}",
+    )
 
 
 def _write(descriptor: int, data: bytes, nbytes: int) -> None:
@@ -134,7 +152,7 @@ class MappedWords:
     """
 
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
-        nbytes = num_words * _WORD
+        nbytes, self._path = num_words * _WORD, path
         with opened(path, writable=writable) as (descriptor, size):
             if size != nbytes:
                 raise ValueError(
@@ -145,6 +163,20 @@ class MappedWords:
             access = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
+
+    def reserve(self, start: int, end: int) -> None:
+        """Takes space on disk for some of the words, of a file that is sparse.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        try:
+            with opened(self._path, writable=True) as (descriptor, _):
+                _reserve(descriptor, start * _WORD, end * _WORD)
+        except OSError as error:
+            raise _too_large(
+                self._path, (end - start) * _WORD, error, "nothing was changed"
+            ) from error
 
     def flush(self) -> None:
         """Waits until what was written is on disk."""

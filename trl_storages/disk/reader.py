@@ -146,7 +146,9 @@ class Reader:
             state = words.committed(description)
             if (
                 state is not None
-                and (not self._must_check or are_whole(words.steps(description, track), state))
+                and (
+                    not self._must_check or are_whole(words, words.steps(description, track), state)
+                )
                 and words.feed(index, state, description, track)
             ):
                 self.state, self._number, self._must_check = state, number, False

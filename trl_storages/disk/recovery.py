@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from trl_storages.disk.description import Description
 from trl_storages.disk.words import State, Track, Words
@@ -39,7 +40,7 @@ def recover(
     if committed is not None and not (not description.is_clean if check is None else check):
         return committed, None
     steps = words.steps(description, track)
-    if committed is not None and are_whole(steps, committed):
+    if committed is not None and are_whole(words, steps, committed):
         return committed, None
     if description.is_clean:
         what = "its table of commits does" if committed is None else "rows that count do"
@@ -52,16 +53,18 @@ def recover(
     return state, lost
 
 
-def are_whole(steps: np.ndarray, state: State) -> bool:
-    """Returns whether the rows that a commit names are there.
+def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
+    """Returns whether the rows that a commit names are there, and what is next of them.
 
     Args:
+        words: the files.
         steps: `[R, E]` as `Words.steps` finds them.
         state: the commit.
     """
     place, newest = np.arange(len(steps))[:, None], state.cursors - 1
     wanted = newest - (newest - place) % len(steps)
-    return bool(((wanted < state.tails) | (steps == wanted)).all())
+    are_there = bool(((wanted < state.tails) | (steps == wanted)).all())
+    return are_there and not len(words.unlinked(state.tails, state.cursors))
 
 
 def _runs(
@@ -79,8 +82,14 @@ def _runs(
     # Where nothing is left, steps go on from where none was ever written.
     cursors = np.maximum(durable, flushed)
     tails, is_open, unknown = cursors.copy(), np.zeros_like(cursors), np.zeros_like(cursors)
-    for lane, found in enumerate(np.sort(steps, axis=0).T):
-        run = _run(found[found >= durable[lane]], flushed.item(lane) - 1)
+    is_linked = np.ones_like(steps, bool)
+    if words.side is not None:
+        is_linked = words.are_linked(torch.arange(steps.size)).view(steps.shape).numpy()
+    for lane, order in enumerate(np.argsort(steps, axis=0).T):
+        order = order[steps[order, lane] >= durable[lane]]
+        run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
+        if run is not None and words.side is not None:
+            run = _with_tip(words, run, len(steps), lane)
         if run is not None:
             tails[lane], cursors[lane] = run
             last = (run[1] - 1) % len(steps) * len(cursors) + lane
@@ -91,18 +100,39 @@ def _runs(
     return State(description.history, count, cursors, tails, is_open, numbers)
 
 
-def _run(steps: np.ndarray, flushed: int) -> tuple[int, int] | None:
+def _with_tip(
+    words: Words, run: tuple[int, int], ring_steps: int, lane: int
+) -> tuple[int, int] | None:
+    """Returns a run up to the newest row of which it is known what is next of it.
+
+    Where that is the row before the last one, its tip is written: no other row that counts has it.
+    """
+    num_lanes = len(words.rows) // ring_steps
+    first, end = run
+    newest = (end - 1) % ring_steps * num_lanes + lane
+    if words.have_tips(torch.tensor([newest])).all():
+        return run
+    for last in range(end - 2, first - 1, -1):
+        if words.renew_tip(last % ring_steps * num_lanes + lane):
+            return first, last + 1
+    return None
+
+
+def _run(steps: np.ndarray, is_linked: np.ndarray, flushed: int) -> tuple[int, int] | None:
     """Returns the first step and the end of the run of steps that holds one, or of the longest.
 
     Args:
         steps: int64, ascending.
+        is_linked: bool, whether a step says what is next of the one before it.
         flushed: the last step that was flushed.
 
     >>> steps = np.array([1, 2, 3, 5, 6, 8])
-    >>> _run(steps, 5), _run(steps, 7), _run(steps[:0], 7)
+    >>> linked = np.ones(6, bool)
+    >>> _run(steps, linked, 5), _run(steps, linked, 7), _run(steps[:0], linked[:0], 7)
     ((5, 7), (1, 4), None)
     """
-    runs = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1) if len(steps) else []
+    is_first = (np.diff(steps) != 1) | ~is_linked[1:]
+    runs = np.split(steps, np.flatnonzero(is_first) + 1) if len(steps) else []
     # The newest of equally long ones.
     found = max(
         runs, key=lambda run: (run[0] <= flushed <= run[-1], len(run), run[0]), default=None

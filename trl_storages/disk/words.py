@@ -16,6 +16,15 @@ from trl_storages.disk.description import Description
 from trl_storages.disk.files import MappedWords, create_file
 from trl_storages.kernels import backend
 from trl_storages.kernels.marks import unpack_marks
+from trl_storages.kernels.sharing import (
+    CONTINUES,
+    ENTRY_BIT,
+    FLUSHED,
+    NUM_TIPS,
+    OWNED,
+    TIP_BIT,
+    SideTable,
+)
 from trl_storages.ring import EpisodeIndex
 
 if TYPE_CHECKING:
@@ -28,7 +37,7 @@ Track = Callable[[Iterable[Any]], Iterable[Any]]
 
 _PIECE = 1 << 24  # bytes of rows that are looked at one after another
 #: In the order in which they are brought to disk: what counts comes last.
-_KINDS = ("rows", "marks", "priorities", "commits")
+_KINDS = ("rows", "side", "marks", "priorities", "commits")
 
 
 class State(NamedTuple):
@@ -62,6 +71,7 @@ class Words:
     Attributes:
         rows: `[M, W]` int64.
         marks: `[M, 2]` int64, mark and checksum of each row.
+        side: next observations that lie in no row; None unless rows share them.
         marked: the same rows and marks, for who reads and writes them.
         commits: which rows count.
         priorities: of the rows; None where no sampler has asked for them.
@@ -74,9 +84,15 @@ class Words:
     def __init__(self, directory: Path, description: Description, *, writable: bool) -> None:
         self._directory, self._description, self._writable = directory, description, writable
         self._sizes, self._maps = _sizes(description), dict[str, MappedWords]()
-        self.rows = self._array("rows").view(-1, description.layout.num_words)
+        self.rows = self._array("rows").view(-1, description.layout.stored_words)
         self.marks = self._array("marks").view(-1, 2)
-        self.marked = backend("cpu").MarkedRows(self.rows, self.marks)
+        self.side: SideTable | None = None
+        values: torch.Tensor | None = None
+        if (sharing := description.layout.framed.sharing) is not None:
+            values = self._array("side").view(-1, sharing.shared_words + 1)
+            lanes = len(self.rows), description.num_lanes
+            self.side = SideTable(*lanes, values, 0, self._enlarge_side)
+        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values)
         commits = self._array("commits")
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
@@ -90,6 +106,12 @@ class Words:
         self._maps[kind] = words
         return torch.from_numpy(words.array)
 
+    def _enlarge_side(self, num_entries: int) -> torch.Tensor:
+        side: SideTable = self.side  # type: ignore[assignment]
+        size = side.values.shape[1]
+        self._maps["side"].reserve(side.room * size, num_entries * size)
+        return side.values
+
     def _path(self, kind: str) -> Path:
         return self._directory / f"{kind}.{self._description.generation}.bin"
 
@@ -102,7 +124,8 @@ class Words:
         """
         for kind, size in _sizes(description).items():
             if kind != "priorities":
-                create_file(directory / f"{kind}.{description.generation}.bin", size)
+                path = directory / f"{kind}.{description.generation}.bin"
+                create_file(path, size, 0 if kind == "side" else None)
         words = cls(directory, description, writable=True)
         nothing = np.zeros((4, description.num_lanes), np.int64)
         words.publish(State(description.history, 0, *nothing))
@@ -144,6 +167,11 @@ class Words:
         """The history of the last commit."""
         return int(self._tables[self.commits.number & 1, 0])
 
+    @property
+    def committed_cursors(self) -> np.ndarray:
+        """`[E]` the cursors of the last commit."""
+        return self.commits.cursors(self._description.num_lanes)
+
     def publish(self, state: State) -> None:
         """Makes a state the one that counts, with one store."""
         self.commits.publish(torch.from_numpy(np.hstack(state)))
@@ -168,6 +196,100 @@ class Words:
         ):
             return None
         return State(history, write_count, cursors, tails, is_open, numbers)
+
+    # What rows share
+
+    def take_up_side(self, state: State, flushed: np.ndarray) -> None:
+        """Finds out which entries of the side table are in use, before the first write.
+
+        Args:
+            state: what counts.
+            flushed: `[E]` the cursors of the last flush.
+
+        Raises:
+            ValueError: rows name others than there can be.
+        """
+        if self.side is None:
+            return
+        # What the oldest row of a lane names may be of others by now.
+        slots = self._slots(state.tails + 1, state.cursors)
+        entries = self.rows[slots, 0] >> ENTRY_BIT
+        named = entries[entries != 0]
+        tips = NUM_TIPS * self._description.num_lanes
+        if len({*named.tolist()}) < len(named) or not bool(
+            ((named > tips) & (named < len(self.side.values))).all()
+        ):
+            raise ValueError(
+                f"{self._directory} is damaged: its rows name next observations that can't be theirs. "
+                "Bring it back from a copy; nothing was changed."
+            )
+        self.side.take_up(named)
+        self.side.lanes[:, OWNED] = torch.from_numpy(state.tails + 1)
+        self.protect_tips(flushed)
+
+    def protect_tips(self, cursors: np.ndarray) -> None:
+        """Keeps what is next of the rows that are flushed last, `[E]` the steps before these."""
+        if self.side is not None:
+            headers = self.rows[self._slots(cursors - 1, cursors), 0]
+            self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
+
+    def unlinked(
+        self, tails: np.ndarray, cursors: np.ndarray, *, tips: bool = True
+    ) -> torch.Tensor:
+        """Returns the slots `[n]` of rows that name next values which are not whole.
+
+        Args:
+            tails: `[E]` the oldest steps that are looked at.
+            cursors: `[E]` the steps after the newest ones.
+            tips: whether the newest ones must have their own.
+        """
+        after = self._slots(tails + 1, cursors)
+        if self.side is None:
+            return after[:0]
+        newest = self._slots(np.maximum(cursors - 1, tails), cursors)[: None if tips else 0]
+        return torch.cat([after[~self.are_linked(after)], newest[~self.have_tips(newest)]])
+
+    def are_linked(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether what rows say is next of the rows before them is whole, `[n]` bool."""
+        return self.marked.check_next(slots, self._description.num_lanes, tips=False)
+
+    def have_tips(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether what is next of rows is whole, as of newest ones, `[n]` bool."""
+        return self.marked.check_next(slots, self._description.num_lanes, tips=True)
+
+    def renew_tip(self, slot: int) -> bool:
+        """Makes a row the newest one of its lane, whose next values are known by the row after it.
+
+        Returns:
+            False if it has no tip.
+        """
+        num_lanes, side = self._description.num_lanes, self.side
+        after, tip = (
+            (slot + num_lanes) % len(self.rows),
+            int(self.rows[slot, 0]) >> TIP_BIT & NUM_TIPS,
+        )
+        header, size = int(self.rows[after, 0]), side.values.shape[1] - 1  # type: ignore[union-attr]
+        if header & CONTINUES:
+            start = self._description.layout.framed.sharing.header_words  # type: ignore[union-attr]
+            known = self.rows[after, start : start + size]
+        else:
+            known = side.values[header >> ENTRY_BIT, :-1]  # type: ignore[union-attr]
+        if tip:
+            target = side.values[1 + (tip - 1) * num_lanes + slot % num_lanes]  # type: ignore[union-attr]
+            target[:-1] = known
+            at = torch.tensor([slot])
+            target[-1:] = backend("cpu").checksums(target[None, :-1], self.marks[at, 0], at)
+        return tip > 0
+
+    def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
+        """Returns the slots of steps of all lanes, from `[E]` on up to `[E]`."""
+        room, num_lanes = self._description.ring_steps, self._description.num_lanes
+        bounds = zip(firsts.tolist(), ends.tolist(), strict=True)
+        slots = [
+            torch.arange(first, max(first, end)) % room * num_lanes + lane
+            for lane, (first, end) in enumerate(bounds)
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *slots])
 
     # What is there
 
@@ -243,5 +365,9 @@ def _sizes(description: Description) -> dict[str, int]:
     """Returns how many words each file has."""
     slots = description.ring_steps * description.num_lanes
     table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
-    rows = slots * description.layout.num_words
-    return {"rows": rows, "marks": 2 * slots, "priorities": slots + 1, "commits": 1 + 2 * table}
+    rows = slots * description.layout.stored_words
+    sizes = {"rows": rows, "marks": 2 * slots, "priorities": slots + 1, "commits": 1 + 2 * table}
+    if (sharing := description.layout.framed.sharing) is not None:
+        entries = 1 + NUM_TIPS * description.num_lanes + slots
+        sizes["side"] = entries * (sharing.shared_words + 1)
+    return sizes

@@ -120,9 +120,13 @@ def check_rows(storage: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
     if (files := files_of(storage)) is None:
         return
-    slots, marked = storage.episodes.live_slots(), files.words.marked
+    episodes, words = storage.episodes, files.words
+    slots = episodes.live_slots()
     pieces = tracker("checking rows", progress)(slots.split(_PIECE))
-    bad = torch.cat([slots[:0], *(piece[~marked.check(piece)] for piece in pieces)])
+    found = [piece[~words.marked.check(piece)] for piece in pieces]
+    # A reader can't hold on to what is next of the newest rows.
+    bounds, is_writer = (episodes.host_tails, episodes.host_steps), files.reader is None
+    bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
     files.note(slots)
     if len(bad):
         raise RuntimeError(

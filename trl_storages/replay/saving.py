@@ -158,10 +158,10 @@ class Parts:
         index = saved.moved(own)
         moved = Moved(
             index,
+            saved,
             saved.num_slots if saved.spare_steps else storage.max_size,
             saved.live_slots(),
             index.live_slots(),
-            saved.num_slots,
             state["_writer"]["_write_count"],
             state["_writer"]["last_trajectory"].cpu().numpy(),
         )

@@ -26,7 +26,7 @@ from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
-from trl_storages.kernels.sharing import SideTable
+from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, TIP_BIT, SideTable
 from trl_storages.kernels.zeros import zeros
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
@@ -39,7 +39,7 @@ from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
+    from trl_storages.kernels import Commits, NewRows, RowTable
 
 __all__ = ["Moved", "PackedStorage", "check_writable", "files_of"]
 
@@ -56,6 +56,10 @@ _NO_STACKS = (
     "changed in place: pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new "
     "rows."
 )
+_NO_WRITER = (
+    "with share_next=True rows are written by an EpisodeWriter, which knows what follows: pass "
+    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it."
+)
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
     "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
@@ -67,14 +71,14 @@ class Moved(NamedTuple):
 
     episodes: EpisodeIndex
     """Of the rows, where they are to lie."""
+    saved: EpisodeIndex
+    """Of the rows, where they were saved."""
     num_slots_saved: int
     """As many as were saved."""
     old: torch.Tensor
     """`[n]` int64, the slots of the live rows as they were saved."""
     new: torch.Tensor
     """`[n]` int64, where they are to lie."""
-    num_slots: int
-    """Of the ring that they were saved from."""
     write_count: int
     """Rows written, as TorchRL's writers count them."""
     trajectories: np.ndarray
@@ -113,9 +117,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
-            other than the CPU, or what it holds is damaged, or of another size or layout; or with
-            `share_next` or a `FrameStack`, which have no files yet; or no observation has a next value to
-            share.
+            other than the CPU, or what it holds is damaged, or of another size or layout; or with a
+            `FrameStack`, which has no files yet; or no observation has a next value to share.
         RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
@@ -165,11 +168,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)")
         #: Whether next observations are stored once.
         self.share_next = arguments.flag("share_next", share_next)
-        if self.share_next and scratch_dir is not None:
-            raise ValueError(
-                f"share_next=True is for rows in memory, got a directory, {str(scratch_dir)!r}: leave "
-                "out share_next, or scratch_dir (path, of a ready-made storage)."
-            )
         super().__init__(max_size, device=device)
         if scratch_dir is not None and self.device.type != "cpu":
             raise ValueError(
@@ -206,7 +204,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
         if self.scratch_dir is None and fields is not None and None not in fields.values():
             layout = self._layout_of(fields)
-            if not has_stacks:
+            # Otherwise it is not known yet who writes.
+            if not (has_stacks or self.share_next):
                 self._allocate(layout)
 
     @classmethod
@@ -237,12 +236,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
         progress = arguments.flag("progress", progress)
-        size = Description.read(directory).num_rows
+        found = Description.read(directory)
+        size, shares = found.num_rows, found.layout.framed.sharing is not None
         if mode == "r+":
             options: Any = {"scratch_dir": directory, "check": check, "progress": progress}
-            return cls(size, out_device=out_device, **options)
+            return cls(size, out_device=out_device, share_next=shares, **options)
         check = arguments.optional(arguments.flag, "check", check)
-        storage = cls(size, out_device=out_device)
+        storage = cls(size, out_device=out_device, share_next=shares)
         reader = Reader(directory, check=check)
         storage._follow(reader, fetch_every, tracker("opening rows", progress))
         return storage
@@ -265,6 +265,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"the rows in {directory} are {found.layout}, got fields {self._named()}: pass the "
                 "spaces and keys they were made with, or another directory."
             )
+        if (found.layout.framed.sharing is not None) != self.share_next:
+            raise ValueError(
+                f"the rows in {directory} were made with share_next={not self.share_next}, got "
+                f"{self.share_next}: pass the one that they were made with, or another directory."
+            )
         opened = Directory.open(directory, check=check, track=track)
         try:
             self.episodes = opened.episodes(track)
@@ -275,7 +280,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _write_to(self, directory: Directory) -> None:
         self.directory, self.refreshes = directory, 1
-        self._adopt(directory.description.layout, directory.words.rows)
+        self._adopt_words(directory.description.layout, directory.words)
 
     # Reading what another process may write
 
@@ -292,6 +297,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 # What is known may be half of what another thread was writing when this one forked.
                 self.episodes.clear()  # type: ignore[union-attr]
                 self.refresh()
+            self._adopt_words(directory.description.layout, self._reader.words)
         return self._reader
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
@@ -299,10 +305,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         description = reader.description
         self._reader, self.directory, self.scratch_dir = reader, None, reader.path
         self._fetch_every, self.refreshes = fetch_every, 1
-        self._adopt(description.layout, reader.words.rows)
         self.episodes = EpisodeIndex(
             description.num_rows, description.num_lanes, spare_steps=description.spare_steps
         )
+        self._adopt_words(description.layout, reader.words)
         self.refresh(track)
 
     def refresh(self, track: Track = iter) -> None:
@@ -323,7 +329,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if not has_news:
             return
         if reader.words is not words:
-            self._adopt(reader.description.layout, reader.words.rows)
+            self._adopt_words(reader.description.layout, reader.words)
         if self.on_new_rows is not None:
             self.on_new_rows()
 
@@ -418,8 +424,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_STACKS)
             if framed.sharing is not None:
-                size = framed.sharing.shared_words
-                self._side = SideTable(self.max_size, size, self.device)
+                if self.episodes is None:
+                    raise RuntimeError(_NO_WRITER)
+                size, num_lanes = framed.sharing.shared_words, self.episodes.num_envs
+                self._side = SideTable.in_memory(self.max_size, num_lanes, size, self.device)
             try:
                 rows = zeros(self.max_size, layout.stored_words, device=self.device)
             except MemoryError as error:
@@ -457,13 +465,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
         return self
 
+    def _adopt_words(self, layout: Layout, words: Words) -> None:
+        self._side = words.side
+        self._adopt(layout, words.rows)
+
     def _adopt(self, layout: Layout, rows: torch.Tensor, past: torch.Tensor | None = None) -> None:
         if self._sharing_process is not None:
             rows.share_memory_()  # type: ignore[no-untyped-call]
             if self._side is not None:
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
-        self.table = _table_of(layout.framed, rows, self._side, (1, self.max_size))
+        commits = None if self._reader is None else self._reader.words.commits
+        self.table = _table_of(layout.framed, rows, self._side, self.episodes, commits)
         self._storage = layout.framed.stored_tensordict(rows)
         if layout.stacks:
             if self.stacks is not None:
@@ -472,7 +485,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if self._sharing_process is not None:
                 self.stacks.past.share_memory_()  # type: ignore[no-untyped-call]
         self.initialized = True
-        self._tell_lanes()
 
     def keep_episodes(self, episodes: EpisodeIndex) -> None:
         """Takes over the index of the rows, from the `EpisodeWriter` that writes them.
@@ -482,14 +494,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.episodes = episodes
         if self._sharing_process is not None:
             episodes.share_memory_()
-        self._tell_lanes()
         if not self.initialized and self._declared and None not in self._declared.values():
             self._allocate(self._layout_of(self._declared))
-
-    def _tell_lanes(self) -> None:
-        if self._side is not None and self.table is not None and self.episodes is not None:
-            lanes = self.episodes.num_envs, self.episodes.num_slots
-            self.table.lanes = lanes  # type: ignore[attr-defined]
 
     # Writing
 
@@ -525,10 +531,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """
         self.check_in_memory()
         if self.share_next and (self.episodes is None or set_cursor):
-            raise RuntimeError(
-                "with share_next=True rows are written by an EpisodeWriter, which knows what follows: "
-                "pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it."
-            )
+            raise RuntimeError(_NO_WRITER)
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -599,6 +602,22 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Makes room for rows of this layout, if there is none yet."""
         if not self.initialized:
             self._allocate(layout)
+
+    def make_room(self, num_rows: int) -> None:
+        """Makes sure that so many rows can be written, whatever they share.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        if self._side is not None:
+            self._side.make_room(num_rows)
+
+    def note_committed(self) -> None:
+        """Notes which rows count, before others are written."""
+        if self._side is not None:
+            directory = self.directory
+            cursors = None if directory is None else directory.words.committed_cursors
+            self.table.note_committed(cursors)  # type: ignore[union-attr]
 
     def write(
         self,
@@ -784,8 +803,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if directory is None or directory.description.histories:
             return
         directory.delete()
-        self._write_to(Directory.create(directory.path, layout, self.max_size, num_lanes))  # type: ignore
-        self.episodes = self.directory.episodes()  # type: ignore[union-attr]
+        made = Directory.create(directory.path, layout, self.max_size, num_lanes)  # type: ignore[arg-type]
+        self.episodes = made.episodes()
+        self._write_to(made)
 
     def flush(self) -> None:
         """Waits until the rows of a directory are on disk; see `ReplayStorage.flush`."""
@@ -806,7 +826,25 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             "initialized": self.initialized,
             "_len": self._len,
         }
-        return state if self._side is None else {**state, "side": self._side.taken}
+        return state if self._side is None else {**state, "side": self._side_values()}
+
+    def _side_values(self) -> torch.Tensor:
+        """Returns the entries that rows name."""
+        if not self.is_durable:
+            return self._side.taken  # type: ignore[union-attr]
+        sharing, values = self.layout.framed.sharing, self._side.values  # type: ignore[union-attr]
+        words, episodes = sharing.shared_words, self.episodes  # type: ignore[union-attr]
+        num_tips = NUM_TIPS * episodes.num_envs  # type: ignore[union-attr]
+        named = (self.rows[:, 0] >> ENTRY_BIT).clamp(num_tips, len(values) - 1)  # type: ignore[index]
+        values = values[: int(named.max()) + 1, :words].clone()
+        if self.reader is not None:
+            # The tips may be of further rows by now.
+            newest = self.episodes.newest_slots()[self.episodes.ring.fill > 0]  # type: ignore[union-attr]
+            tips = self.rows[newest, 0] >> TIP_BIT & NUM_TIPS  # type: ignore[index]
+            lanes = newest % self.episodes.num_envs  # type: ignore[union-attr]
+            entries = 1 + (tips - 1) * self.episodes.num_envs + lanes  # type: ignore[union-attr]
+            values[entries] = self.table.pick(newest)[:, :words]  # type: ignore[union-attr]
+        return values
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -848,7 +886,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             side = saved.tensor("side", torch.int64)
             if side.ndim != 2 or side.shape[1] != sharing.shared_words:
                 raise saved.error("side", f"[*, {sharing.shared_words}]", list(side.shape))
-            entries = rows[:, 0] >> 1
+            entries = rows[:, 0] >> ENTRY_BIT
             if not bool(((entries >= 0) & (entries < len(side))).all()):
                 raise saved.error("_storage", f"of rows that name {len(side)} entries", "others")
         if layout.stacks:
@@ -924,13 +962,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         saved, moved, rows = Layout.from_json(state["layout"]), state["moved"], state["_storage"]
         saved, framed = saved.framed, self.layout.framed  # type: ignore[union-attr]
         values = state.get("side")
-        if self.share_next and rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
+        if self.share_next and table is self.table and rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
             # What is loaded are the rows of this storage themselves.
             rows, values = rows.clone(), values.clone()  # type: ignore[union-attr]
-        if self.episodes is not None:
+        if self.episodes is not None and table is self.table:
             self.forget_links(self.episodes.num_slots_reached)
         side = None if values is None else SideTable.of(values)
-        source = _table_of(saved, rows, side, (moved.episodes.num_envs, moved.num_slots))
+        source = _table_of(saved, rows, side, moved.saved)
         piece = max(_PIECE // saved.row_nbytes, 1)
         old, new = moved.old.to(rows.device), moved.new.to(self.device)
         pieces = [*zip(old.split(piece), new.split(piece), strict=True)]
@@ -944,17 +982,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def _replace(self, moved: Moved, fill: Callable[[RowTable], None]) -> None:
         """Puts other rows in the place of those of a directory, at once."""
         directory: Directory = self.directory  # type: ignore[assignment]
-        words = directory.words
+        words, layout = directory.words, directory.description.layout.framed
         try:
             directory.replace(
                 moved.episodes,
                 moved.write_count,
                 moved.trajectories,
-                lambda new: fill(backend(self.device).RowTable(new.rows)),
+                lambda new: fill(_table_of(layout, new.rows, new.side, moved.episodes)),
             )
         finally:
             if directory.words is not words:
-                self._adopt(directory.description.layout, directory.words.rows)
+                self._adopt_words(directory.description.layout, directory.words)
                 self.refreshes += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -971,7 +1009,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             # A directory has one writer, so a copy reads what it writes.
             identity = (self.directory or self._reader).description.identity  # type: ignore[union-attr]
             state |= {"directory": None, "_reader": identity, "rows": None, "on_new_rows": None}
-            state["episodes"] = None
+            state["episodes"] = state["_side"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1011,10 +1049,18 @@ def check_writable(storage: Storage) -> None:
 
 
 def _table_of(
-    layout: Layout, rows: torch.Tensor, side: SideTable | None, lanes: tuple[int, int]
+    layout: Layout,
+    rows: torch.Tensor,
+    side: SideTable | None,
+    episodes: EpisodeIndex | None,
+    commits: Commits | None = None,
 ) -> RowTable:
-    """Returns what copies rows of a layout; the others are as in `SharedTable`."""
+    """Returns what copies rows of a layout, of which an index says how they follow one another.
+
+    The others are as in `SharedTable`.
+    """
     kernels = backend(rows.device)
     if layout.sharing is None:
         return kernels.RowTable(rows)
-    return kernels.SharedTable(rows, layout.sharing, side, lanes)  # type: ignore[arg-type]
+    ring = episodes.ring  # type: ignore[union-attr]
+    return kernels.SharedTable(rows, layout.sharing, side, ring, commits)  # type: ignore[arg-type]

@@ -339,6 +339,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 if self._is_packed and not storage.initialized:
                     # There may be no space for them.
                     storage.lay_out(steps.layout)
+                if self._is_packed:
+                    storage.make_room(steps.rows.num_rows)
                 # The frames of rows that steps evict, while those that stay need them.
                 stacks = storage.stacks if self._is_packed else None
                 evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
@@ -377,6 +379,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         episodes, directory = storage.episodes, storage.directory if is_packed else None
         table = storage.table if is_packed else None
         room, is_over, slots = episodes.steps_per_lane, False, None
+        if is_packed:
+            storage.note_committed()
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block, frames in zip(blocks, evicted, strict=True):

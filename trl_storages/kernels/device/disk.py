@@ -29,6 +29,7 @@ from trl_storages.kernels.marks import (
     pack_marks,
     unpack_marks,
 )
+from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, NUM_TIPS, TIP_BIT
 from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = [
@@ -79,10 +80,13 @@ class MarkedRows:
     Args:
         rows: `[M, W]` int64, contiguous.
         marks: `[M, 2]` int64.
+        values: `[*, S + 1]` int64, or None.
     """
 
-    def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
-        self._rows, self._marks = rows, marks
+    def __init__(
+        self, rows: torch.Tensor, marks: torch.Tensor, values: torch.Tensor | None = None
+    ) -> None:
+        self._rows, self._marks, self._values = rows, marks, values
 
     def clear(
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
@@ -91,8 +95,9 @@ class MarkedRows:
         committed = torch.from_numpy(commits._tables)[commits.number & 1, 2 : 2 + ring.num_envs]
         written = _written(ring, lanes)
         written = written[(committed <= ring.cursors)[written]]
-        slots = ring.next_slots(written, num_steps)[:, -ring.steps_per_lane :]
-        self._marks[slots, 0] = 0
+        lane, num_cleared = written.unsqueeze(1), min(num_steps, ring.ring_steps)
+        step = ring.cursors[lane] + torch.arange(num_steps - num_cleared, num_steps)
+        self._marks[step % ring.ring_steps * ring.num_envs + lane, 0] = 0
 
     def seal(
         self,
@@ -109,7 +114,14 @@ class MarkedRows:
         slots = step % ring.ring_steps * ring.num_envs + lane
         first, last, is_finished = ring.span(slots).unbind(-1)
         ends = (last == step) & (is_finished != 0)
-        marks = pack_marks(history, step, first == step, ends).reshape(-1)
+        marks = pack_marks(history, step, first == step, ends)
+        if self._values is not None:
+            for tips, some in ((False, slice(None)), (True, slice(-1, None))):
+                at, mark = slots[:, some].reshape(-1), marks[:, some].reshape(-1)
+                entries = self._named(at, ring.num_envs, tips=tips)
+                at, mark, entries = at[entries > 0], mark[entries > 0], entries[entries > 0]
+                self._values[entries, -1] = checksums(self._values[entries, :-1], mark, at)
+        marks = marks.reshape(-1)
         slots = slots.reshape(-1)
         self._marks[slots, 1] = checksums(self._rows[slots], marks, slots)
         if priorities is not None:
@@ -126,6 +138,30 @@ class MarkedRows:
             found = checksums(self._rows[at], mark, at)
             right[start : start + _BLOCK] = (found == check) & (mark & PRESENT != 0)
         return right
+
+    def _named(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
+        """Returns the entries that rows name, see `check_next`."""
+        headers = self._rows[slots, 0]
+        tip = headers >> TIP_BIT & NUM_TIPS
+        of_tips = torch.where(tip > 0, 1 + (tip - 1) * num_lanes + slots % num_lanes, 0)
+        return of_tips if tips else headers >> ENTRY_BIT
+
+    def check_next(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
+        """Returns whether the next values that rows name are whole, `[n]` bool.
+
+        Args:
+            slots: `[n]` int64.
+            num_lanes: E.
+            tips: whether those of the rows themselves, as the newest ones; otherwise of the rows before.
+        """
+        values: torch.Tensor = self._values  # type: ignore[assignment]
+        entries = self._named(slots, num_lanes, tips=tips)
+        is_one, found = (entries > 0) & (entries < len(values)), []
+        for start in range(0, len(slots), _BLOCK):
+            at, some = (it[start : start + _BLOCK] for it in (slots, entries * is_one))
+            found.append(checksums(values[some, :-1], self._marks[at, 0], at) == values[some, -1])
+        right = torch.cat([is_one[:0], *found]) & is_one
+        return right if tips else right | (self._rows[slots, 0] & CONTINUES != 0) & ~is_one
 
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
         """Returns whether slots of any shape hold the rows that an index takes them for."""
@@ -185,6 +221,10 @@ class Commits:
         """The number of the last commit."""
         found: int = self._selector.item()
         return found
+
+    def cursors(self, num_lanes: int) -> np.ndarray:
+        """Returns where the cursors `[E]` of the last commit are, as `publish_lanes` says them."""
+        return self._tables[self.number & 1, 2 : 2 + num_lanes]
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""

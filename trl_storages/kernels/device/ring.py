@@ -82,12 +82,12 @@ class Ring(RingTables):
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
             begins = begins | cut.to(self.device)
+        step = cursor + torch.arange(num_steps, device=self.device)
         if table is not None:
             # Of more than T steps, the last T find room.
             compact = ~begins[:, -room:] if rows.is_compact else None
-            table.write(self, lanes, found[:, -room:], words[:, -room:], compact)
+            table.write(self, lanes, step, words[:, -room:], compact)
         number = begun + begins.cumsum(1) - 1
-        step = cursor + torch.arange(num_steps, device=self.device)
         first_step = torch.where(begins, step, -1).cummax(1).values
         # Whether a row is the last of its episode among those written now.
         last = torch.ones_like(begins)

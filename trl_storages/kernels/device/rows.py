@@ -88,7 +88,7 @@ class RowTable:
         self,
         ring: Ring,
         lanes: torch.Tensor,
-        slots: torch.Tensor,
+        steps: torch.Tensor,
         words: torch.Tensor,
         compact: torch.Tensor | None = None,
     ) -> None:
@@ -97,12 +97,13 @@ class RowTable:
         Args:
             ring: of the rows that are there, as `append` finds it.
             lanes: `[L]`.
-            slots: `[L, k]`.
-            words: `[L, k, W]`.
+            steps: `[L, S]`.
+            words: `[L, k, W]`, those of the last k steps, which find room.
             compact: `[L, k]` bool, where next observations are not known: whether a row goes on with the
                 episode of the row before it.
         """
-        self.rows[slots] = words
+        steps = steps[:, -words.shape[1] :]
+        self.rows[steps % ring.ring_steps * ring.num_envs + lanes.unsqueeze(1)] = words
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies n rows to their slots `[n]`."""

@@ -16,9 +16,23 @@ from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.scattering import only_last
 from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.ring_tables import RingTables
-from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
+from trl_storages.kernels.sharing import (
+    COMMITTED,
+    CONTINUES,
+    ENTRY_BIT,
+    FLUSHED,
+    LINKED,
+    NUM_FREE,
+    NUM_TAKEN,
+    NUM_TIPS,
+    OWNED,
+    TIP_BIT,
+    Sharing,
+    SideTable,
+)
 
 if TYPE_CHECKING:
+    from trl_storages.kernels.device.disk import Commits
     from trl_storages.kernels.device.ring import Ring
 
 __all__ = ["SharedTable"]
@@ -36,19 +50,24 @@ class SharedTable(RowTable):
         rows: `[N, V]` int64 as they are stored, contiguous.
         sharing: what of a row is not stored in it.
         side: has next values that are not in other rows.
-        lanes: E and R * E, of the ring that says which rows follow one another.
+        ring: says which rows follow one another.
+        commits: says up to where, while another process writes them; None if the ring does.
     """
 
     def __init__(
-        self, rows: torch.Tensor, sharing: Sharing, side: SideTable, lanes: tuple[int, int]
+        self,
+        rows: torch.Tensor,
+        sharing: Sharing,
+        side: SideTable,
+        ring: RingTables,
+        commits: Commits | None = None,
     ) -> None:
         super().__init__(rows)
-        self.side, self._sharing = side, sharing
+        self._commits = commits
+        self.side, self._sharing, self._ring = side, sharing, ring
         self._shared_bytes = sharing.shared_words * _WORD
         # Bytes by which fields lie further on in a row as it is seen.
         self._moved = (sharing.shared_words - sharing.header_words) * _WORD
-        #: As given.
-        self.lanes = lanes
 
     # Reading
 
@@ -65,7 +84,8 @@ class SharedTable(RowTable):
         lent = own if following is None else self.rows.index_select(0, self._counted(following))
         following = slots if following is None else following
         header = self._sharing.header_words
-        after = self._next(following, lent[:, 0], self.rows, self.side.values, header)
+        values = self.side.values[:, : self._sharing.shared_words]
+        after = self._next(following, lent[:, 0], self.rows, values, header)
         picked = torch.cat([after, own[:, header:]], 1)
         if lent is not own:
             into, lent = picked.view(torch.uint8), lent.view(torch.uint8)
@@ -105,13 +125,47 @@ class SharedTable(RowTable):
             side: `[*, s]` the columns of the side table that are wanted.
             start: of the columns of the rows that are.
         """
-        after = self._wrapped(self._counted(slots) + self.lanes[0])
-        continues = self.rows[:, 0].index_select(0, after) & 1
+        slots = self._counted(slots)
+        after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
+        named = self.rows[:, 0].index_select(0, after)
+        cursors = self._cursors.to(lane.device)
+        heads = cursors % self._ring.ring_steps * self._num_lanes
+        is_newest = after == (heads.index_select(0, lane) + lane)
+        entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
+        # Of a row that is being overwritten nothing is believed.
+        entries = torch.where(entries < len(side), entries, 0)
         found = rows[:, start : start + side.shape[1]].index_select(0, after)
-        aside = side.index_select(0, headers >> 1)
-        return torch.where(continues.unsqueeze(1) == 1, found, aside)
+        continues = (named & CONTINUES == 1) & ~is_newest
+        picked = torch.where(continues.unsqueeze(1), found, side.index_select(0, entries))
+        if self._commits is not None:
+            # Once the next row counts, the tip may be taken by others, and is not looked at any more.
+            again = is_newest & (self._cursors != cursors).index_select(0, lane)
+            if again.any():
+                picked[again] = self._next(slots[again], headers[again], rows, side, start)
+        return picked
+
+    @property
+    def _num_lanes(self) -> int:
+        return self._ring.num_envs
+
+    @property
+    def _cursors(self) -> torch.Tensor:
+        """`[E]` int64, how many steps of each lane count."""
+        if self._commits is None:
+            return self._ring.cursors
+        return torch.from_numpy(self._commits.cursors(self._num_lanes).copy())
+
+    def _tips(self, headers: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+        """Returns the entries of the tips that rows of lanes have; 0 where they have none."""
+        tip = headers >> TIP_BIT & NUM_TIPS
+        return torch.where(tip > 0, 1 + (tip - 1) * self._num_lanes + lane, 0)
 
     # Writing
+
+    def note_committed(self, cursors: np.ndarray | None = None) -> None:
+        """Notes up to where rows count: `[E]` int64, None is as the ring says."""
+        known = self._ring.cursors if cursors is None else torch.from_numpy(cursors)
+        self.side.lanes[:, COMMITTED] = known
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns rows `[L, W]` as they are seen."""
@@ -121,86 +175,109 @@ class SharedTable(RowTable):
         self,
         ring: Ring,
         lanes: torch.Tensor,
-        slots: torch.Tensor,
+        steps: torch.Tensor,
         words: torch.Tensor,
         compact: torch.Tensor | None = None,
     ) -> None:
-        """Copies steps to where they belong, and links them to those before; see `RowTable.write`.
-
-        Entries are given up after no row names them, and taken before one does: what was interrupted in
-        between may be done again.
-        """
-        num_steps, shared = words.shape[1], self._sharing.shared_words
+        """Copies steps to where they belong, and links them to those before; see `RowTable.write`."""
+        touched = self._slots_of(steps[:, -ring.ring_steps :], lanes)
+        slots, shared = touched[:, -words.shape[1] :], self._sharing.shared_words
         after, now = words[..., :shared], words[..., shared : 2 * shared]
-        newest = ring.newest_slots(lanes)
-        first, before = self.rows[slots[:, 0], 0], self.rows[newest, 0]
-        # The newest row has no entry only where this was done before.
-        led_to = self.side.values.index_select(0, before >> 1)
+        values, held = self.side.values[:, :shared], self.side.lanes[lanes]
+        # A row that counts already stays as it is.
+        is_new = (held[:, COMMITTED] <= ring.cursors[lanes]).unsqueeze(1)
+        newest, tips = ring.newest_slots(lanes), self._free_tips(held, lanes)
+        led_to = values.index_select(0, self._tips(self.rows[newest, 0], lanes))
         follows, goes_on = (led_to == now[:, 0]).all(1), (after[:, :-1] == now[:, 1:]).all(2)
         if compact is not None:
             # What stands in the place of an unknown value is the row's own.
             header, goes_on = self._sharing.header_words, compact[:, 1:]
             own = self.rows[newest, header : header + shared]
             follows |= (led_to == own).all(1) & compact[:, 0]
-        follows = torch.where(before > 1, follows, first & 1 == 1)
-        if num_steps < ring.steps_per_lane:
-            follows &= ring.fill[lanes] > 0
-        else:
-            follows = torch.zeros_like(follows)
-        continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
-        is_wanted = torch.ones_like(continues)
-        is_wanted[:, :-1] = ~continues[:, 1:]
+        is_after = (ring.fill[lanes] > 0) & (steps.shape[1] < ring.steps_per_lane)
+        continues = torch.cat([(follows & is_after).unsqueeze(1), goes_on], 1)
+        is_wanted = torch.cat([(~follows & is_after).unsqueeze(1), ~goes_on], 1) & is_new
 
-        self._forget(slots.reshape(-1), torch.ones_like(is_wanted).reshape(-1))
-        entries = self._taken(is_wanted.reshape(-1))
-        self.side.values[entries] = after.reshape(-1, shared)
-        headers = 2 * entries + continues.reshape(-1)
+        step, bounds = steps[:, -ring.ring_steps :], held.unsqueeze(1).unbind(-1)
+        newest_step = ring.cursors[lanes].unsqueeze(1) - 1
+        lay = newest_step - (newest_step - step) % ring.ring_steps
+        is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
+        self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
+        old = self.rows[touched, 0]
+        self._give_up((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
+        self.rows[touched, 0] = torch.where(is_new, 0, old)
+        entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
+        values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
+        values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
+            :, -1
+        ]
+        headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
+        headers = torch.where(is_new, headers, old[:, -words.shape[1] :]).reshape(-1)
         self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)
-        # What is behind the newest rows does not continue them.
-        self.rows[self._wrapped(slots[:, -1] + self.lanes[0]), 0] &= -2
-        self._forget(newest, follows)
+
+    def _slots_of(self, steps: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of steps `[L, k]` of lanes."""
+        return steps % self._ring.ring_steps * self._num_lanes + lanes.unsqueeze(1)
+
+    def _free_tips(self, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+        """Returns the number of a tip of each lane that holds nothing which may still be wanted."""
+        ring = self._ring
+        newest = (held[:, COMMITTED] - 1) % ring.ring_steps * self._num_lanes + lanes
+        used = self.rows[newest, 0] >> TIP_BIT & NUM_TIPS
+        tip = torch.ones_like(used)
+        for _ in range(NUM_TIPS - 1):
+            tip += ((tip == used) | (tip == held[:, FLUSHED])).long()
+        return tip
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
         assert ring is not None
         slots, places = only_last(slots, spare=-1)
         slots, places = slots[slots >= 0], places[slots >= 0]
-        words, heads = rows.words()[places], ring.heads().to(slots.device)
+        words, lane = rows.words()[places], slots % self._num_lanes
+        # Each may part two neighbours.
+        self.side.make_room(2 * len(slots))
         header, shared = self._sharing.header_words, self._sharing.shared_words
-        before, after = (self._wrapped(slots + step) for step in (-self.lanes[0], self.lanes[0]))
-        is_other = ~torch.isin(before, slots)
-        # What they were the next values of is kept, where they change.
-        was = self.rows[slots, header : header + shared]
-        changes = (was != words[:, shared : 2 * shared]).any(1)
-        is_lost = changes & is_other & (self.rows[slots, 0] & 1 == 1)
+        values, heads = self.side.values[:, :shared], ring.heads().to(slots.device)
+        before, after = (
+            self._wrapped(slots + step) for step in (-self._num_lanes, self._num_lanes)
+        )
+        is_newest, is_other = after == heads[lane], ~torch.isin(before, slots)
+        # What they were the next values of is kept.
+        is_linked = (self.rows[slots, 0] & CONTINUES == 1) & is_other
+        is_lost = is_linked & (slots != heads[lane])
         entries = self._taken(is_lost)
-        self.side.values[entries[is_lost]] = was[is_lost]
-        self.rows[before[is_lost], 0] += 2 * entries[is_lost]
-        self.rows[slots[is_lost], 0] &= -2
+        values[entries[is_lost]] = self.rows[slots[is_lost], header : header + shared]
+        self.rows[slots, 0] += (entries << ENTRY_BIT) - torch.where(is_linked, CONTINUES, 0)
         self.rows[slots, header:] = words[:, shared:]
 
-        now = self.rows[after, header : header + shared]
-        goes_on = (words[:, :shared] == now).all(1) & (after != heads[after % self.lanes[0]])
-        self.rows[after, 0] = self.rows[after, 0] & -2 | goes_on.long()
-        self._forget(slots, goes_on)
-        headers = self.rows[slots, 0]
-        headers += 2 * self._taken(~goes_on & (headers <= 1))
-        self.side.values[headers[~goes_on] >> 1] = words[~goes_on, :shared]
-        self.rows[slots, 0] = headers
-        self._join(before[is_other], heads)
+        tips = self.rows[slots, 0] >> TIP_BIT & NUM_TIPS
+        self.rows[slots, 0] += torch.where(is_newest & (tips == 0), 1 << TIP_BIT, 0)
+        newest = slots[is_newest]
+        values[self._tips(self.rows[newest, 0], lane[is_newest])] = words[is_newest, :shared]
+        after, led_to = after[~is_newest], words[~is_newest, :shared]
+        named = self.rows[after, 0]
+        entries, tips = named >> ENTRY_BIT, named & NUM_TIPS << TIP_BIT
+        goes_on = (led_to == self.rows[after, header : header + shared]).all(1)
+        self._give_up(entries, goes_on)
+        entries = torch.where(goes_on, 0, entries + self._taken(~goes_on & (entries == 0)))
+        values[entries] = led_to
+        self.rows[after, 0] = tips + (entries << ENTRY_BIT) + goes_on
+        self._join(slots[is_other], heads)
 
     def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
-        """Gives up the entries of rows whose next values are the observations of the rows after them."""
+        """Gives up the entries that rows name whose observations these are."""
         header, shared = self._sharing.header_words, self._sharing.shared_words
-        after, entries = self._wrapped(slots + self.lanes[0]), self.rows[slots, 0] >> 1
-        is_same = self.side.values[entries] == self.rows[after, header : header + shared]
-        is_same = is_same.all(1) & (entries > 0) & (after != heads[after % self.lanes[0]])
-        self.rows[after, 0] |= is_same.long()
-        self._forget(slots, is_same)
+        entries = self.rows[slots, 0] >> ENTRY_BIT
+        named = self.side.values[entries, :shared]
+        is_same = (named == self.rows[slots, header : header + shared]).all(1) & (entries > 0)
+        is_same &= slots != heads[slots % self._num_lanes]
+        self.rows[slots, 0] += torch.where(is_same, CONTINUES - (entries << ENTRY_BIT), 0)
+        self._give_up(entries, is_same)
 
     def _wrapped(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns slots beyond either end of the ring as those within it."""
-        num_slots = self.lanes[1]
+        num_slots = self._ring.num_slots
         slots = torch.where(slots < 0, slots + num_slots, slots)
         return torch.where(slots >= num_slots, slots - num_slots, slots)
 
@@ -213,7 +290,6 @@ class SharedTable(RowTable):
 
     def _taken(self, is_wanted: torch.Tensor) -> torch.Tensor:
         """Returns `[n]` entries that are in use from now on; 0 where none is wanted."""
-        self.side.make_room(len(is_wanted))
         counts = self.side.counts
         num_free, num_taken = counts[NUM_FREE].clone(), counts[NUM_TAKEN].clone()
         number = is_wanted.cumsum(0)
@@ -227,11 +303,9 @@ class SharedTable(RowTable):
         )
         return torch.where(is_wanted, entries, 0)
 
-    def _forget(self, slots: torch.Tensor, is_over: torch.Tensor) -> None:
-        """Gives up the entries of `[n]` rows, where they have one and need it no more."""
-        entries = self.rows[slots, 0] >> 1
+    def _give_up(self, entries: torch.Tensor, is_over: torch.Tensor) -> None:
+        """Gives up `[n]` entries, where they are some and are needed no more."""
         is_over = is_over & (entries > 0)
-        self.rows[slots, 0] &= torch.where(is_over, 1, -1)
         counts = self.side.counts
         place = counts[NUM_FREE] + is_over.cumsum(0) - 1
         # The others go behind the last.

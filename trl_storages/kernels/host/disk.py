@@ -37,6 +37,7 @@ from trl_storages.kernels.marks import (
     factors,
 )
 from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
+from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, NUM_TIPS, TIP_BIT
 from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = [
@@ -50,7 +51,7 @@ __all__ = [
 
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
 _STEP_MASK = MOST_STEPS - 1
-_NO_WORDS = np.zeros(0, np.int64)
+_NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
 
@@ -82,10 +83,15 @@ class MarkedRows:
     Args:
         rows: `[M, W]` int64, contiguous, on the CPU.
         marks: `[M, 2]` int64, of each slot the mark, 0 where there is no row, and the checksum.
+        values: `[*, S + 1]` int64, the side table of rows that share S words: its last word is a checksum
+            over the others, and mark and slot of the row that names the entry; None if rows share none.
     """
 
-    def __init__(self, rows: torch.Tensor, marks: torch.Tensor) -> None:
+    def __init__(
+        self, rows: torch.Tensor, marks: torch.Tensor, values: torch.Tensor | None = None
+    ) -> None:
         self._rows, self._marks = rows.numpy(), marks.numpy()
+        self._values = _NO_VALUES if values is None else values.numpy()
         self._factors = factors(rows.shape[1])
 
     def clear(
@@ -97,13 +103,13 @@ class MarkedRows:
 
         Args:
             ring: of M slots; it is not changed.
-            num_steps: S. Of more than T steps the last T find room.
+            num_steps: S.
             lanes: which are written; None is all of them.
             commits: of the lanes, as `Commits.publish_lanes` says them.
         """
-        most_live, room, known = ring.steps_per_lane, ring.ring_steps, ring._arrays[2]
+        room, known = ring.ring_steps, ring._arrays[2]
         committed = commits._selector, commits._tables
-        _clear(self._marks, known, *committed, most_live, room, _written(ring, lanes), num_steps)
+        _clear(self._marks, known, *committed, room, _written(ring, lanes), num_steps)
 
     def seal(
         self,
@@ -118,20 +124,33 @@ class MarkedRows:
         Args:
             ring: of M slots, that has taken them in.
             history: the number that the marks carry.
-            num_steps: S, as in `clear`.
+            num_steps: S. Of more than T steps the last T found room.
             lanes: likewise.
             priorities: of the rows, which get the largest one, if they are kept.
         """
         most_live, room = ring.steps_per_lane, ring.ring_steps
         num_marked, written = min(num_steps, most_live), _written(ring, lanes)
         words = _NO_WORDS if priorities is None else priorities._words
-        table = self._rows, self._marks, words
+        table = self._rows, self._marks, self._values, words
         _mark(*table, *ring._arrays, room, written, num_marked, history, self._factors)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
         out = np.empty(len(slots), bool)
         _check(self._rows, self._marks, slots.numpy(), self._factors, out)
+        return torch.from_numpy(out)
+
+    def check_next(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
+        """Returns whether the next values that rows name are whole, `[n]` bool.
+
+        Args:
+            slots: `[n]` int64.
+            num_lanes: E.
+            tips: whether those of the rows themselves, as the newest ones; otherwise of the rows before.
+        """
+        out = np.empty(len(slots), bool)
+        table = self._rows, self._marks, self._values, num_lanes
+        _check_next(*table, slots.numpy(), tips, self._factors, out)
         return torch.from_numpy(out)
 
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
@@ -192,6 +211,10 @@ class Commits:
         """The number of the last commit."""
         found: int = self._selector.item()
         return found
+
+    def cursors(self, num_lanes: int) -> np.ndarray:
+        """Returns where the cursors `[E]` of the last commit are, as `publish_lanes` says them."""
+        return self._tables[self.number & 1, 2 : 2 + num_lanes]
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
@@ -363,6 +386,13 @@ def _checksum(words: np.ndarray, mark: int, slot: int, factors: np.ndarray) -> i
     return _finished(total)
 
 
+@inlined
+def _tip(header: int, lane: int, num_lanes: int) -> int:
+    """Returns the entry of the tip of a row of a lane, 0 if it has none; see `kernels.sharing`."""
+    tip = (header >> TIP_BIT) & NUM_TIPS
+    return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
+
+
 @compiled
 def _checksums(
     rows: np.ndarray, marks: np.ndarray, slots: np.ndarray, factors: np.ndarray, out: np.ndarray
@@ -377,7 +407,6 @@ def _clear(
     lanes: np.ndarray,
     selector: np.ndarray,
     tables: np.ndarray,
-    most_live: int,
     room: int,
     written: np.ndarray,
     num_steps: int,
@@ -387,7 +416,8 @@ def _clear(
         cursor = lanes[lane, CURSOR]
         if tables[selector[0] & 1, 2 + lane] > cursor:
             continue
-        start = cursor + max(num_steps - most_live, 0)
+        # Those that find no room are gone as well.
+        start = cursor + max(num_steps - room, 0)
         place = start % room
         for _ in range(start, cursor + num_steps):
             marks[place * len(lanes) + lane, 0] = 0
@@ -400,6 +430,7 @@ def _clear(
 def _mark(
     table: np.ndarray,
     marks: np.ndarray,
+    values: np.ndarray,
     words: np.ndarray,
     episode: np.ndarray,
     spans: np.ndarray,
@@ -427,6 +458,13 @@ def _mark(
                 mark += ENDS
             new[i, s] = mark
             marks[slot, 1] = _checksum(table[slot], mark, slot, factors)
+            if values.size:
+                entry = table[slot, 0] >> ENTRY_BIT
+                if entry > 0:
+                    values[entry, -1] = _checksum(values[entry, :-1], mark, slot, factors)
+                if s + 1 == num_steps:
+                    tip = _tip(table[slot, 0], lane, len(lanes))
+                    values[tip, -1] = _checksum(values[tip, :-1], mark, slot, factors)
             if len(words):
                 words[slot] = _sealed(largest, mark, factors)
     fenced()
@@ -449,6 +487,27 @@ def _check(
         mark = marks[slot, 0]
         is_right = _checksum(table[slot], mark, slot, factors) == marks[slot, 1]
         out[i] = mark & PRESENT != 0 and is_right
+
+
+@compiled
+def _check_next(
+    table: np.ndarray,
+    marks: np.ndarray,
+    values: np.ndarray,
+    num_lanes: int,
+    slots: np.ndarray,
+    tips: bool,
+    factors: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    for i in range(len(slots)):
+        slot = slots[i]
+        header = table[slot, 0]
+        entry = _tip(header, slot % num_lanes, num_lanes) if tips else header >> ENTRY_BIT
+        out[i] = not tips and header & CONTINUES != 0
+        if 0 < entry < len(values):
+            check = _checksum(values[entry, :-1], marks[slot, 0], slot, factors)
+            out[i] = values[entry, -1] == check
 
 
 @compiled

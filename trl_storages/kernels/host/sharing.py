@@ -13,14 +13,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import RowTable, check_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, TAIL, RingTables
-from trl_storages.kernels.sharing import NUM_FREE, NUM_TAKEN, Sharing, SideTable
+from trl_storages.kernels.sharing import (
+    COMMITTED,
+    CONTINUES,
+    ENTRY_BIT,
+    FLUSHED,
+    LINKED,
+    NUM_FREE,
+    NUM_TAKEN,
+    NUM_TIPS,
+    OWNED,
+    TIP_BIT,
+    Sharing,
+    SideTable,
+)
 
 if TYPE_CHECKING:
+    from trl_storages.kernels.host.disk import Commits
     from trl_storages.kernels.host.ring import Ring
 
 __all__ = ["SharedTable"]
@@ -30,7 +44,9 @@ _LINE = 64  # bytes that memory delivers at once
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
-_NO_SPANS = np.zeros((0, 2), np.int64)
+_NO_SPANS, _NO_CHOICE = np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
+# Of a table of commits.
+_FIRST_CURSOR = 2
 
 
 class SharedTable(RowTable):
@@ -40,23 +56,29 @@ class SharedTable(RowTable):
         rows: `[N, *]` int64 as they are stored, contiguous, on the CPU.
         sharing: what of a row is not stored in it.
         side: has next values that are not in other rows.
-        lanes: E and R * E, of the ring that says which rows follow one another.
+        ring: says which rows follow one another.
+        commits: says up to where, while another process writes them; None if the ring does.
     """
 
     looks = False
 
     def __init__(
-        self, rows: torch.Tensor, sharing: Sharing, side: SideTable, lanes: tuple[int, int]
+        self,
+        rows: torch.Tensor,
+        sharing: Sharing,
+        side: SideTable,
+        ring: Ring,
+        commits: Commits | None = None,
     ) -> None:
         super().__init__(rows)
-        self.side, self._sharing = side, sharing
-        self._side = (side.values.numpy(), side.free.numpy(), side.counts.numpy())
+        self._commits = commits
+        self.side, self._sharing, self._ring = side, sharing, ring
+        self._values = side.values.numpy()
+        self._side = (side.free.numpy(), side.counts.numpy(), side.lanes.numpy())
         self._num_words += sharing.shared_words - sharing.header_words
         self._shared_bytes = sharing.shared_words * _WORD
         # Bytes by which fields lie further on in a row as it is seen.
         self._moved = (sharing.shared_words - sharing.header_words) * _WORD
-        #: As given.
-        self.lanes = lanes
         # The sources of the rows written last, the headers of these, and where what is stored comes from:
         # a step is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
@@ -111,13 +133,27 @@ class SharedTable(RowTable):
         flat = slots.numpy().reshape(-1)
         lenders = flat if following is None else following.numpy().reshape(-1)
         spans = _NO_SPANS if following is None else spans
-        table = self.array, self._side[0], *self.lanes, *self._sharing
+        table = self.array, self._values, *self._cursors, self._ring.ring_steps, *self._sharing
         wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out, pitch)
         check_found(wrong, flat, len(self.array))
 
+    @property
+    def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
+        """Where the cursors are that count, as `_cursor` finds them, and E."""
+        if self._commits is None:
+            lanes = self._ring._arrays[2]
+            return lanes.reshape(-1), _NO_CHOICE, CURSOR, 0, lanes.shape[1], len(lanes)
+        selector, tables = self._commits._selector, self._commits._tables
+        return tables.reshape(-1), selector, _FIRST_CURSOR, tables.shape[1], 1, self._ring.num_envs
+
+    def note_committed(self, cursors: np.ndarray | None = None) -> None:
+        """Notes up to where rows count: `[E]` int64, None is as the ring says."""
+        known = self._ring._arrays[2][:, CURSOR] if cursors is None else cursors
+        self._side[2][:, COMMITTED] = known
+
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
-        rows, values = np.empty((len(written), self._num_words), np.int64), self._side[0]
+        rows, values = np.empty((len(written), self._num_words), np.int64), self._values
         header_words = self._sharing.header_words
         _newest(ring._arrays[2], ring.ring_steps, written, self.array, values, header_words, rows)
         return rows, False
@@ -148,6 +184,7 @@ class SharedTable(RowTable):
             *rows.ends,
             cut,
             self.array,
+            self._values,
             *self._side,
             *self._sharing,
             headers,
@@ -166,8 +203,11 @@ class SharedTable(RowTable):
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
         assert ring is not None
-        table = self.array, *self._side, *self.lanes, *self._sharing
-        _put(rows.words().numpy(), slots.numpy(), ring.heads().numpy(), *table)
+        words = rows.words().numpy()
+        # Each may part two neighbours.
+        self.side.make_room(2 * len(words))
+        table = self.array, self._values, *self._side[:2]
+        _put(words, slots.numpy(), ring.lanes.numpy(), ring.ring_steps, *table, *self._sharing)
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
@@ -193,12 +233,57 @@ def _ask_for(table: Any, start: int, size: int) -> None:
     prefetch(table, start + asked - 1)
 
 
+@inlined
+def _entry_of(header: int) -> int:
+    """Returns the entry that a row names for the next values of the row before it."""
+    return header >> ENTRY_BIT
+
+
+@inlined
+def _tip_of(header: int, lane: int, num_lanes: int) -> int:
+    """Returns the entry of the tip that a row of a lane has, 0 if it has none."""
+    tip = (header >> TIP_BIT) & NUM_TIPS
+    return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
+
+
+@inlined
+def _cursor(lane: int, tables: Any, selector: Any, first: int, table_size: int, stride: int) -> int:
+    """Returns how many steps of a lane count: in that of some tables which a word selects."""
+    return tables[(selector[0] & 1) * table_size + first + lane * stride]
+
+
+@inlined
+def _heads(lanes: Any, room: int) -> Any:
+    """Returns the slots of the next rows of all lanes."""
+    heads = np.empty(len(lanes), np.int64)
+    for lane in range(len(lanes)):
+        heads[lane] = lanes[lane, CURSOR] % room * len(lanes) + lane
+    return heads
+
+
+@inlined
+def _known_next(table: Any, values: Any, follower: int, header_words: int) -> Any:
+    """Returns the address of what a row says is next of the row before it."""
+    header = table[follower, 0]
+    # Of a row that is being overwritten nothing is believed.
+    entry = _entry_of(header) if _entry_of(header) < len(values) else 0
+    source = values.ctypes.data + entry * values.shape[1] * _WORD
+    if header & CONTINUES:
+        source = table.ctypes.data + (follower * table.shape[1] + header_words) * _WORD
+    return source
+
+
 @compiled
 def _pick(
     table: Any,
     values: Any,
+    tables: Any,
+    selector: Any,
+    first_cursor: int,
+    table_size: int,
+    stride: int,
     num_lanes: int,
-    num_slots: int,
+    room: int,
     num_shared: int,
     shared_words: int,
     header_words: int,
@@ -215,9 +300,14 @@ def _pick(
 
     Args:
         table: `[N, *]`.
-        values: `[*, S]` of the side table.
+        values: `[*, *]` of the side table.
+        tables: as in `_cursor`, as the four that follow.
+        selector: likewise.
+        first_cursor: likewise.
+        table_size: likewise.
+        stride: likewise.
         num_lanes: E.
-        num_slots: R * E.
+        room: R.
         num_shared: not needed, as one of the numbers of `Sharing`.
         shared_words: S.
         header_words: likewise.
@@ -235,9 +325,13 @@ def _pick(
     """
     num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
     header_bytes, shared_bytes = header_words * _WORD, shared_words * _WORD
-    address, side = table.ctypes.data, values.ctypes.data
+    address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     own_bytes = row_bytes - header_bytes if with_own else 0
-    moved = shared_bytes - header_bytes
+    moved, num_slots = shared_bytes - header_bytes, room * num_lanes
+    cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
+    for lane in range(num_lanes):
+        cursors[lane] = _cursor(lane, tables, selector, first_cursor, table_size, stride)
+        heads[lane] = cursors[lane] % room * num_lanes + lane
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
@@ -252,10 +346,18 @@ def _pick(
         if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
             return i
         to, follower = out + i * pitch, _wrapped(lender + num_lanes, num_slots)
-        if table[follower, 0] & 1:
-            copy_bytes(to, address + follower * row_bytes + header_bytes + start, size)
-        else:
-            copy_bytes(to, side + (table[lender, 0] >> 1) * shared_bytes + start, size)
+        # To divide takes longer than all the rest.
+        lane = follower % num_lanes if num_lanes > 1 else 0
+        is_newest = follower == heads[lane]
+        if is_newest:
+            entry = _tip_of(table[lender, 0], lane, num_lanes)
+            copy_bytes(to, side + entry * entry_bytes + start, size)
+            fenced()
+            # Once the next row counts, the tip may be taken by others, and is not looked at any more.
+            now = _cursor(lane, tables, selector, first_cursor, table_size, stride)
+            is_newest = now == cursors[lane]
+        if not is_newest:
+            copy_bytes(to, _known_next(table, values, follower, header_words) + start, size)
         if with_own:
             copy_bytes(to + size, address + slot * row_bytes + header_bytes, own_bytes)
         for s in range(spans.shape[0]):
@@ -268,14 +370,15 @@ def _pick(
 def _newest(
     lanes: Any, room: int, written: Any, table: Any, values: Any, header_words: int, rows: Any
 ) -> None:
-    """Copies the newest rows of lanes as they are seen: no row follows them, so they have an entry."""
-    shared = values.shape[1] * _WORD
+    """Copies the newest rows of lanes as they are seen: what is next of them is in their tips."""
+    own = (table.shape[1] - header_words) * _WORD
+    shared = rows.shape[1] * _WORD - own
     for i in range(len(written)):
         slot = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
-        entry = table[slot, 0] >> 1
+        entry = _tip_of(table[slot, 0], written[i], len(lanes))
         to, row = rows.ctypes.data + i * rows.shape[1] * _WORD, slot * table.shape[1] + header_words
-        copy_bytes(to, values.ctypes.data + entry * shared, shared)
-        copy_bytes(to + shared, table.ctypes.data + row * _WORD, rows.shape[1] * _WORD - shared)
+        copy_bytes(to, values.ctypes.data + entry * values.shape[1] * _WORD, shared)
+        copy_bytes(to + shared, table.ctypes.data + row * _WORD, own)
 
 
 @inlined
@@ -289,11 +392,9 @@ def _take_entry(free: Any, counts: Any) -> int:
 
 
 @inlined
-def _give_up(table: Any, slot: int, free: Any, counts: Any) -> None:
-    """Gives up the entry of a row, if it has one."""
-    entry = table[slot, 0] >> 1
+def _give_up(entry: int, free: Any, counts: Any) -> None:
+    """Gives up an entry, if it is one."""
     if entry > 0:
-        table[slot, 0] &= 1
         free[counts[NUM_FREE]] = entry
         counts[NUM_FREE] += 1
 
@@ -305,6 +406,17 @@ def _copy_next(sources: Any, row: int, values: Any, entry: int, num_shared: int)
     for field in range(num_shared):
         at = sources[field, _ADDRESS] + row * sources[field, _STRIDE]
         copy_bytes(to + sources[field, _START], at, sources[field, _SIZE])
+
+
+@compiled
+def _free_tip(table: Any, lane: int, lanes: Any, room: int, held: Any) -> int:
+    """Returns the number of a tip that holds nothing which may still be wanted."""
+    newest = (held[lane, COMMITTED] - 1) % room * len(lanes) + lane
+    used = (table[newest, 0] >> TIP_BIT) & NUM_TIPS
+    tip = 1
+    while tip in (used, held[lane, FLUSHED]):
+        tip += 1
+    return tip
 
 
 @compiled
@@ -324,15 +436,15 @@ def _link(
     values: Any,
     free: Any,
     counts: Any,
+    held: Any,
     num_shared: int,
     shared_words: int,
     header_words: int,
     headers: Any,
 ) -> None:
-    """Finds out which rows are continued by the rows after them, and gives the others an entry.
+    """Finds out which rows continue the rows before them, and gives the others an entry.
 
-    It is done before the rows are written, and may be done again in between: a row that is the newest and
-    has no entry was continued then.
+    It is done before the rows are written, and may be done again before they count.
 
     Args:
         lanes: of the index before the write.
@@ -347,9 +459,10 @@ def _link(
         end_stride: how far it is to the next one.
         cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
         table: `[N, *]`.
-        values: of the side table, as the two that follow.
+        values: of the side table, as the three that follow.
         free: likewise.
         counts: likewise.
+        held: its `lanes`.
         num_shared: m.
         shared_words: of `Sharing`, as `header_words`.
         header_words: likewise.
@@ -360,70 +473,74 @@ def _link(
     first = max(num_steps - most_live, 0)
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
-        start = (cursor + first) % room
-        place = start
-        for _ in range(first, num_steps):
-            _give_up(table, place * num_lanes + lane, free, counts)
-            place = place + 1 if place + 1 < room else 0
-        continues = False
+        start, is_done = (cursor + first) % room, held[lane, COMMITTED] > cursor
+        tip = _free_tip(table, lane, lanes, room, held)
+        if is_done:
+            # They count already, and stay as they are.
+            for s in range(first, num_steps):
+                row = order[i, s] if order.size > 0 else i * num_steps + s
+                headers[row] = table[(cursor + s) % room * num_lanes + lane, 0]
+            continue
+        for step in range(cursor + max(num_steps - room, 0), cursor + num_steps):
+            slot, lay = step % room * num_lanes + lane, cursor - 1 - (cursor - 1 - step) % room
+            if lay >= held[lane, OWNED] or step < held[lane, LINKED]:
+                _give_up(_entry_of(table[slot, 0]), free, counts)
+            table[slot, 0] = 0
+        held[lane, LINKED] = max(held[lane, LINKED], cursor + num_steps)
+        place, continues, entry = start, False, 0
         if num_steps < most_live and cursor > lanes[lane, TAIL]:
             newest = (cursor - 1) % room * num_lanes + lane
-            entry = table[newest, 0] >> 1
-            if entry == 0:
-                continues = table[start * num_lanes + lane, 0] & 1 == 1
-            else:
-                row = order[i, 0] if order.size > 0 else i * num_steps
-                before = values.ctypes.data + entry * values.shape[1] * _WORD
-                continues = True
-                for field in range(num_shared):
-                    now = num_shared + field
-                    at = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
-                    led_to = before + sources[field, _START]
-                    continues = continues and are_same_bytes(at, led_to, sources[now, _SIZE])
-                if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
-                    # What stands in the place of an unknown value is the row's own.
-                    own = table.ctypes.data + (newest * table.shape[1] + header_words) * _WORD
-                    continues = continues or are_same_bytes(before, own, shared_words * _WORD)
-            if continues:
-                _give_up(table, newest, free, counts)
-        place = start
+            row = order[i, 0] if order.size > 0 else i * num_steps
+            led_to = _tip_of(table[newest, 0], lane, num_lanes)
+            before = values.ctypes.data + led_to * values.shape[1] * _WORD
+            continues = True
+            for field in range(num_shared):
+                now = num_shared + field
+                at = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
+                known = before + sources[field, _START]
+                continues = continues and are_same_bytes(at, known, sources[now, _SIZE])
+            if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
+                # What stands in the place of an unknown value is the row's own.
+                own = table.ctypes.data + (newest * table.shape[1] + header_words) * _WORD
+                continues = continues or are_same_bytes(before, own, shared_words * _WORD)
+            if not continues:
+                entry = _take_entry(free, counts)
+                values[entry, :shared_words] = values[led_to, :shared_words]
         for s in range(first, num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
-            goes_on = s + 1 < num_steps
-            if goes_on and is_compact:
-                goes_on = not is_set(first_end + row * end_stride)
-                goes_on = goes_on and not (cut.size > 0 and cut[i, s + 1])
-            elif goes_on:
+            header = (entry << ENTRY_BIT) + (tip << TIP_BIT) + (CONTINUES if continues else 0)
+            headers[row] = header
+            table[place * num_lanes + lane, 0] = header
+            place = place + 1 if place + 1 < room else 0
+            if s + 1 == num_steps:
+                _copy_next(sources, row, values, 1 + (tip - 1) * num_lanes + lane, num_shared)
+                continue
+            continues, entry = True, 0
+            if is_compact:
+                continues = not is_set(first_end + row * end_stride)
+                continues = continues and not (cut.size > 0 and cut[i, s + 1])
+            else:
                 after = order[i, s + 1] if order.size > 0 else row + 1
                 for field in range(num_shared):
                     now = num_shared + field
                     at = sources[now, _ADDRESS] + after * sources[now, _STRIDE]
                     led_to = sources[field, _ADDRESS] + row * sources[field, _STRIDE]
-                    goes_on = goes_on and are_same_bytes(at, led_to, sources[now, _SIZE])
-            header = 1 if continues else 0
-            if not goes_on:
+                    continues = continues and are_same_bytes(at, led_to, sources[now, _SIZE])
+            if not continues:
                 entry = _take_entry(free, counts)
                 _copy_next(sources, row, values, entry, num_shared)
-                header += 2 * entry
-            headers[row] = header
-            table[place * num_lanes + lane, 0] = header
-            place = place + 1 if place + 1 < room else 0
-            continues = goes_on
-        # What is there now does not continue the newest row.
-        table[place * num_lanes + lane, 0] &= -2
 
 
 @compiled
 def _put(
     words: Any,
     slots: Any,
-    heads: Any,
+    lanes: Any,
+    room: int,
     table: Any,
     values: Any,
     free: Any,
     counts: Any,
-    num_lanes: int,
-    num_slots: int,
     num_shared: int,
     shared_words: int,
     header_words: int,
@@ -433,43 +550,48 @@ def _put(
     Args:
         words: `[n, W]` the rows as they are seen.
         slots: `[n]` where they go; those of negative slots are left out.
-        heads: `[E]` where the next row of each lane will lie.
-        table: as in `_link`, as all that is not named here.
+        lanes: as in `_link`, as all that is not named here.
+        room: likewise.
+        table: likewise.
         values: likewise.
         free: likewise.
         counts: likewise.
-        num_lanes: E.
-        num_slots: R * E.
         num_shared: likewise.
         shared_words: S.
         header_words: of `Sharing`.
     """
+    num_lanes, num_slots, heads = len(lanes), room * len(lanes), _heads(lanes, room)
     for i in range(len(slots)):
         slot = slots[i]
         if slot < 0:
             continue
-        before = _wrapped(slot - num_lanes, num_slots)
-        after = _wrapped(slot + num_lanes, num_slots)
-        if table[slot, 0] & 1:
-            # What it was the next value of is kept.
-            entry = _take_entry(free, counts)
-            for word in range(shared_words):
-                values[entry, word] = table[slot, header_words + word]
-            table[before, 0] += 2 * entry
-            table[slot, 0] -= 1
-        if table[slot, 0] >> 1 == 0:
-            table[slot, 0] += 2 * _take_entry(free, counts)
-        table[after, 0] &= -2
-        entry = table[slot, 0] >> 1
-        for word in range(shared_words):
-            values[entry, word] = words[i, word]
+        lane, after = slot % num_lanes, _wrapped(slot + num_lanes, num_slots)
+        if table[slot, 0] & CONTINUES:
+            table[slot, 0] -= CONTINUES
+            if slot != heads[lane]:
+                # What it was the next value of is kept.
+                entry = _take_entry(free, counts)
+                for word in range(shared_words):
+                    values[entry, word] = table[slot, header_words + word]
+                table[slot, 0] += entry << ENTRY_BIT
         for word in range(words.shape[1] - shared_words):
             table[slot, header_words + word] = words[i, shared_words + word]
-        for one, other in ((before, slot), (slot, after)):
-            entry = table[one, 0] >> 1
-            is_same = entry > 0 and other != heads[other % num_lanes]
+        if after == heads[lane]:
+            if _tip_of(table[slot, 0], lane, num_lanes) == 0:
+                table[slot, 0] += 1 << TIP_BIT
+            entry = _tip_of(table[slot, 0], lane, num_lanes)
+        else:
+            if _entry_of(table[after, 0]) == 0:
+                table[after, 0] &= -1 - CONTINUES
+                table[after, 0] += _take_entry(free, counts) << ENTRY_BIT
+            entry = _entry_of(table[after, 0])
+        for word in range(shared_words):
+            values[entry, word] = words[i, word]
+        for other in (slot, after):
+            entry = _entry_of(table[other, 0])
+            is_same = entry > 0 and other != heads[lane]
             for word in range(shared_words):
                 is_same = is_same and values[entry, word] == table[other, header_words + word]
             if is_same:
-                table[other, 0] += 1
-                _give_up(table, one, free, counts)
+                table[other, 0] += CONTINUES - (entry << ENTRY_BIT)
+                _give_up(entry, free, counts)
