@@ -35,8 +35,8 @@ class LaneNotes:
         self._written_at = np.zeros(episodes.num_envs, np.int64)
         # Which process wrote last to each lane, if several do.
         self._process: torch.Tensor | None = None
-        # The newest trajectories that were left for others before they ended.
-        self._left: deque[int] = deque(maxlen=_MANY)
+        # The newest trajectories that were left for others before they ended, with their lanes.
+        self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
 
     @property
     def are_shared(self) -> bool:
@@ -111,10 +111,13 @@ class LaneNotes:
         lane, step = lane[goes_on], step[goes_on]
         now = block.arranged(steps.trajectory)
         before = torch.cat([self.trajectory[block.which].unsqueeze(1), now[:, :-1]], 1)
-        for old, new in zip(before[lane, step].tolist(), now[lane, step].tolist(), strict=True):
-            if new in self._left:
+        number = lane if block.lanes is None else torch.as_tensor(block.lanes)[lane]
+        for at, old, new in zip(
+            number.tolist(), before[lane, step].tolist(), now[lane, step].tolist(), strict=True
+        ):
+            if (at, new) in self._left:
                 return True
-            self._left.append(old)
+            self._left.append((at, old))
         return False
 
     def note(self, block: Block, write_count: int) -> None:
@@ -128,7 +131,9 @@ class LaneNotes:
             if block.last_trajectory is not None:
                 # Others may write before this process does so again.
                 goes_on = self._episodes.is_open[block.which]
-                self._left.extend(block.last_trajectory[goes_on].tolist())
+                number = torch.arange(len(self.trajectory))[block.which][goes_on]
+                left = block.last_trajectory[goes_on]
+                self._left.extend(zip(number.tolist(), left.tolist(), strict=True))
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

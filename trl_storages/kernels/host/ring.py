@@ -128,7 +128,7 @@ class Ring(RingTables):
         order: torch.Tensor | None = None,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-        pairs: np.ndarray = _NO_PAIRS,
+        pairs: np.ndarray | None = None,
     ) -> torch.Tensor | None:
         """Takes S further steps of L lanes, and copies their rows to where they belong.
 
@@ -164,7 +164,7 @@ class Ring(RingTables):
             cuts,
             places,
             _NO_TABLE if table is None else table.array,
-            pairs,
+            _NO_PAIRS if pairs is None else pairs,
             found,
         ):
             return None
