@@ -3,7 +3,7 @@
     python tutorials/fetch_push.py               # FetchPush-v4, seeds 0 and 1
     python tutorials/fetch_push.py               # again, after it was stopped: goes on
     python tutorials/fetch_push.py --seeds 2     # another one
-    python tutorials/fetch_push.py --draw        # only draws the kept ones
+    python tutorials/fetch_push.py --draw        # only draws the finished ones
 
 Each round plays an episode in all environments, learns by DDPG, and saves the agent. What was played is
 on disk already, and a round has a seed of its own: one that was stopped is played again just as it was,
@@ -22,7 +22,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from guide_results import make_missing, read
+from guide_results import make_missing, of_run, read
 from gymnasium.vector import AutoresetMode, VectorEnv
 from learning_results import versions
 from options import OneLineParser, integer_from, need
@@ -96,10 +96,6 @@ def play(envs: VectorEnv, agent: Agent, storage: HERReplayStorage, first: int, s
     storage.update_priority(torch.arange(first, first + len(priorities)), priorities)
 
 
-def rounds_of(steps: int) -> int:
-    return steps // (NUM_ENVS * EPISODE_STEPS)
-
-
 def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
     """Trains an agent from where `path` has it; returns how the whole run went."""
     # In one process: with one for each environment, a step takes longer on two cores.
@@ -111,7 +107,7 @@ def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
     went: dict[str, Any] = {"rounds": 0, "result": 0.0, "curve": [], "seconds": 0.0}
     if (path / "agent.pt").exists():
         agent, went = torch.load(path / "agent.pt", weights_only=False)
-    rounds = rounds_of(steps)
+    rounds = steps // (NUM_ENVS * EPISODE_STEPS)
     start = time.process_time() - went["seconds"]
     for number in range(went["rounds"], rounds):
         round_seed = seed * 10**6 + number
@@ -144,14 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--path", default="outputs/fetch_push", type=Path, help="of rows and agents (%(default)s)")
     add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
     add("--output", default=PICTURE, type=Path, help="picture (%(default)s)")
-    add("--draw", action="store_true", help="only draw the runs that are kept")
+    add("--draw", action="store_true", help="only draw the runs that are finished")
     args = parser.parse_args(argv)
     gymnasium.register_envs(need("gymnasium_robotics"))
-    asked: dict[str, Any] = {"env": ENV, "steps": args.steps, "at_least": AT_LEAST, "at_most": None}
-    # A run that was stopped for good has fewer rounds: it is drawn, but not taken for finished.
-    asked["rounds"] = rounds_of(args.steps)
-    finished = read(args.results)
-    missing = [] if args.draw else [{**asked, "seed": seed} for seed in args.seeds]
+    asked = {"env": ENV, "steps": args.steps, "at_least": AT_LEAST, "at_most": None}
+    runs, finished = [{**asked, "seed": seed} for seed in args.seeds], read(args.results)
+    missing = [] if args.draw else runs
 
     def make(run: Mapping[str, Any]) -> dict[str, Any]:
         went = train(run["steps"], run["seed"], args.path / f"seed_{run['seed']}")
@@ -159,13 +153,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for record in make_missing(missing, finished, make, args.results):
         print(f"seed {record['seed']}: {record['result']:.2f} in {record['seconds']} s")
-    curves = {}
-    for record in finished:
-        steps, rates = zip(*record["curve"], strict=True)
-        curves[record["seed"]] = Curve(f"seed {record['seed']}", list(steps), list(rates))
+    curves = []
+    for run in runs:
+        if (record := of_run(run, finished)) is not None:
+            steps, rates = zip(*record["curve"], strict=True)
+            curves.append(Curve(f"seed {run['seed']}", list(steps), list(rates)))
     if not curves:
         raise SystemExit(f"fetch_push.py: {args.results} holds no runs: leave --draw out")
-    draw([curves[seed] for seed in args.seeds if seed in curves], ENV, args.output)
+    draw(curves, ENV, args.output)
 
 
 if __name__ == "__main__":
