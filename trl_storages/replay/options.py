@@ -126,14 +126,14 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
     Or if two transforms would write the same, so that what the first one says is lost.
     """
     writers = [part for part in parts if getattr(part, "uses_goals", False)]
-    written = [key for part in writers for key in getattr(part, "written_keys", ())]
-    if len({*written}) < len(written):
-        (key, *_) = [key for key in written if written.count(key) > 1]
-        raise RuntimeError(
-            f"{key!r} must be written by one transform, got {len(writers)} that relabel it: use one "
-            "GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, goal_key=...) for goals "
-            "beside the one that rewards and flags are of."
-        )
+    if len(writers) > 1:
+        written = [key for part in writers for key in getattr(part, "written_keys", ())]
+        if twice := [key for key in written if written.count(key) > 1]:
+            raise RuntimeError(
+                f"{twice[0]!r} must be written by one transform, got {len(writers)} that relabel it: use "
+                "one GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, goal_key=...) for "
+                "goals beside the one that rewards and flags are of."
+            )
     for key in goal_keys(sampler):
         # A transform of the user's own may write any goal.
         if any((getattr(part, "goal_key", key) or keys.DESIRED_GOAL) == key for part in writers):
