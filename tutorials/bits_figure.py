@@ -22,7 +22,7 @@ import train_her
 from learning_results import Run
 from options import OneLineParser, integer_from, need
 
-BITS = (5, 10, 15, 20, 25, 30, 40)
+BITS = (5, 10, 15, 20, 25, 30, 35, 40)
 SEEDS = (0, 1, 2)
 STEPS_PER_BIT = 1024
 # As in the paper; and the more environments step together, the less each of their steps takes.
