@@ -11,14 +11,19 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 KEPT = [json.loads(line) for line in (TUTORIALS / "agent_curves.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def script(request, monkeypatch):
-    """The module of a tutorial, with small batches and few steps before the first update."""
-    spec = importlib.util.spec_from_file_location(request.param, TUTORIALS / f"{request.param}.py")
+def module_of(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(name, TUTORIALS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     # As when the script is run: its directory is searched first.
     monkeypatch.syspath_prepend(TUTORIALS)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def script(request, monkeypatch):
+    """The module of a tutorial, with small batches and few steps before the first update."""
+    module = module_of(request.param, monkeypatch)
     monkeypatch.setattr(module, "BATCH_SIZE", 16)
     monkeypatch.setattr(module, "FIRST_UPDATE", 100)
     threads = torch.get_num_threads()
@@ -50,3 +55,8 @@ def test_the_page_shows_the_kept_curves():
         shown = ", ".join(f"{value:,.0f}" for _, value in kept["curve"])
         steps = f"{kept['curve'][-1][0]:,}"
         assert f"| {kept['agent']}, {kept['env']} | {kept['seed']} | {steps} | {shown} |" in page
+
+
+def test_the_kept_curves_are_drawn(tmp_path, monkeypatch):
+    module_of("agent_curves", monkeypatch).main(["--output", str(tmp_path / "new" / "curves.png")])
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -130,9 +130,9 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
         written = [key for part in writers for key in getattr(part, "written_keys", ())]
         if twice := [key for key in written if written.count(key) > 1]:
             raise RuntimeError(
-                f"{twice[0]!r} must be written by one transform, got {len(writers)} that relabel it: use "
-                "one GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, goal_key=...) for "
-                "goals beside the one that rewards and flags are of."
+                f"{twice[0]!r} must be written by one transform, got {len(writers)} that relabel it: "
+                "use one GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, "
+                "goal_key=...) for goals beside the one that rewards and flags are of."
             )
     for key in goal_keys(sampler):
         # A transform of the user's own may write any goal.

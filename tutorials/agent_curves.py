@@ -1,0 +1,53 @@
+"""Draws the mean returns of `dqn.py` and `sac.py` over a run, of each seed that is kept.
+
+    python tutorials/dqn.py --seed 3 --results tutorials/agent_curves.jsonl   # another seed
+    python tutorials/agent_curves.py                                          # draws them all
+
+Its lines are written by the two scripts.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from options import OneLineParser, need
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+PICTURE = Path(__file__).parent / "images" / "agent_curves.png"
+
+
+def draw(results: Path, path: Path) -> None:
+    """Draws a panel for each agent, a line for each seed, into a PNG file."""
+    kept = [json.loads(line) for line in results.read_text().splitlines()]
+    titles = list(dict.fromkeys(f"{record['agent']}, {record['env']}" for record in kept))
+    pyplot = need("matplotlib.pyplot")
+    figure, panels = pyplot.subplots(
+        1, len(titles), figsize=(7.2, 3.0), layout="constrained", squeeze=False
+    )
+    for title, axes in zip(titles, panels[0], strict=True):
+        for record in kept:
+            if title == f"{record['agent']}, {record['env']}":
+                steps, returns = zip(*record["curve"], strict=True)
+                axes.plot(steps, returns, "o-", markersize=3, label=f"seed {record['seed']}")
+        axes.set(xlabel="environment steps", ylabel="mean return", title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=110)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
+    add("--output", default=PICTURE, type=Path, help="picture (%(default)s)")
+    args = parser.parse_args(argv)
+    draw(args.results, args.output)
+
+
+if __name__ == "__main__":
+    main()
