@@ -39,6 +39,7 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
 )
+from trl_storages.kernels.sharing import NUM_TIPS
 from trl_storages.keys import next_key
 
 __all__ = [
@@ -81,6 +82,15 @@ def assert_same(first: TensorDictBase, second: TensorDictBase) -> None:
     for key, value in found.items():
         assert (value.dtype, value.shape) == (others[key].dtype, others[key].shape), key
         assert as_bits(value) == as_bits(others[key]), (key, value, others[key])
+
+
+def num_kept_apart(storage: PackedStorage) -> int:
+    """Returns how many next observations are stored besides the rows."""
+    if not storage.side_nbytes:
+        return 0
+    # Of each lane that of the newest row; its other tips are spare.
+    spare = (NUM_TIPS - 1) * storage.episodes.num_envs
+    return storage.side_nbytes // storage._side.entry_nbytes - spare
 
 
 def byte_patterns(size: int) -> list[bytes]:
@@ -321,10 +331,6 @@ class BesidePlain(RuleBasedStateMachine):
     ) -> Stream:
         """Returns what an observation looks like."""
         return Stream(dtype, shape, luck)
-
-    def num_kept_apart(self, storage: PackedStorage) -> int:
-        """Returns how many next observations are stored besides the rows."""
-        raise NotImplementedError
 
     # Both
 
@@ -661,7 +667,7 @@ class BesidePlain(RuleBasedStateMachine):
             self.assert_rows(buffer[:], oldest_first)
         once = self.both[1].storage
         most = self.num_segments() + self.num_envs + self.num_parted
-        assert self.num_kept_apart(once) <= most
+        assert num_kept_apart(once) <= most
 
     def assert_rows(self, found: TensorDictBase, rows: Sequence[Row]) -> None:
         """What was read are these rows, bit for bit."""

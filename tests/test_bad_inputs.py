@@ -539,6 +539,7 @@ BETWEEN_PARTS = {
             "keep_episodes",
             "lay_out",
             "lay_out_anew",
+            "make_room",
             "mover",
             "note",
             "read_intact",

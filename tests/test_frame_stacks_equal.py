@@ -128,9 +128,6 @@ class StacksBesidePlain(BesidePlain):
             with pytest.raises(RuntimeError, match="written once"):
                 once[:1] = once[:1]
 
-    def num_kept_apart(self, storage):
-        return 0 if not storage.side_nbytes else storage.side_nbytes // storage._side.entry_nbytes
-
 
 class StacksInTensorOperations(StacksBesidePlain):
     backend = "torch"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_once import FLAT, GOALS, BesidePlain, as_bits, assert_same
+from stored_once import FLAT, GOALS, BesidePlain, as_bits, assert_same, num_kept_apart
 from tensordict import TensorDict
 
 from trl_storages import EpisodeWriter, NStep, PackedStorage, PERSampler, ReplayStorage
@@ -22,16 +22,6 @@ pytestmark = pytest.mark.requirement("share-next")
 class SharedBesidePlain(BesidePlain):
     def new_storage(self, capacity, *, once):
         return PackedStorage(capacity, share_next=once)
-
-    def num_kept_apart(self, storage):
-        return num_kept_apart(storage)
-
-
-def num_kept_apart(storage):
-    """How many next observations lie in the side store."""
-    # Of each lane that of the newest row; its other tips are spare.
-    spare = (NUM_TIPS - 1) * storage.episodes.num_envs
-    return storage.side_nbytes // storage._side.entry_nbytes - spare
 
 
 class FlatRows(SharedBesidePlain):
