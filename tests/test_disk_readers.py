@@ -160,6 +160,49 @@ class TestFollowing:
         assert len(calls) == 1
         assert not is_torn(batch).any()
 
+    @pytest.mark.parametrize("stored", KINDS, indirect=True)
+    @pytest.mark.parametrize("keep_steps", [None, 0])
+    @pytest.mark.parametrize("num_steps", [1, 24, 25, 46, 47])
+    def test_rows_that_are_given_up_before_they_are_read(
+        self, tmp_path, monkeypatch, stored, keep_steps, num_steps
+    ):
+        """Between the reader's look at what is there and its first look at a row."""
+        storage, history = filled(tmp_path)
+        reader = reader_of(tmp_path)
+        for _ in range(4):
+            calls, gather = [], reader.storage.gather
+
+            def overtaken(*args, calls=calls, gather=gather):
+                calls.append(1)
+                if len(calls) == 1:
+                    if keep_steps is not None:
+                        storage.empty(keep_steps=keep_steps)
+                        history.keep(keep_steps)
+                    write(storage, history, num_steps)
+                return gather(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(reader.storage, "gather", overtaken)
+                batch = reader[-2:]
+            assert calls
+            assert not is_torn(batch).any()
+            assert found(reader) == history.live
+
+    @pytest.mark.parametrize("stored", ["shared"], indirect=True)
+    def test_entries_are_not_lost_by_writers_that_begin_with_nothing(self, tmp_path, stored):
+        storage, history = filled(tmp_path)
+        for _ in range(6):
+            storage.empty()
+            history.keep(0)
+            abandon(storage)
+            storage = make(tmp_path)
+            write(storage, history, 1)
+            for _ in range(4):
+                write(storage, history, 20)
+            side = storage.storage._side
+            headers = storage.storage.rows[:, 0]
+            assert side.num_used - 3 == int((headers >> 3 > 0).sum())
+
     def test_rows_that_are_emptied_while_they_are_read(self, tmp_path):
         storage, history = filled(tmp_path)
         calls = []

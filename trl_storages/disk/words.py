@@ -224,7 +224,7 @@ class Words:
                 "Bring it back from a copy; nothing was changed."
             )
         self.side.take_up(named)
-        self.side.lanes[:, OWNED] = torch.from_numpy(state.tails + 1)
+        self.side.lanes[:, OWNED] = torch.from_numpy(np.minimum(state.tails + 1, state.cursors))
         self.protect_tips(flushed)
 
     def protect_tips(self, cursors: np.ndarray) -> None:

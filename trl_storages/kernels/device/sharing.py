@@ -187,15 +187,19 @@ class SharedTable(RowTable):
         # A row that counts already stays as it is.
         is_new = (held[:, COMMITTED] <= ring.cursors[lanes]).unsqueeze(1)
         newest, tips = ring.newest_slots(lanes), self._free_tips(held, lanes)
-        led_to = values.index_select(0, self._tips(self.rows[newest, 0], lanes))
+        led_to = values.index_select(0, tip := self._tips(self.rows[newest, 0], lanes))
         follows, goes_on = (led_to == now[:, 0]).all(1), (after[:, :-1] == now[:, 1:]).all(2)
         if compact is not None:
             # What stands in the place of an unknown value is the row's own.
             header, goes_on = self._sharing.header_words, compact[:, 1:]
             own = self.rows[newest, header : header + shared]
             follows |= (led_to == own).all(1) & compact[:, 0]
-        is_after = (ring.fill[lanes] > 0) & (steps.shape[1] < ring.steps_per_lane)
-        continues = torch.cat([(follows & is_after).unsqueeze(1), goes_on], 1)
+        # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
+        is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
+        # Where the next step finds no room its slot says so, without a row.
+        is_skipped = steps.shape[1] > ring.steps_per_lane
+        follows &= is_after & (not is_skipped)
+        continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
         is_wanted = torch.cat([(~follows & is_after).unsqueeze(1), ~goes_on], 1) & is_new
 
         step, bounds = steps[:, -ring.ring_steps :], held.unsqueeze(1).unbind(-1)
@@ -211,6 +215,10 @@ class SharedTable(RowTable):
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
             :, -1
         ]
+        if is_skipped:
+            first = torch.where(is_new[:, 0], entries[:, 0] << ENTRY_BIT, old[:, 0])
+            self.rows[touched[:, 0], 0] = first
+            entries[:, 0] = 0
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
         headers = torch.where(is_new, headers, old[:, -words.shape[1] :]).reshape(-1)
         self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)

@@ -17,7 +17,7 @@ from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefe
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import RowTable, check_found
 from trl_storages.kernels.host.writing import NewRows
-from trl_storages.kernels.ring_tables import CURSOR, OPEN, TAIL, RingTables
+from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
     COMMITTED,
     CONTINUES,
@@ -488,10 +488,12 @@ def _link(
             table[slot, 0] = 0
         held[lane, LINKED] = max(held[lane, LINKED], cursor + num_steps)
         place, continues, entry = start, False, 0
-        if num_steps < most_live and cursor > lanes[lane, TAIL]:
-            newest = (cursor - 1) % room * num_lanes + lane
+        newest = (cursor - 1) % room * num_lanes + lane
+        # None, where it is overwritten.
+        led_to = _tip_of(table[newest, 0], lane, num_lanes)
+        # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
+        if led_to > 0:
             row = order[i, 0] if order.size > 0 else i * num_steps
-            led_to = _tip_of(table[newest, 0], lane, num_lanes)
             before = values.ctypes.data + led_to * values.shape[1] * _WORD
             continues = True
             for field in range(num_shared):
@@ -503,9 +505,14 @@ def _link(
                 # What stands in the place of an unknown value is the row's own.
                 own = table.ctypes.data + (newest * table.shape[1] + header_words) * _WORD
                 continues = continues or are_same_bytes(before, own, shared_words * _WORD)
+            # Where the next step finds no room its slot says so, without a row.
+            continues = continues and first == 0
             if not continues:
                 entry = _take_entry(free, counts)
                 values[entry, :shared_words] = values[led_to, :shared_words]
+        if first > 0:
+            table[cursor % room * num_lanes + lane, 0] = entry << ENTRY_BIT
+            entry = 0
         for s in range(first, num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             header = (entry << ENTRY_BIT) + (tip << TIP_BIT) + (CONTINUES if continues else 0)
