@@ -39,7 +39,8 @@ What is next of a row is said by the row after it, so that no row is ever change
 row is written anew. The newest row of a lane has a tip there, which two writes later may hold what is
 next of another row; that of the row which was the newest when all was flushed last stays until the next
 flush. Which entries are free is found out from the rows that count, at opening. The file is sparse: it
-takes space as entries are used.
+takes space as entries are used. What is next of rows that were evicted or emptied is said all the same,
+by the slot after them if there is no row: a reader may not have heard of it yet.
 
 Readers map the same files. They follow the tables, draw, gather, and look at the marks once more: a row
 that was not there while it was read is drawn anew. A tip is read only while its row is the newest that
