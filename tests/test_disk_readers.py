@@ -189,6 +189,25 @@ class TestFollowing:
             assert found(reader) == history.live
 
     @pytest.mark.parametrize("stored", ["shared"], indirect=True)
+    def test_rows_that_count_from_the_moment_when_it_is_looked_at(
+        self, tmp_path, monkeypatch, stored
+    ):
+        storage, history = filled(tmp_path, num_lanes=4, num_steps=5)
+        reader = reader_of(tmp_path)
+        table, calls = reader.storage.table, []
+        kind, cursors = type(table), type(table)._cursors.fget
+
+        def overtaken(own):
+            if own is table and not calls:
+                calls.append(1)
+                write(storage, history, 1)
+            return cursors(own)
+
+        monkeypatch.setattr(kind, "_cursors", property(overtaken))
+        assert not is_torn(reader[:]).any()
+        assert calls
+
+    @pytest.mark.parametrize("stored", ["shared"], indirect=True)
     def test_entries_are_not_lost_by_writers_that_begin_with_nothing(self, tmp_path, stored):
         storage, history = filled(tmp_path)
         for _ in range(6):

@@ -127,8 +127,9 @@ class SharedTable(RowTable):
         """
         slots = self._counted(slots)
         after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
-        named = self.rows[:, 0].index_select(0, after)
+        # Rows that count already are looked at, not what was there before.
         cursors = self._cursors.to(lane.device)
+        named = self.rows[:, 0].index_select(0, after)
         heads = cursors % self._ring.ring_steps * self._num_lanes
         is_newest = after == (heads.index_select(0, lane) + lane)
         entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
