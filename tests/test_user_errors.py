@@ -442,3 +442,35 @@ class TestFirstTries:
         assert "GoalRelabel(gym_reward(<BitFlippingEnv<" in repr(storage)
         assert "terminated_fn=abs)," in repr(storage)
         assert repr(GoalRelabel(None, goal_key="far")) == "GoalRelabel(None, goal_key='far')"
+
+
+class TestOtherFields:
+    """Of rows that are saved, only the fields that differ are named."""
+
+    @staticmethod
+    def made(size: int = 3, action=None, **options) -> UniformReplayStorage:
+        spaces = Box(-1, 1, (size,)), action or Discrete(2)
+        return UniformReplayStorage(*spaces, storage_size=20, **options)
+
+    def test_reopened(self, tmp_path):
+        self.made(path=tmp_path / "rows").close()
+        with pytest.raises(
+            ValueError, match=r"'observation' is float32 \[3\], got float32 \[4\];"
+        ) as error:
+            self.made(4, path=tmp_path / "rows")
+        assert "action" not in str(error.value)
+        with pytest.raises(
+            ValueError, match=r"fields: 'action' is int64 \[\], got float32 \[2\]\."
+        ):
+            self.made(action=Box(-1, 1, (2,)), path=tmp_path / "rows")
+        assert len(self.made(path=tmp_path / "rows")) == 0
+
+    def test_loaded(self):
+        with pytest.raises(ValueError, match=r"'observation' is float32 \[3\], got float32 \[5\];"):
+            self.made(5).load_state_dict(self.made().state_dict())
+
+    def test_missing_and_further_ones(self):
+        named = {"a": (torch.float32, ()), "b": (torch.int64, (2,))}
+        layout = PackedStorage(5, fields=named).layout
+        text = layout.unlike({"a": None, "c": (torch.bool, ())})
+        assert text == "'b' is int64 [2], got none; 'c' is missing, got bool []"

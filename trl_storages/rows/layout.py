@@ -191,6 +191,23 @@ class Layout:
             for it in self.fields
         }
 
+    def unlike(self, named: Mapping[NestedKey, Any]) -> str:
+        """Says which fields are others than those that are wanted, for messages.
+
+        Args:
+            named: key -> (dtype, shape) or (dtype, shape, FrameStack), or None for what there is.
+        """
+        named = {unravel_key(key): field for key, field in named.items()}
+        there = {field.key: str(field) for field in self.fields}
+        wanted = {key: there.get(key, "one") for key in named}
+        if given := {key: field for key, field in named.items() if field is not None}:
+            wanted |= {field.key: str(field) for field in Layout(given).fields}
+        return "; ".join(
+            f"{key!r} is {there.get(key, 'missing')}, got {wanted.get(key, 'none')}"
+            for key in {**there, **wanted}
+            if there.get(key) != wanted.get(key)
+        )
+
     @property
     def num_words(self) -> int:
         """W, the width of a row in 64-bit words."""

@@ -262,8 +262,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         if not self._are_declared(found.layout):
             raise ValueError(
-                f"the rows in {directory} are {found.layout}, got fields {self._named()}: pass the "
-                "spaces and keys they were made with, or another directory."
+                f"the rows in {directory} are of other fields: "
+                f"{found.layout.unlike(self._declared)}. Pass the spaces and keys they were made with, "
+                "or another directory."
             )
         if (found.layout.framed.sharing is not None) != self.share_next:
             raise ValueError(
@@ -900,11 +901,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
         if self.layout is not None and layout.declared != self.layout.declared:
-            raise ValueError(f"the saved rows are {layout}, this storage's are {self.layout}.")
+            raise ValueError(
+                "the saved rows are of other fields than those of this storage: "
+                f"{layout.unlike(self.layout.declared)}. Nothing was changed."
+            )
         if not self._are_declared(layout):
             raise ValueError(
-                f"the saved rows are {layout}, this storage was made for rows of {self._named()}. "
-                "Nothing was changed."
+                f"the saved rows are of other fields than this storage was made for: "
+                f"{layout.unlike(self._declared)}. Nothing was changed."
             )
 
     def _are_declared(self, layout: Layout) -> bool:
@@ -917,13 +921,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             return not wanted
         stacks = stacks_of(wanted).items() <= layout.stacks.items()
         return stacks and Layout(wanted).described == known
-
-    def _named(self) -> dict[NestedKey, Any]:
-        """Returns the fields that the storage was made for, for messages."""
-        return {
-            unravel_key(key): field and (field[0], [*field[1]])
-            for key, field in self._declared.items()
-        }
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked, into rows of the same layout and number.

@@ -64,7 +64,8 @@ class StockRows(SavedPart):
         saved.integer("_len", 0, 0 if layout is None else size)
         if layout and own and layout.described != own.described:
             raise ValueError(
-                f"the saved rows are {layout}, this storage's are {own}. Nothing was changed."
+                "the saved rows are of other fields than those of this storage: "
+                f"{layout.unlike(own.described)}. Nothing was changed."
             )
         named = {str(place): field for place, field in enumerate(layout.fields if layout else ())}
         fields = SavedState(saved["fields"], f"'fields' of {what}", [*named])
