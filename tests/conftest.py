@@ -1,5 +1,6 @@
 """One profile of hypothesis, one thread of torch and one skip of missing GPUs for all tests."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # Half a million objects of modules and tests need not be walked by each garbage collection.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
