@@ -1,21 +1,18 @@
 """The ring of both backends, against the plain-Python model and against each other, bit for bit."""
 
-import ctypes
 import pickle
 from itertools import cycle, islice
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from oracles import RingOracle
 from scipy import stats
 
 from trl_storages.kernels import device, host
-from trl_storages.kernels.host import ring as host_ring
-from trl_storages.kernels.host import writing as host_writing
 from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_KINDS, GOAL_STRATEGIES
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
@@ -208,36 +205,6 @@ class RingMachine(RuleBasedStateMachine):
 
 TestRingMachine = RingMachine.TestCase
 TestRingMachine.settings = settings(max_examples=50, stateful_step_count=8)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The compiled loops as the Python they are written in."""
-    for module in (host_ring, host_writing):
-        for name, loop in vars(module).copy().items():
-            if hasattr(loop, "py_func"):
-                monkeypatch.setattr(module, name, loop.py_func)
-    monkeypatch.setattr(host_ring, "prefetch", lambda array, byte: None)
-    plain = {
-        "copy_bytes": lambda *it: ctypes.memmove(*map(int, it)),
-        "is_set": lambda address: ctypes.string_at(int(address), 1) != b"\0",
-    }
-    for name, function in plain.items():
-        monkeypatch.setattr(host_writing, name, function)
-
-
-@pytest.mark.usefixtures("interpreted")
-@given(st.data())
-@settings(max_examples=5, suppress_health_check=list(settings().suppress_health_check))
-def test_the_loops_are_python(data):
-    machine = RingMachine()
-    machine.start(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 0, 1)
-    for write in (machine.append, machine.append, machine.evict, machine.append):
-        write(data)
-        machine.knows_the_same()
-        machine.ages_and_extents()
-        machine.windows_and_sequences()
-        machine.draws()
 
 
 @BACKENDS

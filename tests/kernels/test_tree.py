@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from trl_storages.kernels import Backend, device, host
-from trl_storages.kernels.host import lane_order as host_lane_order
-from trl_storages.kernels.host import raw_priorities as host_raw_priorities
-from trl_storages.kernels.host import tree as host_tree
 from trl_storages.kernels.tree_tables import ABSENT, level_starts
 from trl_storages.ring import EpisodeIndex
 
@@ -385,33 +382,3 @@ def test_nothing_waits_for_the_device(simulated_gpu):
         answers.append(tree.least(*ranges))
     answers += [tree.range_sums(slots[:3], slots[3:6]), tree.total, tree.weights]
     assert all(answer.device == simulated_gpu for answer in answers)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Runs the compiled loops, and what is compiled into them, as Python."""
-    for module in (host_lane_order, host_raw_priorities, host_tree):
-        for name, loop in vars(module).copy().items():
-            if hasattr(loop, "py_func"):
-                monkeypatch.setattr(module, name, loop.py_func)
-        monkeypatch.setattr(module, "prefetch", lambda array, byte: None, raising=False)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_interpreted_loops_give_the_same_answers():
-    answers = []
-    for backend in BACKENDS.values():
-        tree, rows = backend.SumTree(100), backend.RawPriorities(100)
-        tree.keep_least(True)
-        generator = torch.Generator().manual_seed(0)
-        slots = torch.randint(100, (50,), generator=generator)
-        rows.renew(slots)
-        written, _ = rows.report(slots, torch.rand(50, generator=generator))
-        order = backend.LaneOrder(100, num_lanes=4)
-        tree.set(order.leaves(written), rows.priorities[slots].double())
-        ranges = order.newest(ints(3, 1, 20, 0), ints(50, 20, 37, 9), 25)
-        noise = random_noise(20)
-        answers.append([*tree.draw(noise), *tree.draw(noise, *ranges), tree.least(*ranges)])
-        tree.renew(tree.weights.flip(0))
-        answers[-1] += [*tree.draw(noise), tree.least(), tree.total, order.slots(slots), *ranges]
-    assert all(torch.equal(*both) for both in zip(*answers, strict=True))
