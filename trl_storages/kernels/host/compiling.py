@@ -27,10 +27,10 @@ def compiled(loop: _Loop) -> _Loop:
 
     What was compiled is kept beside the module or in the user's cache. The cache sees changes in the
     loop's own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the
-    loop runs as Python. Integers wrap around in either case.
+    loop runs as Python. In either case integers wrap around, and nothing is said of infinities.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        return np.errstate(over="ignore")(loop)
+        return np.errstate(over="ignore", invalid="ignore")(loop)
     try:
         return _njit(nogil=True, cache=True)(loop)
     except RuntimeError:
