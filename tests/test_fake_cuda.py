@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from goal_data import distance_reward, goal_transitions
+from in_pairs import in_pairs
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
@@ -22,11 +23,10 @@ from trl_storages.writing import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random", "geometric", "current"]
 MIXTURE = dict.fromkeys(STRATEGIES, 1 / 6)
-SHARED = partial(PackedStorage, share_next=True)
-each_storage = pytest.mark.parametrize(
-    "storage_type", [PackedStorage, SHARED, LazyTensorStorage], ids=["packed", "shared", "stock"]
-)
-each_number_of_lanes = pytest.mark.parametrize("num_envs", [1, 3])
+STORAGES = [PackedStorage, partial(PackedStorage, share_next=True), LazyTensorStorage]
+LANES = [1, 3]
+each_storage = pytest.mark.parametrize("storage_type", STORAGES, ids=["packed", "shared", "stock"])
+each_number_of_lanes = pytest.mark.parametrize("num_envs", LANES)
 
 
 def make_buffer(device, num_envs, storage_type=PackedStorage, **kwargs):
@@ -68,11 +68,10 @@ def test_packed_rows(simulated_gpu, num_envs):
 
 
 @pytest.mark.requirement("devices")
-@each_storage
-@each_number_of_lanes
-@pytest.mark.parametrize(
-    "sampler",
-    [
+@in_pairs(
+    num_envs=LANES,
+    storage_type=STORAGES,
+    sampler=[
         UniformSampler,
         lambda: PERSampler(24),
         ERESampler,
@@ -104,10 +103,12 @@ def test_uniform(simulated_gpu, num_envs, storage_type):
 
 
 @pytest.mark.requirement("devices")
-@each_storage
-@each_number_of_lanes
-@pytest.mark.parametrize("strategy", [*STRATEGIES, MIXTURE], ids=[*STRATEGIES, "mixture"])
-@pytest.mark.parametrize("num_goals", [0, 4, float("inf")])
+@in_pairs(
+    num_envs=LANES,
+    storage_type=STORAGES,
+    strategy=[*STRATEGIES, MIXTURE],
+    num_goals=[0, 4, float("inf")],
+)
 def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
     relabel = GoalRelabel(
         lambda achieved, desired, transition: (
@@ -128,9 +129,7 @@ def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
 
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("n-step")
-@each_storage
-@each_number_of_lanes
-@pytest.mark.parametrize("n_steps", [1, 3])
+@in_pairs(num_envs=LANES, storage_type=STORAGES, n_steps=[1, 3])
 def test_n_step(simulated_gpu, num_envs, storage_type, n_steps):
     n_step = NStep(n_steps, 0.9)
     buffer = make_buffer(simulated_gpu, num_envs, storage_type, transform=n_step)
@@ -141,9 +140,7 @@ def test_n_step(simulated_gpu, num_envs, storage_type, n_steps):
 
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("her-n-step")
-@each_storage
-@each_number_of_lanes
-@pytest.mark.parametrize("ends", [False, True])
+@in_pairs(num_envs=LANES, storage_type=STORAGES, ends=[False, True])
 def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
     relabel = GoalRelabel(
         distance_reward,
@@ -160,9 +157,7 @@ def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
 
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("sequence-boundaries")
-@each_storage
-@each_number_of_lanes
-@pytest.mark.parametrize("boundary", ["pad", "fit", "cross"])
+@in_pairs(num_envs=LANES, storage_type=STORAGES, boundary=["pad", "fit", "cross"])
 def test_sequences(simulated_gpu, num_envs, storage_type, boundary):
     per = PERSampler(24, device=simulated_gpu)
     options = {
