@@ -1,4 +1,4 @@
-"""Adds n-step returns, priorities and recency to hindsight, one by one and all together, on three tasks.
+"""Adds n-step returns, priorities, recency and sequences to hindsight, one by one and all together.
 
     python tutorials/what_to_switch_on.py                          # makes the runs that are missing
     python tutorials/what_to_switch_on.py --table                  # only prints the tables
@@ -7,6 +7,10 @@
 Each run is one of train_her.py with other options of the storage. A finished one is a line of
 what_to_switch_on.jsonl. What is compared is how fast an agent learns: its success rate, averaged over
 tests at equal distances through a budget by whose end hindsight alone reaches most goals.
+
+Sequences are drawn in place of single rows: 64 anchors grow by the three rows after them, so that a batch
+has as many rows as without, and each sequence has one goal. The agent learns from every row by
+itself, as ever. What is compared is whether rows that are neighbours teach as much as rows from anywhere.
 
 The first table has mean and standard deviation over the seeds, the second what a part adds to
 hindsight alone: the mean of the differences, seed by seed, and how far from it the true one may be
@@ -29,6 +33,8 @@ from guide_results import make_missing, of_run
 from learning_results import versions
 from options import OneLineParser, integer_from
 
+from trl_storages import EpisodeSequence
+
 RESULTS = Path(__file__).with_name("what_to_switch_on.jsonl")
 TESTS = 8  # of a run
 # Student's t for an interval of 95 %, of 2 seeds, 3, ...
@@ -41,12 +47,17 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 # The options that each part has in its own ready-made storage.
 N_STEP, PRIORITIES, RECENCY = {"n_step": 3}, {"alpha": 0.6}, {"eta": 0.996, "c_min": 1_000}
+# Rows of a sequence, moved as little as keeps them in their episode. Four, since the episodes of 8 bits
+# have not many more once they are learnt. One of fewer is padded by repeating its last row.
+SEQUENCES = {"sequence": 4}
 PARTS: dict[str, dict[str, Any]] = {
     "hindsight alone": {},
     "with n-step": N_STEP,
     "with PER": PRIORITIES,
     "with ERE": RECENCY,
+    "with sequences": SEQUENCES,
     "with all": {**N_STEP, **PRIORITIES, **RECENCY},
+    "with all, in sequences": {**N_STEP, **PRIORITIES, **RECENCY, **SEQUENCES},
 }
 
 
@@ -64,9 +75,13 @@ def make(run: Mapping[str, Any]) -> dict[str, Any]:
     """Trains an agent; returns how it went."""
     args = train_her.parse([f"--{name}={value}" for name, value in run["options"].items()])
     args.curve_points = TESTS
+    options = {**run["parts"]}
+    if length := options.pop("sequence", None):
+        options["sample_unit"] = EpisodeSequence(length, boundary="fit")
+        args.batch_size //= length
     # Time on a processor: it hardly depends on what else the machine does.
     start = time.process_time()
-    storage = train_her.make_storage(args, run["part"], args.num_goals, **run["parts"])
+    storage = train_her.make_storage(args, run["part"], args.num_goals, **options)
     curve = train_her.train(args, storage, run["part"])
     return {
         **run,
