@@ -129,6 +129,17 @@ SAVED_PARTS = [
 ]
 
 
+OF_SINGLE_ROWS = {
+    "n_step",
+    "discount",
+    "alpha",
+    "beta",
+    "normalize",
+    "eps",
+    "eta",
+    "c_min",
+    "sample_unit",
+}
 RECIPE = {
     "observation_space": "space",
     "action_space": "space",
@@ -174,7 +185,9 @@ TABLE: dict[str, dict[str, str]] = {
     "NStepReplayStorage": RECIPE,
     "PrioritizedReplayStorage": RECIPE,
     "EREReplayStorage": RECIPE,
-    "EpisodeReplayStorage": RECIPE,
+    "EpisodeReplayStorage": {
+        key: kind for key, kind in RECIPE.items() if key not in OF_SINGLE_ROWS
+    },
     "HERReplayStorage": {**RECIPE, **HINDSIGHT},
     "ReplayStorage": {
         "storage": "object",

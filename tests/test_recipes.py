@@ -64,6 +64,96 @@ def rows(*shape):
     return data if len(shape) > 1 else data[0]
 
 
+SPACES = {"observation_space", "action_space"}
+
+
+def parameter(name):
+    """Returns what reads a parameter of the parts; None of a storage whose parts have none."""
+    return lambda storage: getattr(storage, name, None)
+
+
+#: Option -> another value than its default, and what is another then.
+EFFECTS = {
+    "storage_size": (20, lambda storage: storage.episodes.capacity),
+    "num_envs": (2, lambda storage: storage.episodes.num_envs),
+    "batch_size": (3, lambda storage: len(storage.sample())),
+    "device": ("meta", lambda storage: storage.storage.device),
+    "path": ("rows", lambda storage: storage.storage.scratch_dir),
+    "n_step": (5, parameter("n_step")),
+    "discount": (0.5, parameter("discount")),
+    "alpha": (0.3, parameter("alpha")),
+    "beta": (0.3, parameter("beta")),
+    "normalize": ("none", parameter("normalize")),
+    "eps": (0.3, parameter("eps")),
+    "eta": (0.9, parameter("eta")),
+    "c_min": (3, parameter("c_min")),
+    "prefetch": (3, lambda storage: storage._prefetch_cap),
+    "seed": (3, lambda storage: storage._rng and storage._rng.initial_seed()),
+    "info_keys": ({"force": spaces.Box(0, 1, (2,))}, lambda storage: storage.storage.layout),
+    "extra_fields": ({"state": (torch.float32, ())}, lambda storage: storage.storage.layout),
+    "frame_stack": (4, lambda storage: storage.storage.layout),
+    "share_next": (True, lambda storage: storage.storage.share_next),
+    "sample_unit": (trl_storages.EpisodeSequence(2), lambda storage: len(storage.sample())),
+    "autoreset_mode": ("Disabled", lambda storage: storage._recorder.autoreset_mode),
+    "on_gap": ("cut", lambda storage: storage.writer.gaps.on_gap),
+}
+#: Options that do nothing while another one is off, and a value with which it is on.
+NEEDED = {
+    "beta": {"alpha": 0.5},
+    "normalize": {"alpha": 0.5},
+    "eps": {"alpha": 0.5},
+    "c_min": {"eta": 0.5},
+    # A fact of the task, which may always be told.
+    "discount": {"n_step": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "EpisodeReplayStorage"])
+def test_every_option_does_something_or_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [*inspect.signature(getattr(trl_storages, name)).parameters]
+    assert {*EFFECTS} == {*inspect.signature(UniformReplayStorage).parameters} - SPACES
+    goals = dict(OBSERVATIONS.spaces, observation=spaces.Box(0, 1, (4, 5), np.float32))
+
+    def made(**options):
+        storage = make(name, spaces.Dict(goals), **options)
+        if {"batch_size", "sample_unit"} & {*options}:
+            data = rows(8)
+            for key in ("observation", ("next", "observation")):
+                data[key] = torch.zeros(8, 4, 5)
+            storage.extend(data)
+        return storage
+
+    for option, (value, probe) in EFFECTS.items():
+        if option not in options:
+            with pytest.raises(
+                TypeError, match=rf"has no option '{option}': it draws whole .*too\."
+            ):
+                make(name, **{option: value})
+            continue
+        others = NEEDED.get(option, {})
+        with_batches = {"batch_size": 4} if option in ("batch_size", "sample_unit") else {}
+        before = probe(made(**others, **with_batches))
+        assert probe(made(**{**others, **with_batches, option: value})) != before, option
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_options_that_need_another_one(name):
+    given = {"PrioritizedReplayStorage": "alpha", "EREReplayStorage": "eta"}.get(name)
+    for option, needed in NEEDED.items():
+        ((switch, _),) = needed.items()
+        value, off = EFFECTS[option][0], {"alpha": 0, "eta": 1, "n_step": 1}[switch]
+        # Who turns the other one off, as one of several values to compare, is not told.
+        make(name, **{option: value, switch: off})
+        if switch == given or option == "discount":
+            make(name, **{option: value})
+            continue
+        with pytest.raises(
+            ValueError, match=rf"{option} does nothing without {switch}, .* {off} in"
+        ):
+            make(name, **{option: value})
+
+
 @pytest.mark.parametrize("name", RECIPES)
 class TestEveryRecipe:
     @pytest.mark.parametrize(

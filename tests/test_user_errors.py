@@ -1,5 +1,6 @@
 """What goes wrong in loops is said, with what to pass instead, and nothing is written."""
 
+import logging
 import warnings
 from collections.abc import Mapping
 
@@ -384,6 +385,16 @@ class TestFirstTries:
     def test_more_rows_than_there_is_memory(self):
         with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
             UniformReplayStorage(*CART, storage_size=10**12)
+
+    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger("torchrl"), "propagate", True)
+        storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
+        loop(storage, gymnasium.make("CartPole-v1"), 3)
+        storage.close()
+        assert not caplog.messages
+        assert len(UniformReplayStorage(*CART, storage_size=8, path=tmp_path)) == 3
+        (told,) = caplog.messages
+        assert f"goes on with 3 rows that {tmp_path} holds; existsok=True, or another" in told
 
     def test_spaces_of_all_environments(self):
         envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")

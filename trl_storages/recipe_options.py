@@ -18,9 +18,11 @@ from trl_storages.gym.fields import Field, InfoKeys
 from trl_storages.priorities import Normalization
 from trl_storages.replay.options import Check, check_sample_unit, checked
 from trl_storages.rows import FrameStack
+from trl_storages.samplers import ERESampler, PERSampler
+from trl_storages.transforms import NStep
 from trl_storages.writing import OnGap
 
-__all__ = ["OPTIONS", "Option", "Options", "chosen", "with_options"]
+__all__ = ["OPTIONS", "Option", "Options", "RowOptions", "chosen", "with_options"]
 
 
 def _info_keys(name: str, value: Any) -> InfoKeys:
@@ -59,7 +61,7 @@ def _frame_stack(name: str, value: Any) -> int | Mapping[NestedKey, FrameStack]:
 
 
 def _by_its_part(name: str, value: Any) -> Any:
-    """Leaves the check to the sampler, transform, writer or recorder that is given the option."""
+    """Leaves the check to the writer or recorder that is given the option."""
     del name
     return value
 
@@ -72,10 +74,9 @@ class Option(NamedTuple):
 
 
 _COUNT = partial(arguments.integer, at_least=1)
-_SHARE = partial(arguments.number, at_least=0, at_most=1)
 
 
-class Options(TypedDict, total=False):
+class RowOptions(TypedDict, total=False):
     """Keywords of all ready-made storages; `UniformReplayStorage` says what each does."""
 
     storage_size: Annotated[int, Option(1_000_000, arguments.integer)]
@@ -85,14 +86,6 @@ class Options(TypedDict, total=False):
     path: Annotated[
         str | Path | None, Option(None, partial(arguments.optional, arguments.directory))
     ]
-    n_step: Annotated[int, Option(1, _COUNT)]
-    discount: Annotated[float, Option(0.99, _SHARE)]
-    alpha: Annotated[float, Option(0.0)]
-    beta: Annotated[float, Option(0.4)]
-    normalize: Annotated[Normalization, Option("batch")]
-    eps: Annotated[float, Option(1e-6)]
-    eta: Annotated[float, Option(1.0)]
-    c_min: Annotated[int, Option(5000)]
     prefetch: Annotated[int, Option(0, arguments.integer)]
     seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
@@ -104,10 +97,31 @@ class Options(TypedDict, total=False):
         Option(None, partial(arguments.optional, _frame_stack)),
     ]
     share_next: Annotated[bool, Option(False, arguments.flag)]
-    sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
     autoreset_mode: Annotated[AutoresetMode | str | None, Option(None)]
     on_gap: Annotated[OnGap, Option("warn")]
 
+
+class Options(RowOptions, total=False):
+    """And those of how single rows are drawn and shown."""
+
+    n_step: Annotated[int, Option(1, NStep.n_steps.check)]
+    discount: Annotated[float, Option(0.99, NStep.gamma.check)]
+    alpha: Annotated[float, Option(0.0, PERSampler.alpha.check)]
+    beta: Annotated[float, Option(0.4, PERSampler.beta.check)]
+    normalize: Annotated[Normalization, Option("batch", PERSampler.normalize.check)]
+    eps: Annotated[float, Option(1e-6, PERSampler.eps.check)]
+    eta: Annotated[float, Option(1.0, ERESampler.eta.check)]
+    c_min: Annotated[int, Option(5000, ERESampler.c_min.check)]
+    sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
+
+
+#: What does nothing while another option is off, and where that is.
+_NEEDED = {
+    "beta": ("alpha", 0),
+    "normalize": ("alpha", 0),
+    "eps": ("alpha", 0),
+    "c_min": ("eta", 1),
+}
 
 #: Each of them by name.
 OPTIONS: dict[str, Option] = {
@@ -116,7 +130,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def chosen(made: type, given: Options, defaults: Options) -> dict[str, Any]:
+def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any]:
     """Returns all options, checked.
 
     Args:
@@ -127,16 +141,31 @@ def chosen(made: type, given: Options, defaults: Options) -> dict[str, Any]:
     Raises:
         TypeError: there is no such option; the message says what to write instead. Or one is of another
             kind than it must be.
-        ValueError: one is out of its range.
+        ValueError: one is out of its range, or does nothing without another one.
     """
+    names = [*signature(made).parameters]
+    if useless := [name for name in given if name in OPTIONS and name not in names]:
+        raise TypeError(
+            f"{made.__name__} has no option {useless[0]!r}: it draws whole episodes uniformly, and "
+            f"shows them as they are stored. UniformReplayStorage({useless[0]}=...) has "
+            "sample_episodes(n) too."
+        )
     every = {name: option.default for name, option in OPTIONS.items()} | {**defaults, **given}
     checks = {name: option.check for name, option in OPTIONS.items()}
-    return checked(made.__name__, every, checks, [*signature(made).parameters])
+    every = checked(made.__name__, every, checks, names)
+    for name, (switch, off) in _NEEDED.items():
+        # Who turns the other one off knows.
+        if name in given and switch not in given and every[switch] == off:
+            raise ValueError(
+                f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "
+                f"{switch} as well, or leave {name} out."
+            )
+    return every
 
 
-def with_options(shown: Signature, defaults: Options) -> Signature:
+def with_options(shown: Signature, options: type[RowOptions], defaults: RowOptions) -> Signature:
     """Returns a signature with the options in the place of its `**options`."""
-    hints, changed = get_type_hints(Options), {**defaults}
+    hints, changed = get_type_hints(options), {**defaults}
     parameters = []
     for parameter in shown.parameters.values():
         if parameter.kind is not Parameter.VAR_KEYWORD:
@@ -146,10 +175,10 @@ def with_options(shown: Signature, defaults: Options) -> Signature:
             Parameter(
                 name,
                 Parameter.KEYWORD_ONLY,
-                default=changed.get(name, option.default),
-                annotation=hints[name],
+                default=changed.get(name, OPTIONS[name].default),
+                annotation=hint,
             )
-            for name, option in OPTIONS.items()
+            for name, hint in hints.items()
             if name not in shown.parameters
         ]
     return shown.replace(parameters=parameters)

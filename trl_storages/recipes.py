@@ -1,7 +1,7 @@
 """Ready-made storages: choose one, give it the spaces of an environment, write and sample.
 
-Each is a `ReplayStorage` over packed rows. They differ in their defaults only: every option works in
-each of them, alone and together.
+Each is a `ReplayStorage` over packed rows. Those that draw single rows differ in their defaults only:
+every option works in each of them, alone and together. One that draws whole episodes has fewer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, transition_fields
-from trl_storages.recipe_options import Options, chosen, with_options
+from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 from trl_storages.rows import PackedStorage, RowView, stacked_observations
@@ -68,15 +68,16 @@ class UniformReplayStorage(ReplayStorage):
         batch_size: B, transitions a sample.
         device: where batches arrive. The rows live there too, unless `path` is given.
         path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
-            and sampling go on where they were. None keeps them in memory.
+            and sampling go on where they were, and TorchRL's logger says so. None keeps them in memory.
         n_step: n of the n-step returns; 1 shows transitions as they are.
-        discount: gamma of the n-step returns, and of geometric goals.
+        discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
         alpha: how strongly priorities count; 0 draws without priorities.
-        beta: how far importance weights correct for priorities.
+        beta: how far importance weights correct for priorities. It needs `alpha` above 0, as do the two
+            that follow.
         normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
         eps: what is added to priorities, so that rows without error stay drawable.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
-        c_min: the smallest window of recent rows.
+        c_min: the smallest window of recent rows. It needs `eta` below 1.
         prefetch: batches that are drawn ahead, in threads.
         seed: seed of the draws; None follows torch's default generator.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
@@ -103,7 +104,8 @@ class UniformReplayStorage(ReplayStorage):
     `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn.
 
     Raises:
-        ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range.
+        ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range, or does
+            nothing without another one.
         TypeError: a space is of a kind that rows cannot hold, an option of another one than it must
             be, or there is no such option.
 
@@ -118,6 +120,7 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
+    _options: ClassVar[type[RowOptions]] = Options
     _defaults: ClassVar[Options] = {}
     _made_by = (
         "It is made of spaces, and of options by name: (env.observation_space, env.action_space, "
@@ -126,7 +129,7 @@ class UniformReplayStorage(ReplayStorage):
 
     @classmethod
     def _signature(cls) -> Signature:
-        return with_options(super()._signature(), cls._defaults)
+        return with_options(super()._signature(), cls._options, cls._defaults)
 
     def __init__(
         self,
@@ -181,14 +184,12 @@ class UniformReplayStorage(ReplayStorage):
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])
         capacity = storage_size // num_envs * num_envs
-        # All are made, so that an option out of its range is an error, and used where they do something.
         exponents = {name: given[name] for name in ("alpha", "beta", "eps", "normalize")}
-        sampler: Sampler = PERSampler(1, **exponents)
-        sampler = PERSampler(capacity, **exponents) if sampler.alpha else UniformSampler()
-        recency = ERESampler(given["eta"], given["c_min"], base=sampler)
-        sampler = recency if recency.eta != 1 else sampler
-        n_step = NStep(given["n_step"], given["discount"])
-        transforms: list[Transform] = [n_step] if n_step.n_steps != 1 else []
+        sampler: Sampler = PERSampler(capacity, **exponents) if given["alpha"] else UniformSampler()
+        if given["eta"] != 1:
+            sampler = ERESampler(given["eta"], given["c_min"], base=sampler)
+        n_step, discount = given["n_step"], given["discount"]
+        transforms: list[Transform] = [NStep(n_step, discount)] if n_step != 1 else []
         if hindsight is not None and relabel is not None:
             hindsight.base = sampler
             sampler, transforms = hindsight, [relabel, *transforms]
@@ -301,14 +302,15 @@ class EREReplayStorage(UniformReplayStorage):
 class EpisodeReplayStorage(UniformReplayStorage):
     """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
 
-    Episodes are drawn uniformly and shown as they are stored, so `alpha`, `eta` and `n_step` have no
-    effect here.
+    Episodes are drawn uniformly and shown as they are stored, so it has none of the options that single
+    rows are drawn and shown by: `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`
+    and `sample_unit`.
 
     Args:
         observation_space: as in `UniformReplayStorage`.
         action_space: as in `UniformReplayStorage`.
         batch_size: episodes a sample.
-        **options: as in `UniformReplayStorage`.
+        **options: those of `UniformReplayStorage` that are not named above.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
@@ -318,7 +320,16 @@ class EpisodeReplayStorage(UniformReplayStorage):
     torch.Size([2, 3])
     """
 
+    _options = RowOptions
     _defaults: ClassVar[Options] = {"batch_size": 16}
+
+    def __init__(
+        self,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
+        **options: Unpack[RowOptions],
+    ) -> None:
+        self._build(observation_space, action_space, chosen(type(self), options, self._defaults))
 
     def extend(
         self,

@@ -41,7 +41,7 @@ class Setting(Generic[Value]):
         doc: str,
         then: Callable[[Any], object] | None = None,
     ) -> None:
-        self.__doc__, self._check, self._then = doc, check, then
+        self.__doc__, self.check, self._then = doc, check, then
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -56,7 +56,7 @@ class Setting(Generic[Value]):
         def __get__(self, part: Any, owner: type) -> Any: ...
 
     def __set__(self, part: Any, value: Any) -> None:
-        value, own = self._check(self._name, value), vars(part)
+        value, own = self.check(self._name, value), vars(part)
         if self._then is None or self._name not in own:
             own[self._name] = value
         elif value != own[self._name]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, Storage
 
 from trl_storages import arguments
@@ -96,7 +97,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         max_size: N, the number of rows.
         device: where the rows live.
         scratch_dir: directory of memory-mapped rows that outlive the process; None keeps rows in
-            memory. If it holds rows, they are there again, with their episodes.
+            memory. If it holds rows, they are there again, with their episodes, and TorchRL's logger says
+            how many.
         existsok: whether to forget what `scratch_dir` holds, and begin anew.
         fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
             the first write fixes it, and the layout with it. (dtype, shape, FrameStack) is a stack of
@@ -277,6 +279,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         except BaseException:
             opened.abandon()
             raise
+        if num_rows := len(self.episodes):
+            # Of TorchRL's own storages in files, none would go on here.
+            torchrl_logger.info(
+                f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; existsok=True, or "
+                "another directory, begins with none."
+            )
         self._write_to(opened)
 
     def _write_to(self, directory: Directory) -> None:
