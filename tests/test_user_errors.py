@@ -1,6 +1,5 @@
 """What goes wrong in loops is said, with what to pass instead, and nothing is written."""
 
-import logging
 import warnings
 from collections.abc import Mapping
 
@@ -386,8 +385,7 @@ class TestFirstTries:
         with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
             UniformReplayStorage(*CART, storage_size=10**12)
 
-    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog, monkeypatch):
-        monkeypatch.setattr(logging.getLogger("torchrl"), "propagate", True)
+    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog):
         storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
         loop(storage, gymnasium.make("CartPole-v1"), 3)
         storage.close()
