@@ -219,7 +219,8 @@ class TestFollowing:
             for _ in range(4):
                 write(storage, history, 20)
             side = storage.storage._side
-            headers = storage.storage.rows[:, 0]
+            rows = storage.storage
+            headers = rows.layout.framed.sharing.headers(rows.rows)
             assert side.num_used - 3 == int((headers >> 3 > 0).sum())
 
     def test_rows_that_are_emptied_while_they_are_read(self, tmp_path):

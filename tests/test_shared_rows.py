@@ -30,8 +30,10 @@ from trl_storages import (
     UniformReplayStorage,
 )
 from trl_storages.kernels import sharing
-from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS
+from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, header_dtype
 from trl_storages.rows import Layout
+
+KINDS = (torch.complex128, torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
 
 def make(size: int, num_envs: int, *, share_next: bool) -> ReplayStorage:
@@ -95,7 +97,7 @@ def assert_same(one: Any, other: Any) -> None:
 def check_side(storage: ReplayStorage) -> None:
     """No entry is lost or named twice, and only rows that need one have one."""
     packed, live = storage._storage, storage.episodes.slots_by_age(torch.arange(len(storage)))
-    entries = packed.rows[:, 0] >> ENTRY_BIT
+    entries = packed.layout.framed.sharing.headers(packed.rows) >> ENTRY_BIT
     named, num_tips = entries[entries > 0].tolist(), NUM_TIPS * storage.episodes.num_envs
     assert len(set(named)) == len(named) == packed._side.num_used - num_tips
     assert all(entry > num_tips for entry in named)
@@ -171,10 +173,60 @@ def test_rows_take_little_more_than_half() -> None:
     fields["next", "reward"] = torch.float32, (1,)
     for flag in ("done", "terminated", "truncated"):
         fields["next", flag] = torch.bool, (1,)
-    plain, shared = Layout(fields), Layout(fields, share_next=True)
+    plain, shared = Layout(fields), Layout(fields, header=header_dtype(10**6))
     assert shared.described == plain.described
-    assert shared.stored_nbytes <= 0.63 * plain.stored_nbytes
+    # 147 bytes of values, and 4 of a header.
+    assert shared.stored_nbytes == 152
+    assert shared.stored_nbytes <= 0.56 * plain.stored_nbytes
     assert Layout.from_json(shared.to_json()) == shared != plain
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.booleans()), min_size=1),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_headers_lie_between_fields(described, header) -> None:
+    fields: dict[Any, Any] = {}
+    for number, (dtype, size, is_shared) in enumerate([(torch.uint8, 3, True), *described]):
+        fields[f"{number}"] = dtype, (size,)
+        if is_shared:
+            fields["next", f"{number}"] = dtype, (size,)
+    layout = Layout(fields, header=header)
+    assert Layout.from_json(layout.to_json()) == layout
+    sharing, moved = layout.sharing, layout.row_nbytes - layout.stored_nbytes
+    assert moved == 8 * sharing.shared_words >= sharing.shared_bytes
+    start = sharing.header_start * header.itemsize
+    taken = [*range(start, start + header.itemsize)]
+    for field in layout.fields:
+        assert field.start_byte % field.dtype.itemsize == moved % field.dtype.itemsize == 0
+        if field.key in [twin.key for twin in layout.fields[: sharing.num_shared]]:
+            own = layout.stored_start(field.key[1])
+            assert own == field.start_byte
+            assert own + field.num_bytes <= sharing.shared_bytes
+        else:
+            own = layout.stored_start(field.key)
+            taken += range(own, own + field.num_bytes)
+    assert len(set(taken)) == len(taken)
+    assert all(0 <= byte < layout.stored_nbytes for byte in taken)
+
+
+def test_many_rows_have_long_headers() -> None:
+    storages = [make(2**25 + 1, 1, share_next=share) for share in (False, True)]
+    for storage in storages:
+        storage.extend(Stream(1, 4).steps([0], 30))
+    assert storages[1]._storage.layout.sharing.header_dtype is torch.int64
+    assert_same(*(storage[:] for storage in storages))
+
+
+def test_rows_of_former_layouts_are_refused() -> None:
+    described = make(4, 1, share_next=True)
+    described.extend(Stream(1, 4).steps([0], 3))
+    state = copy.deepcopy(described.state_dict())
+    layout = state["_storage"]["layout"]
+    del layout["header"]
+    layout["share_next"] = True
+    with pytest.raises(ValueError, match="before they had short headers"):
+        make(4, 1, share_next=True).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", [torch.complex128, torch.float64, torch.uint8, torch.float32])
@@ -454,7 +506,8 @@ def test_damaged_states_are_refused() -> None:
         if change == "side":
             del rows["side"]
         elif change == "rows":
-            rows["_storage"][3, 0] = len(rows["side"]) << ENTRY_BIT
+            sharing = storage._storage.layout.sharing
+            sharing.headers(rows["_storage"])[3] = len(rows["side"]) << ENTRY_BIT
         else:
             rows["side"] = rows["side"][:, 1:]
         with pytest.raises((KeyError, ValueError), match=r"side|entries"):

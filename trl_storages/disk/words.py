@@ -87,12 +87,14 @@ class Words:
         self.rows = self._array("rows").view(-1, description.layout.stored_words)
         self.marks = self._array("marks").view(-1, 2)
         self.side: SideTable | None = None
-        values: torch.Tensor | None = None
+        # Headers of the rows, and the side table, if they share next observations.
+        values = self._headers = None
         if (sharing := description.layout.framed.sharing) is not None:
+            self._headers = sharing.headers(self.rows)
             values = self._array("side").view(-1, sharing.shared_words + 1)
             lanes = len(self.rows), description.num_lanes
             self.side = SideTable(*lanes, values, 0, self._enlarge_side)
-        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values)
+        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values, self._headers)
         commits = self._array("commits")
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
@@ -213,7 +215,7 @@ class Words:
             return
         # What the oldest row of a lane names may be of others by now.
         slots = self._slots(state.tails + 1, state.cursors)
-        entries = self.rows[slots, 0] >> ENTRY_BIT
+        entries = self._headers[slots].long() >> ENTRY_BIT
         named = entries[entries != 0]
         tips = NUM_TIPS * self._description.num_lanes
         if len({*named.tolist()}) < len(named) or not bool(
@@ -230,7 +232,7 @@ class Words:
     def protect_tips(self, cursors: np.ndarray) -> None:
         """Keeps what is next of the rows that are flushed last, `[E]` the steps before these."""
         if self.side is not None:
-            headers = self.rows[self._slots(cursors - 1, cursors), 0]
+            headers = self._headers[self._slots(cursors - 1, cursors)].long()
             self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
 
     def unlinked(
@@ -266,12 +268,11 @@ class Words:
         num_lanes, side = self._description.num_lanes, self.side
         after, tip = (
             (slot + num_lanes) % len(self.rows),
-            int(self.rows[slot, 0]) >> TIP_BIT & NUM_TIPS,
+            int(self._headers[slot]) >> TIP_BIT & NUM_TIPS,
         )
-        header, size = int(self.rows[after, 0]), side.values.shape[1] - 1  # type: ignore[union-attr]
+        header, size = int(self._headers[after]), side.values.shape[1] - 1  # type: ignore[union-attr]
         if header & CONTINUES:
-            start = self._description.layout.framed.sharing.header_words  # type: ignore[union-attr]
-            known = self.rows[after, start : start + size]
+            known = self.rows[after, :size]
         else:
             known = side.values[header >> ENTRY_BIT, :-1]  # type: ignore[union-attr]
         if tip:

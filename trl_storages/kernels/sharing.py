@@ -2,9 +2,8 @@
 
 Letters: N rows, W words of 8 bytes a row as it is seen, S words of them that are shared.
 
-A row as it is seen is `[next S | S | others]`, all in words: the next values of its observations, the
-observations in the same order, and the other fields. As it is stored, a header stands in the place of
-the next values. Its first word is
+A row as it is seen is `[next S | stored]`, in words: the next values of its observations, and the row as it
+is stored. That begins with the observations in the same order. Somewhere behind them is a header,
 
     entry << 3 | tip << 1 | continues
 
@@ -40,6 +39,7 @@ __all__ = [
     "TIP_BIT",
     "Sharing",
     "SideTable",
+    "header_dtype",
 ]
 
 #: Of a header.
@@ -51,6 +51,8 @@ NUM_FREE, NUM_TAKEN = 0, 1
 #: once more, 0 if none must; the first step whose row has its entry to itself, whatever lies there of
 #: others; and the step after the last one that was written since.
 COMMITTED, FLUSHED, OWNED, LINKED = range(4)
+# So many rows have fewer entries than 4 bytes can name, with the tips and the spare rows of files.
+_MOST_NARROW = 2**25
 # Entries that a GPU has room for at first.
 _FIRST_ROOM = 1024
 _MOST_STEPS = 2**62
@@ -61,10 +63,23 @@ class Sharing(NamedTuple):
 
     num_shared: int
     """Fields that are: the first ones of a row. As many follow that they come back as."""
+    shared_bytes: int
+    """What their values take."""
     shared_words: int
-    """S."""
-    header_words: int
-    """Words that stand in their place."""
+    """S, with padding."""
+    header_dtype: torch.dtype
+    """Of a header."""
+    header_start: int
+    """Where it begins in a stored row, in elements of this dtype."""
+
+    def headers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sees the headers `[N]` of stored rows `[N, *]`."""
+        return rows.view(self.header_dtype)[:, self.header_start]
+
+
+def header_dtype(num_rows: int) -> torch.dtype:
+    """Returns what headers need, so that they can name an entry for each of so many rows."""
+    return torch.int32 if num_rows <= _MOST_NARROW else torch.int64
 
 
 def _is_lazy(device: torch.device) -> bool:

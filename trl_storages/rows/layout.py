@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -79,19 +79,20 @@ class Layout:
     and only the end of the row is padded, to whole words. Of equal ones those under `next` come last:
     windows take them from other rows, and together they lie in fewer lines of the cache.
 
-    With `share_next` a row begins with the next values of its observations, and goes on with the
-    observations in the same order. As it is stored, a header stands in the place of the next values:
-    they are the observations of another row, or lie in a table of their own.
+    With a header a row begins with the next values of its observations, and goes on with the observations
+    in the same order. It is stored without these next values: they are the observations of another row,
+    or lie in a table of their own, as the header says.
 
     Of stacks of frames the newest frame is stored, as `framed` says.
 
     Args:
         fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
         nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
-        share_next: whether the next values of observations are not stored in the row.
+        header: the dtype of what stands in the row for the next values of observations; None if these are
+            stored there themselves.
 
     Raises:
-        ValueError: there is no field, or, with `share_next`, no observation with a next value of the same
+        ValueError: there is no field, or, with a header, no observation with a next value of the same
             dtype and shape.
         TypeError: rows can't hold a dtype, as that of quantized tensors or of parts of a byte.
         ValueError, TypeError: as `stacks_of`.
@@ -106,7 +107,7 @@ class Layout:
         fields: Mapping[NestedKey, tuple[Any, ...]],
         nested: Nested = (),
         *,
-        share_next: bool = False,
+        header: torch.dtype | None = None,
     ) -> None:
         if not fields:
             raise ValueError("a layout needs at least one field, got none.")
@@ -122,27 +123,19 @@ class Layout:
                     f"{key!r} must have a dtype that rows can hold, one of "
                     f"{sorted(map(_name, _STORABLE))}, got {_name(dtype)}."
                 )
-        # 16-byte elements (complex128) need rows that are a multiple of their size.
-        unit = max(_WORD, *(dtype.itemsize for _, dtype, _ in described))
         described.sort(key=lambda field: (-field[1].itemsize, field[0][0] == "next"))
-        # Frames are shared, and not stacks.
-        shares = share_next and not self.stacks
-        parts = _shared_first(described) if shares else [described]
-        placed, offset, starts = [], 0, []
-        for part in parts:
-            starts.append(offset)
-            for key, dtype, shape in part:
-                start, stack = offset // dtype.itemsize, self.stacks.get(key)
-                placed.append(Field(key, dtype, shape, start, stack))
-                offset += shape.numel() * dtype.itemsize
-            offset = -(-offset // unit) * unit
-        self.fields = tuple(placed)
-        self.row_nbytes = max(unit, offset)
-        self.padding = self.row_nbytes - sum(field.num_bytes for field in placed)
+        # 16-byte elements (complex128) need rows that are a multiple of their size.
+        unit = max(_WORD, described[0][1].itemsize)
         #: What of a row is not stored in it; None where all of it is.
         self.sharing: Sharing | None = None
-        if shares:
-            self.sharing = Sharing(len(parts[0]), starts[1] // _WORD, unit // _WORD)
+        # Frames are shared, and not stacks.
+        if header is None or self.stacks:
+            placed, end = self._placed(described)
+        else:
+            placed, end = self._shared(described, header, unit)
+        self.fields = tuple(placed)
+        self.row_nbytes = max(unit, _rounded(end, unit))
+        self.padding = self.row_nbytes - sum(field.num_bytes for field in placed)
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
         self._by_key = {field.key: field for field in self.fields}
@@ -159,7 +152,7 @@ class Layout:
                 it.key: (it.dtype, it.stack.frame_shape(it.shape) if it.stack else it.shape)
                 for it in self.fields
             }
-            self.framed = Layout(frames, nested, share_next=share_next)
+            self.framed = Layout(frames, nested, header=header)
         self._seen = self._stored = _Views(self.fields, self.row_nbytes, nested)
         if self.sharing is not None:
             moved = self.stored_nbytes - self.row_nbytes
@@ -169,6 +162,34 @@ class Layout:
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
         # The shapes of a batch like the last one that was written.
         self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
+
+    def _placed(self, fields: Sequence[_Described], at: int = 0) -> tuple[list[Field], int]:
+        """Places fields one after another from a byte on; returns them, and where they end."""
+        placed = []
+        for key, dtype, shape in fields:
+            start = -(-at // dtype.itemsize)
+            placed.append(Field(key, dtype, shape, start, self.stacks.get(key)))
+            at = placed[-1].start_byte + placed[-1].num_bytes
+        return placed, at
+
+    def _shared(
+        self, fields: Sequence[_Described], header: torch.dtype, unit: int
+    ) -> tuple[list[Field], int]:
+        """Places fields with the next values that are not stored before all others."""
+        twins, shared, rest = _shared_first(fields)
+        twins, num_bytes = self._placed(twins)
+        first = _rounded(num_bytes, unit)
+        link: _Described = ((), header, torch.Size([]))
+        # Where it takes the least room: often there is some behind the observations.
+        stored = [
+            self._placed([*shared, *rest[:at], link, *rest[at:]], first)
+            for at in range(len(rest) + 1)
+        ]
+        own, end = min(stored, key=itemgetter(1))
+        [start] = [field.start for field in own if field.key == ()]
+        words, before = first // _WORD, first // header.itemsize
+        self.sharing = Sharing(len(twins), num_bytes, words, header, start - before)
+        return [*twins, *(field for field in own if field.key != ())], end
 
     @classmethod
     def of(
@@ -218,9 +239,7 @@ class Layout:
         """The width of a row in 64-bit words where it is stored."""
         if self.stacks:
             return self.framed.stored_words
-        sharing = self.sharing
-        moved = 0 if sharing is None else sharing.header_words - sharing.shared_words
-        return self.num_words + moved
+        return self.num_words - (0 if self.sharing is None else self.sharing.shared_words)
 
     @property
     def stored_nbytes(self) -> int:
@@ -354,8 +373,9 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
-        shares = {} if self.framed.sharing is None else {"share_next": True}
-        return shares | {
+        sharing = self.framed.sharing
+        header = {} if sharing is None else {"header": _name(sharing.header_dtype)}
+        return header | {
             "row_nbytes": self.row_nbytes,
             "fields": [
                 {
@@ -376,7 +396,15 @@ class Layout:
         Raises:
             ValueError: the description is damaged or of another version.
         """
+        if "share_next" in description:
+            raise ValueError(
+                "the rows share next observations as they did before they had short headers: load them "
+                "with the version that wrote them, and write them anew with this one."
+            )
         try:
+            header = description.get("header")
+            if header is not None and header not in _HEADERS:
+                raise ValueError(f"a header must be one of {[*_HEADERS]}, got {header!r}")
             layout = cls(
                 {
                     _key(field["key"]): (
@@ -389,7 +417,7 @@ class Layout:
                 tuple(
                     (tuple(path), torch.Size(size)) for path, size in description.get("nested", ())
                 ),
-                share_next=description.get("share_next", False) is True,
+                header=None if header is None else _HEADERS[header],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the description of the rows is damaged: {error!r}.") from error
@@ -428,6 +456,13 @@ _DTYPES = {
     if isinstance(value, torch.dtype)
 }
 
+_HEADERS = {"int32": torch.int32, "int64": torch.int64}
+
+
+def _rounded(size: int, unit: int) -> int:
+    """Returns a number of bytes rounded up to a multiple of a unit."""
+    return -(-size // unit) * unit
+
 
 def _joined(fields: Sequence[Field]) -> np.ndarray:
     """Returns the first byte and the number of bytes of each run of neighbours."""
@@ -440,7 +475,7 @@ def _joined(fields: Sequence[Field]) -> np.ndarray:
     return np.array(runs, np.int64).reshape(-1, 2)
 
 
-def _shared_first(fields: Sequence[_Described]) -> list[list[_Described]]:
+def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:
     """Returns the next values that are not stored, the values that they come back as, and the others."""
     by_key = {field[0]: field for field in fields}
     kinds = {key: field[1:] for key, field in by_key.items()}
@@ -453,7 +488,7 @@ def _shared_first(fields: Sequence[_Described]) -> list[list[_Described]]:
         )
     twins = [next_key(key) for key in shared]
     rest = [field for field in fields if field[0] not in {*shared, *twins}]
-    return [[by_key[key] for key in twins], [by_key[key] for key in shared], rest]
+    return [by_key[key] for key in twins], [by_key[key] for key in shared], rest
 
 
 class _Views:

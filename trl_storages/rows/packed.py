@@ -27,7 +27,7 @@ from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
-from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, TIP_BIT, SideTable
+from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, TIP_BIT, SideTable, header_dtype
 from trl_storages.kernels.zeros import zeros
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
@@ -405,7 +405,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _layout_of(self, fields: Mapping[NestedKey, Any], nested: Nested = ()) -> Layout:
         """Lays fields out as they are stored here."""
-        return Layout(fields, nested, share_next=self.share_next)
+        header = header_dtype(self.max_size) if self.share_next else None
+        return Layout(fields, nested, header=header)
 
     def _first_layout(
         self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
@@ -844,12 +845,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         sharing, values = self.layout.framed.sharing, self._side.values  # type: ignore[union-attr]
         words, episodes = sharing.shared_words, self.episodes  # type: ignore[union-attr]
         num_tips = NUM_TIPS * episodes.num_envs  # type: ignore[union-attr]
-        named = (self.rows[:, 0] >> ENTRY_BIT).clamp(num_tips, len(values) - 1)  # type: ignore[index]
+        headers = sharing.headers(self.rows)  # type: ignore[union-attr, arg-type]
+        named = (headers >> ENTRY_BIT).clamp(num_tips, len(values) - 1)
         values = values[: int(named.max()) + 1, :words].clone()
         if self.reader is not None:
             # The tips may be of further rows by now.
             newest = self.episodes.newest_slots()[self.episodes.ring.fill > 0]  # type: ignore[union-attr]
-            tips = self.rows[newest, 0] >> TIP_BIT & NUM_TIPS  # type: ignore[index]
+            tips = headers[newest] >> TIP_BIT & NUM_TIPS
             lanes = newest % self.episodes.num_envs  # type: ignore[union-attr]
             entries = 1 + (tips - 1) * self.episodes.num_envs + lanes  # type: ignore[union-attr]
             values[entries] = self.table.pick(newest)[:, :words]  # type: ignore[union-attr]
@@ -895,7 +897,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             side = saved.tensor("side", torch.int64)
             if side.ndim != 2 or side.shape[1] != sharing.shared_words:
                 raise saved.error("side", f"[*, {sharing.shared_words}]", list(side.shape))
-            entries = rows[:, 0] >> ENTRY_BIT
+            entries = sharing.headers(rows) >> ENTRY_BIT
             if not bool(((entries >= 0) & (entries < len(side))).all()):
                 raise saved.error("_storage", f"of rows that name {len(side)} entries", "others")
         if layout.stacks:

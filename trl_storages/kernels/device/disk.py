@@ -81,12 +81,18 @@ class MarkedRows:
         rows: `[M, W]` int64, contiguous.
         marks: `[M, 2]` int64.
         values: `[*, S + 1]` int64, or None.
+        headers: `[M]`, likewise.
     """
 
     def __init__(
-        self, rows: torch.Tensor, marks: torch.Tensor, values: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        marks: torch.Tensor,
+        values: torch.Tensor | None = None,
+        headers: torch.Tensor | None = None,
     ) -> None:
         self._rows, self._marks, self._values = rows, marks, values
+        self._headers: torch.Tensor = headers  # type: ignore[assignment]
 
     def clear(
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
@@ -141,7 +147,7 @@ class MarkedRows:
 
     def _named(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
         """Returns the entries that rows name, see `check_next`."""
-        headers = self._rows[slots, 0]
+        headers = self._headers[slots].long()
         tip = headers >> TIP_BIT & NUM_TIPS
         of_tips = torch.where(tip > 0, 1 + (tip - 1) * num_lanes + slots % num_lanes, 0)
         return of_tips if tips else headers >> ENTRY_BIT
@@ -161,7 +167,7 @@ class MarkedRows:
             at, some = (it[start : start + _BLOCK] for it in (slots, entries * is_one))
             found.append(checksums(values[some, :-1], self._marks[at, 0], at) == values[some, -1])
         right = torch.cat([is_one[:0], *found]) & is_one
-        return right if tips else right | (self._rows[slots, 0] & CONTINUES != 0) & ~is_one
+        return right if tips else right | (self._headers[slots] & CONTINUES != 0) & ~is_one
 
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
         """Returns whether slots of any shape hold the rows that an index takes them for."""

@@ -1,6 +1,6 @@
 """Rows that share observations with their neighbours, written and read in tensor operations.
 
-Letters: N rows, W words of 8 bytes a row, V of them as it is stored, S that are shared, B rows picked,
+Letters: N rows, W words of 8 bytes a row, V of them as it is stored, S of what is next, B rows picked,
 n rows put, L lanes and k steps written now, E lanes, R ring steps of each.
 """
 
@@ -65,9 +65,13 @@ class SharedTable(RowTable):
         super().__init__(rows)
         self._commits = commits
         self.side, self._sharing, self._ring = side, sharing, ring
-        self._shared_bytes = sharing.shared_words * _WORD
-        # Bytes by which fields lie further on in a row as it is seen.
-        self._moved = (sharing.shared_words - sharing.header_words) * _WORD
+        self._headers = sharing.headers(rows)
+        # Fields lie so many bytes further on in a row as it is seen.
+        self._next_bytes = sharing.shared_words * _WORD
+        # The bits of what is next that count: in the last word, others may lie behind the observations.
+        self._mask = torch.zeros(self._next_bytes, dtype=torch.uint8, device=rows.device)
+        self._mask[: sharing.shared_bytes] = 255
+        self._mask = self._mask.view(torch.int64)
 
     # Reading
 
@@ -83,14 +87,13 @@ class SharedTable(RowTable):
         own = self.rows.index_select(0, self._counted(slots))
         lent = own if following is None else self.rows.index_select(0, self._counted(following))
         following = slots if following is None else following
-        header = self._sharing.header_words
         values = self.side.values[:, : self._sharing.shared_words]
-        after = self._next(following, lent[:, 0], self.rows, values, header)
-        picked = torch.cat([after, own[:, header:]], 1)
+        after = self._next(following, self._sharing.headers(lent).long(), self.rows, values)
+        picked = torch.cat([after, own], 1)
         if lent is not own:
             into, lent = picked.view(torch.uint8), lent.view(torch.uint8)
             for start, size in spans.tolist():
-                at = start - self._moved
+                at = start - self._next_bytes
                 into[:, start : start + size] = lent[:, at : at + size]
         picked = picked.view((*slots.shape, picked.shape[1]))
         return picked.pin_memory() if pin_memory else picked
@@ -99,13 +102,12 @@ class SharedTable(RowTable):
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:
         """Copies one field of rows, `[*B]` slots to `[*B, *shape]`."""
-        if start_byte >= self._shared_bytes:
-            return super().pick_field(slots, start_byte - self._moved, dtype, shape)
+        if start_byte >= self._next_bytes:
+            return super().pick_field(slots, start_byte - self._next_bytes, dtype, shape)
         size = torch.Size(shape).numel() * dtype.itemsize
-        headers = self.rows[:, 0].index_select(0, self._counted(slots))
+        headers = self._header_of(self._counted(slots))
         side = self.side.values.view(torch.uint8)[:, start_byte : start_byte + size]
-        start = self._sharing.header_words * _WORD + start_byte
-        picked = self._next(slots, headers, self._bytes, side, start)
+        picked = self._next(slots, headers, self._bytes, side, start_byte)
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
     def _next(
@@ -114,7 +116,7 @@ class SharedTable(RowTable):
         headers: torch.Tensor,
         rows: torch.Tensor,
         side: torch.Tensor,
-        start: int,
+        start: int = 0,
     ) -> torch.Tensor:
         """Returns what is next of some rows: columns of those after them, or of the side table.
 
@@ -129,7 +131,7 @@ class SharedTable(RowTable):
         after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
         # Rows that count already are looked at, not what was there before.
         cursors = self._cursors.to(lane.device)
-        named = self.rows[:, 0].index_select(0, after)
+        named = self._header_of(after)
         heads = cursors % self._ring.ring_steps * self._num_lanes
         is_newest = after == (heads.index_select(0, lane) + lane)
         entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
@@ -144,6 +146,17 @@ class SharedTable(RowTable):
             if again.any():
                 picked[again] = self._next(slots[again], headers[again], rows, side, start)
         return picked
+
+    def _header_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the headers of rows `[B]`, int64."""
+        return self._headers.index_select(0, slots).long()
+
+    def _set_headers(self, slots: torch.Tensor, headers: torch.Tensor) -> None:
+        self._headers[slots] = headers.to(self._headers.dtype)
+
+    def _are_same(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Returns whether what is next of rows is the same, `[*, S]` words to `[*]` bool."""
+        return ((values ^ others) & self._mask == 0).all(-1)
 
     @property
     def _num_lanes(self) -> int:
@@ -188,13 +201,13 @@ class SharedTable(RowTable):
         # A row that counts already stays as it is.
         is_new = (held[:, COMMITTED] <= ring.cursors[lanes]).unsqueeze(1)
         newest, tips = ring.newest_slots(lanes), self._free_tips(held, lanes)
-        led_to = values.index_select(0, tip := self._tips(self.rows[newest, 0], lanes))
-        follows, goes_on = (led_to == now[:, 0]).all(1), (after[:, :-1] == now[:, 1:]).all(2)
+        led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
+        follows = self._are_same(led_to, now[:, 0])
+        goes_on = self._are_same(after[:, :-1], now[:, 1:])
         if compact is not None:
             # What stands in the place of an unknown value is the row's own.
-            header, goes_on = self._sharing.header_words, compact[:, 1:]
-            own = self.rows[newest, header : header + shared]
-            follows |= (led_to == own).all(1) & compact[:, 0]
+            goes_on = compact[:, 1:]
+            follows |= self._are_same(led_to, self.rows[newest, :shared]) & compact[:, 0]
         # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
         is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
         # Where the next step finds no room its slot says so, without a row.
@@ -208,9 +221,9 @@ class SharedTable(RowTable):
         lay = newest_step - (newest_step - step) % ring.ring_steps
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
         self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
-        old = self.rows[touched, 0]
+        old = self._header_of(touched.reshape(-1)).view(touched.shape)
         self._give_up((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
-        self.rows[touched, 0] = torch.where(is_new, 0, old)
+        self._set_headers(touched, torch.where(is_new, 0, old))
         entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
@@ -218,7 +231,7 @@ class SharedTable(RowTable):
         ]
         if is_skipped:
             first = torch.where(is_new[:, 0], entries[:, 0] << ENTRY_BIT, old[:, 0])
-            self.rows[touched[:, 0], 0] = first
+            self._set_headers(touched[:, 0], first)
             entries[:, 0] = 0
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
         headers = torch.where(is_new, headers, old[:, -words.shape[1] :]).reshape(-1)
@@ -232,7 +245,7 @@ class SharedTable(RowTable):
         """Returns the number of a tip of each lane that holds nothing which may still be wanted."""
         ring = self._ring
         newest = (held[:, COMMITTED] - 1) % ring.ring_steps * self._num_lanes + lanes
-        used = self.rows[newest, 0] >> TIP_BIT & NUM_TIPS
+        used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
         for _ in range(NUM_TIPS - 1):
             tip += ((tip == used) | (tip == held[:, FLUSHED])).long()
@@ -246,42 +259,42 @@ class SharedTable(RowTable):
         words, lane = rows.words()[places], slots % self._num_lanes
         # Each may part two neighbours.
         self.side.make_room(2 * len(slots))
-        header, shared = self._sharing.header_words, self._sharing.shared_words
+        shared = self._sharing.shared_words
         values, heads = self.side.values[:, :shared], ring.heads().to(slots.device)
         before, after = (
             self._wrapped(slots + step) for step in (-self._num_lanes, self._num_lanes)
         )
         is_newest, is_other = after == heads[lane], ~torch.isin(before, slots)
         # What they were the next values of is kept.
-        is_linked = (self.rows[slots, 0] & CONTINUES == 1) & is_other
+        headers = self._header_of(slots)
+        is_linked = (headers & CONTINUES == 1) & is_other
         is_lost = is_linked & (slots != heads[lane])
         entries = self._taken(is_lost)
-        values[entries[is_lost]] = self.rows[slots[is_lost], header : header + shared]
-        self.rows[slots, 0] += (entries << ENTRY_BIT) - torch.where(is_linked, CONTINUES, 0)
-        self.rows[slots, header:] = words[:, shared:]
+        values[entries[is_lost]] = self.rows[slots[is_lost], :shared]
+        headers += (entries << ENTRY_BIT) - torch.where(is_linked, CONTINUES, 0)
+        headers += torch.where(is_newest & (headers >> TIP_BIT & NUM_TIPS == 0), 1 << TIP_BIT, 0)
+        self._put(slots, words, headers)
 
-        tips = self.rows[slots, 0] >> TIP_BIT & NUM_TIPS
-        self.rows[slots, 0] += torch.where(is_newest & (tips == 0), 1 << TIP_BIT, 0)
-        newest = slots[is_newest]
-        values[self._tips(self.rows[newest, 0], lane[is_newest])] = words[is_newest, :shared]
+        values[self._tips(headers[is_newest], lane[is_newest])] = words[is_newest, :shared]
         after, led_to = after[~is_newest], words[~is_newest, :shared]
-        named = self.rows[after, 0]
+        named = self._header_of(after)
         entries, tips = named >> ENTRY_BIT, named & NUM_TIPS << TIP_BIT
-        goes_on = (led_to == self.rows[after, header : header + shared]).all(1)
+        goes_on = self._are_same(led_to, self.rows[after, :shared])
         self._give_up(entries, goes_on)
         entries = torch.where(goes_on, 0, entries + self._taken(~goes_on & (entries == 0)))
         values[entries] = led_to
-        self.rows[after, 0] = tips + (entries << ENTRY_BIT) + goes_on
+        self._set_headers(after, tips + (entries << ENTRY_BIT) + goes_on)
         self._join(slots[is_other], heads)
 
     def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
         """Gives up the entries that rows name whose observations these are."""
-        header, shared = self._sharing.header_words, self._sharing.shared_words
-        entries = self.rows[slots, 0] >> ENTRY_BIT
+        shared, headers = self._sharing.shared_words, self._header_of(slots)
+        entries = headers >> ENTRY_BIT
         named = self.side.values[entries, :shared]
-        is_same = (named == self.rows[slots, header : header + shared]).all(1) & (entries > 0)
+        is_same = self._are_same(named, self.rows[slots, :shared]) & (entries > 0)
         is_same &= slots != heads[slots % self._num_lanes]
-        self.rows[slots, 0] += torch.where(is_same, CONTINUES - (entries << ENTRY_BIT), 0)
+        headers += torch.where(is_same, CONTINUES - (entries << ENTRY_BIT), 0)
+        self._set_headers(slots, headers)
         self._give_up(entries, is_same)
 
     def _wrapped(self, slots: torch.Tensor) -> torch.Tensor:
@@ -292,9 +305,8 @@ class SharedTable(RowTable):
 
     def _put(self, slots: torch.Tensor, words: torch.Tensor, headers: torch.Tensor) -> None:
         """Copies what is stored of rows `[n, W]`, with their headers."""
-        stored = torch.zeros(len(words), self._num_words, dtype=torch.int64, device=words.device)
-        stored[:, 0] = headers
-        stored[:, self._sharing.header_words :] = words[:, self._sharing.shared_words :]
+        stored = words[:, self._sharing.shared_words :].clone()
+        self._sharing.headers(stored).copy_(headers)
         self.rows[slots] = stored
 
     def _taken(self, is_wanted: torch.Tensor) -> torch.Tensor:
@@ -323,5 +335,5 @@ class SharedTable(RowTable):
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
-        self.rows[:num_slots, 0] = 0
+        self._headers[:num_slots] = 0
         self.side.clear()

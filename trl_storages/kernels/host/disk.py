@@ -52,6 +52,8 @@ __all__ = [
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
 _STEP_MASK = MOST_STEPS - 1
 _NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
+# Not contiguous either, so that no loop is compiled twice.
+_NO_HEADERS = np.zeros((2, 2), np.int32)[:, 0]
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
 
@@ -85,13 +87,19 @@ class MarkedRows:
         marks: `[M, 2]` int64, of each slot the mark, 0 where there is no row, and the checksum.
         values: `[*, S + 1]` int64, the side table of rows that share S words: its last word is a checksum
             over the others, and mark and slot of the row that names the entry; None if rows share none.
+        headers: `[M]` of the rows, likewise.
     """
 
     def __init__(
-        self, rows: torch.Tensor, marks: torch.Tensor, values: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        marks: torch.Tensor,
+        values: torch.Tensor | None = None,
+        headers: torch.Tensor | None = None,
     ) -> None:
         self._rows, self._marks = rows.numpy(), marks.numpy()
         self._values = _NO_VALUES if values is None else values.numpy()
+        self._headers = _NO_HEADERS if headers is None else headers.numpy()
         self._factors = factors(rows.shape[1])
 
     def clear(
@@ -131,7 +139,7 @@ class MarkedRows:
         most_live, room = ring.steps_per_lane, ring.ring_steps
         num_marked, written = min(num_steps, most_live), _written(ring, lanes)
         words = _NO_WORDS if priorities is None else priorities._words
-        table = self._rows, self._marks, self._values, words
+        table = self._rows, self._marks, self._values, self._headers, words
         _mark(*table, *ring._arrays, room, written, num_marked, history, self._factors)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,7 @@ class MarkedRows:
             tips: whether those of the rows themselves, as the newest ones; otherwise of the rows before.
         """
         out = np.empty(len(slots), bool)
-        table = self._rows, self._marks, self._values, num_lanes
+        table = self._headers, self._marks, self._values, num_lanes
         _check_next(*table, slots.numpy(), tips, self._factors, out)
         return torch.from_numpy(out)
 
@@ -431,6 +439,7 @@ def _mark(
     table: np.ndarray,
     marks: np.ndarray,
     values: np.ndarray,
+    headers: np.ndarray,
     words: np.ndarray,
     episode: np.ndarray,
     spans: np.ndarray,
@@ -459,11 +468,11 @@ def _mark(
             new[i, s] = mark
             marks[slot, 1] = _checksum(table[slot], mark, slot, factors)
             if values.size:
-                entry = table[slot, 0] >> ENTRY_BIT
+                entry = headers[slot] >> ENTRY_BIT
                 if entry > 0:
                     values[entry, -1] = _checksum(values[entry, :-1], mark, slot, factors)
                 if s + 1 == num_steps:
-                    tip = _tip(table[slot, 0], lane, len(lanes))
+                    tip = _tip(headers[slot], lane, len(lanes))
                     values[tip, -1] = _checksum(values[tip, :-1], mark, slot, factors)
             if len(words):
                 words[slot] = _sealed(largest, mark, factors)
@@ -491,7 +500,7 @@ def _check(
 
 @compiled
 def _check_next(
-    table: np.ndarray,
+    headers: np.ndarray,
     marks: np.ndarray,
     values: np.ndarray,
     num_lanes: int,
@@ -502,7 +511,7 @@ def _check_next(
 ) -> None:
     for i in range(len(slots)):
         slot = slots[i]
-        header = table[slot, 0]
+        header = headers[slot]
         entry = _tip(header, slot % num_lanes, num_lanes) if tips else header >> ENTRY_BIT
         out[i] = not tips and header & CONTINUES != 0
         if 0 < entry < len(values):

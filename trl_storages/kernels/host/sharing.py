@@ -73,12 +73,11 @@ class SharedTable(RowTable):
         super().__init__(rows)
         self._commits = commits
         self.side, self._sharing, self._ring = side, sharing, ring
-        self._values = side.values.numpy()
+        self._headers, self._values = sharing.headers(rows).numpy(), side.values.numpy()
         self._side = (side.free.numpy(), side.counts.numpy(), side.lanes.numpy())
-        self._num_words += sharing.shared_words - sharing.header_words
-        self._shared_bytes = sharing.shared_words * _WORD
-        # Bytes by which fields lie further on in a row as it is seen.
-        self._moved = (sharing.shared_words - sharing.header_words) * _WORD
+        self._num_words += sharing.shared_words
+        # Fields lie so many bytes further on in a row as it is seen.
+        self._next_bytes = sharing.shared_words * _WORD
         # The sources of the rows written last, the headers of these, and where what is stored comes from:
         # a step is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
@@ -95,7 +94,7 @@ class SharedTable(RowTable):
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
         pitch = self._num_words * _WORD
-        size = self._shared_bytes
+        size = self._next_bytes
         self._copy_seen(slots, following, spans, 0, size, True, out.data_ptr(), pitch)
         return out
 
@@ -103,8 +102,8 @@ class SharedTable(RowTable):
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:
         """Copies one field of rows; see `RowTable.pick_field`."""
-        if start_byte >= self._shared_bytes:
-            return super().pick_field(slots, start_byte - self._moved, dtype, shape)
+        if start_byte >= self._next_bytes:
+            return super().pick_field(slots, start_byte - self._next_bytes, dtype, shape)
         out = torch.empty((*slots.shape, *shape), dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
         self._copy_seen(slots, None, _NO_SPANS, start_byte, size, False, out.data_ptr(), size)
@@ -112,8 +111,8 @@ class SharedTable(RowTable):
 
     def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
         """Copies neighbouring fields of rows to where they are wanted; see `RowTable.pick_into`."""
-        if start_byte >= self._shared_bytes:
-            super().pick_into(out, slots, start_byte - self._moved)
+        if start_byte >= self._next_bytes:
+            super().pick_into(out, slots, start_byte - self._next_bytes)
             return
         place = start_byte, out.shape[1], False, out.data_ptr(), out.stride(0)
         self._copy_seen(slots, None, _NO_SPANS, *place)
@@ -133,8 +132,9 @@ class SharedTable(RowTable):
         flat = slots.numpy().reshape(-1)
         lenders = flat if following is None else following.numpy().reshape(-1)
         spans = _NO_SPANS if following is None else spans
-        table = self.array, self._values, *self._cursors, self._ring.ring_steps, *self._sharing
-        wrong = _pick(*table, flat, lenders, spans, start, size, with_own, out, pitch)
+        table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
+        moved = self._next_bytes
+        wrong = _pick(*table, moved, flat, lenders, spans, start, size, with_own, out, pitch)
         check_found(wrong, flat, len(self.array))
 
     @property
@@ -153,9 +153,9 @@ class SharedTable(RowTable):
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
-        rows, values = np.empty((len(written), self._num_words), np.int64), self._values
-        header_words = self._sharing.header_words
-        _newest(ring._arrays[2], ring.ring_steps, written, self.array, values, header_words, rows)
+        rows = np.empty((len(written), self._num_words), np.int64)
+        table = self.array, self._headers, self._values
+        _newest(ring._arrays[2], ring.ring_steps, written, *table, rows)
         return rows, False
 
     def sources(
@@ -169,7 +169,7 @@ class SharedTable(RowTable):
     ) -> np.ndarray:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
         if rows.sources is not self._known[0]:
-            headers = np.zeros(rows.num_rows, np.int64)
+            headers = np.zeros(rows.num_rows, self._headers.dtype)
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
         _, headers, sources = self._known
         _link(
@@ -184,9 +184,11 @@ class SharedTable(RowTable):
             *rows.ends,
             cut,
             self.array,
+            self._headers,
             self._values,
             *self._side,
-            *self._sharing,
+            self._sharing.num_shared,
+            self._sharing.shared_bytes,
             headers,
         )
         return sources
@@ -196,8 +198,9 @@ class SharedTable(RowTable):
         own = seen[self._sharing.num_shared :]
         sources = np.empty((len(own) + 1, 4), np.int64)
         sources[:-1] = own
-        sources[:-1, _START] -= self._moved
-        sources[-1] = headers.ctypes.data, _WORD, 0, _WORD
+        sources[:-1, _START] -= self._next_bytes
+        size = headers.itemsize
+        sources[-1] = headers.ctypes.data, size, self._sharing.header_start * size, size
         return sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
@@ -206,12 +209,13 @@ class SharedTable(RowTable):
         words = rows.words().numpy()
         # Each may part two neighbours.
         self.side.make_room(2 * len(words))
-        table = self.array, self._values, *self._side[:2]
-        _put(words, slots.numpy(), ring.lanes.numpy(), ring.ring_steps, *table, *self._sharing)
+        table = self.array, self._headers, self._values, *self._side[:2]
+        size = self._sharing.shared_bytes
+        _put(words, slots.numpy(), ring.lanes.numpy(), ring.ring_steps, *table, size)
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
-        self.array[:num_slots, 0] = 0
+        self._headers[:num_slots] = 0
         self.side.clear()
 
 
@@ -262,20 +266,21 @@ def _heads(lanes: Any, room: int) -> Any:
 
 
 @inlined
-def _known_next(table: Any, values: Any, follower: int, header_words: int) -> Any:
+def _known_next(table: Any, headers: Any, values: Any, follower: int) -> Any:
     """Returns the address of what a row says is next of the row before it."""
-    header = table[follower, 0]
+    header = headers[follower]
     # Of a row that is being overwritten nothing is believed.
     entry = _entry_of(header) if _entry_of(header) < len(values) else 0
     source = values.ctypes.data + entry * values.shape[1] * _WORD
     if header & CONTINUES:
-        source = table.ctypes.data + (follower * table.shape[1] + header_words) * _WORD
+        source = table.ctypes.data + follower * table.shape[1] * _WORD
     return source
 
 
 @compiled
 def _pick(
     table: Any,
+    headers: Any,
     values: Any,
     tables: Any,
     selector: Any,
@@ -284,9 +289,7 @@ def _pick(
     stride: int,
     num_lanes: int,
     room: int,
-    num_shared: int,
-    shared_words: int,
-    header_words: int,
+    moved: int,
     slots: Any,
     lenders: Any,
     spans: Any,
@@ -300,6 +303,7 @@ def _pick(
 
     Args:
         table: `[N, *]`.
+        headers: `[N]` of these rows.
         values: `[*, *]` of the side table.
         tables: as in `_cursor`, as the four that follow.
         selector: likewise.
@@ -308,9 +312,7 @@ def _pick(
         stride: likewise.
         num_lanes: E.
         room: R.
-        num_shared: not needed, as one of the numbers of `Sharing`.
-        shared_words: S.
-        header_words: likewise.
+        moved: bytes by which fields lie further on in a row as it is seen.
         slots: `[B]`.
         lenders: `[B]` the rows that lend what is next.
         spans: `[n, 2]` further bytes that they lend.
@@ -324,10 +326,9 @@ def _pick(
         which of `slots` is of no row, or -1.
     """
     num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
-    header_bytes, shared_bytes = header_words * _WORD, shared_words * _WORD
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
-    own_bytes = row_bytes - header_bytes if with_own else 0
-    moved, num_slots = shared_bytes - header_bytes, room * num_lanes
+    header_start = headers.ctypes.data - address
+    own_bytes, num_slots = row_bytes if with_own else 0, room * num_lanes
     cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
     for lane in range(num_lanes):
         cursors[lane] = _cursor(lane, tables, selector, first_cursor, table_size, stride)
@@ -336,8 +337,8 @@ def _pick(
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
             after = _wrapped(lenders[ahead] + num_lanes, num_slots) * row_bytes
-            prefetch(table, after)
-            _ask_for(table, after + header_bytes + start, size)
+            prefetch(table, after + header_start)
+            _ask_for(table, after + start, size)
             if with_own:
                 _ask_for(table, slots[ahead] * row_bytes, row_bytes)
         slot, lender = slots[i], lenders[i]
@@ -350,16 +351,16 @@ def _pick(
         lane = follower % num_lanes if num_lanes > 1 else 0
         is_newest = follower == heads[lane]
         if is_newest:
-            entry = _tip_of(table[lender, 0], lane, num_lanes)
+            entry = _tip_of(headers[lender], lane, num_lanes)
             copy_bytes(to, side + entry * entry_bytes + start, size)
             fenced()
             # Once the next row counts, the tip may be taken by others, and is not looked at any more.
             now = _cursor(lane, tables, selector, first_cursor, table_size, stride)
             is_newest = now == cursors[lane]
         if not is_newest:
-            copy_bytes(to, _known_next(table, values, follower, header_words) + start, size)
+            copy_bytes(to, _known_next(table, headers, values, follower) + start, size)
         if with_own:
-            copy_bytes(to + size, address + slot * row_bytes + header_bytes, own_bytes)
+            copy_bytes(to + size, address + slot * row_bytes, own_bytes)
         for s in range(spans.shape[0]):
             at = spans[s, 0]
             copy_bytes(to + at, address + lender * row_bytes + at - moved, spans[s, 1])
@@ -368,15 +369,15 @@ def _pick(
 
 @compiled
 def _newest(
-    lanes: Any, room: int, written: Any, table: Any, values: Any, header_words: int, rows: Any
+    lanes: Any, room: int, written: Any, table: Any, headers: Any, values: Any, rows: Any
 ) -> None:
     """Copies the newest rows of lanes as they are seen: what is next of them is in their tips."""
-    own = (table.shape[1] - header_words) * _WORD
+    own = table.shape[1] * _WORD
     shared = rows.shape[1] * _WORD - own
     for i in range(len(written)):
         slot = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
-        entry = _tip_of(table[slot, 0], written[i], len(lanes))
-        to, row = rows.ctypes.data + i * rows.shape[1] * _WORD, slot * table.shape[1] + header_words
+        entry = _tip_of(headers[slot], written[i], len(lanes))
+        to, row = rows.ctypes.data + i * rows.shape[1] * _WORD, slot * table.shape[1]
         copy_bytes(to, values.ctypes.data + entry * values.shape[1] * _WORD, shared)
         copy_bytes(to + shared, table.ctypes.data + row * _WORD, own)
 
@@ -409,10 +410,10 @@ def _copy_next(sources: Any, row: int, values: Any, entry: int, num_shared: int)
 
 
 @compiled
-def _free_tip(table: Any, lane: int, lanes: Any, room: int, held: Any) -> int:
+def _free_tip(headers: Any, lane: int, lanes: Any, room: int, held: Any) -> int:
     """Returns the number of a tip that holds nothing which may still be wanted."""
     newest = (held[lane, COMMITTED] - 1) % room * len(lanes) + lane
-    used = (table[newest, 0] >> TIP_BIT) & NUM_TIPS
+    used = (headers[newest] >> TIP_BIT) & NUM_TIPS
     tip = 1
     while tip in (used, held[lane, FLUSHED]):
         tip += 1
@@ -433,14 +434,14 @@ def _link(
     end_stride: int,
     cut: Any,
     table: Any,
+    headers: Any,
     values: Any,
     free: Any,
     counts: Any,
     held: Any,
     num_shared: int,
-    shared_words: int,
-    header_words: int,
-    headers: Any,
+    shared_bytes: int,
+    new: Any,
 ) -> None:
     """Finds out which rows continue the rows before them, and gives the others an entry.
 
@@ -459,14 +460,14 @@ def _link(
         end_stride: how far it is to the next one.
         cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
         table: `[N, *]`.
+        headers: `[N]` of these rows.
         values: of the side table, as the three that follow.
         free: likewise.
         counts: likewise.
         held: its `lanes`.
         num_shared: m.
-        shared_words: of `Sharing`, as `header_words`.
-        header_words: likewise.
-        headers: `[n]` the answer.
+        shared_bytes: what their values take.
+        new: `[n]` the answer, the headers of the new rows.
     """
     num_lanes = len(lanes)
     # Of more than T steps, the last T find room.
@@ -474,23 +475,23 @@ def _link(
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
         start, is_done = (cursor + first) % room, held[lane, COMMITTED] > cursor
-        tip = _free_tip(table, lane, lanes, room, held)
+        tip = _free_tip(headers, lane, lanes, room, held)
         if is_done:
             # They count already, and stay as they are.
             for s in range(first, num_steps):
                 row = order[i, s] if order.size > 0 else i * num_steps + s
-                headers[row] = table[(cursor + s) % room * num_lanes + lane, 0]
+                new[row] = headers[(cursor + s) % room * num_lanes + lane]
             continue
         for step in range(cursor + max(num_steps - room, 0), cursor + num_steps):
             slot, lay = step % room * num_lanes + lane, cursor - 1 - (cursor - 1 - step) % room
             if lay >= held[lane, OWNED] or step < held[lane, LINKED]:
-                _give_up(_entry_of(table[slot, 0]), free, counts)
-            table[slot, 0] = 0
+                _give_up(_entry_of(headers[slot]), free, counts)
+            headers[slot] = 0
         held[lane, LINKED] = max(held[lane, LINKED], cursor + num_steps)
         place, continues, entry = start, False, 0
         newest = (cursor - 1) % room * num_lanes + lane
         # None, where it is overwritten.
-        led_to = _tip_of(table[newest, 0], lane, num_lanes)
+        led_to = _tip_of(headers[newest], lane, num_lanes)
         # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
         if led_to > 0:
             row = order[i, 0] if order.size > 0 else i * num_steps
@@ -503,21 +504,21 @@ def _link(
                 continues = continues and are_same_bytes(at, known, sources[now, _SIZE])
             if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
                 # What stands in the place of an unknown value is the row's own.
-                own = table.ctypes.data + (newest * table.shape[1] + header_words) * _WORD
-                continues = continues or are_same_bytes(before, own, shared_words * _WORD)
+                own = table.ctypes.data + newest * table.shape[1] * _WORD
+                continues = continues or are_same_bytes(before, own, shared_bytes)
             # Where the next step finds no room its slot says so, without a row.
             continues = continues and first == 0
             if not continues:
                 entry = _take_entry(free, counts)
-                values[entry, :shared_words] = values[led_to, :shared_words]
+                copy_bytes(values.ctypes.data + entry * values.shape[1] * _WORD, before, shared_bytes)
         if first > 0:
-            table[cursor % room * num_lanes + lane, 0] = entry << ENTRY_BIT
+            headers[cursor % room * num_lanes + lane] = entry << ENTRY_BIT
             entry = 0
         for s in range(first, num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             header = (entry << ENTRY_BIT) + (tip << TIP_BIT) + (CONTINUES if continues else 0)
-            headers[row] = header
-            table[place * num_lanes + lane, 0] = header
+            new[row] = header
+            headers[place * num_lanes + lane] = header
             place = place + 1 if place + 1 < room else 0
             if s + 1 == num_steps:
                 _copy_next(sources, row, values, 1 + (tip - 1) * num_lanes + lane, num_shared)
@@ -545,12 +546,11 @@ def _put(
     lanes: Any,
     room: int,
     table: Any,
+    headers: Any,
     values: Any,
     free: Any,
     counts: Any,
-    num_shared: int,
-    shared_words: int,
-    header_words: int,
+    shared_bytes: int,
 ) -> None:
     """Copies rows over others, one by one, and links them to their neighbours.
 
@@ -560,45 +560,44 @@ def _put(
         lanes: as in `_link`, as all that is not named here.
         room: likewise.
         table: likewise.
+        headers: likewise.
         values: likewise.
         free: likewise.
         counts: likewise.
-        num_shared: likewise.
-        shared_words: S.
-        header_words: of `Sharing`.
+        shared_bytes: likewise.
     """
     num_lanes, num_slots, heads = len(lanes), room * len(lanes), _heads(lanes, room)
+    row_bytes, side, size = table.shape[1] * _WORD, values.ctypes.data, values.shape[1] * _WORD
+    moved = words.shape[1] * _WORD - row_bytes
     for i in range(len(slots)):
         slot = slots[i]
         if slot < 0:
             continue
         lane, after = slot % num_lanes, _wrapped(slot + num_lanes, num_slots)
-        if table[slot, 0] & CONTINUES:
-            table[slot, 0] -= CONTINUES
+        at, new = table.ctypes.data + slot * row_bytes, words.ctypes.data + i * words.shape[1] * _WORD
+        header = headers[slot]
+        if header & CONTINUES:
+            header -= CONTINUES
             if slot != heads[lane]:
                 # What it was the next value of is kept.
                 entry = _take_entry(free, counts)
-                for word in range(shared_words):
-                    values[entry, word] = table[slot, header_words + word]
-                table[slot, 0] += entry << ENTRY_BIT
-        for word in range(words.shape[1] - shared_words):
-            table[slot, header_words + word] = words[i, shared_words + word]
+                copy_bytes(side + entry * size, at, shared_bytes)
+                header += entry << ENTRY_BIT
+        copy_bytes(at, new + moved, row_bytes)
+        headers[slot] = header
         if after == heads[lane]:
-            if _tip_of(table[slot, 0], lane, num_lanes) == 0:
-                table[slot, 0] += 1 << TIP_BIT
-            entry = _tip_of(table[slot, 0], lane, num_lanes)
+            if _tip_of(header, lane, num_lanes) == 0:
+                headers[slot] += 1 << TIP_BIT
+            entry = _tip_of(headers[slot], lane, num_lanes)
         else:
-            if _entry_of(table[after, 0]) == 0:
-                table[after, 0] &= -1 - CONTINUES
-                table[after, 0] += _take_entry(free, counts) << ENTRY_BIT
-            entry = _entry_of(table[after, 0])
-        for word in range(shared_words):
-            values[entry, word] = words[i, word]
+            if _entry_of(headers[after]) == 0:
+                headers[after] &= -1 - CONTINUES
+                headers[after] += _take_entry(free, counts) << ENTRY_BIT
+            entry = _entry_of(headers[after])
+        copy_bytes(side + entry * size, new, shared_bytes)
         for other in (slot, after):
-            entry = _entry_of(table[other, 0])
-            is_same = entry > 0 and other != heads[lane]
-            for word in range(shared_words):
-                is_same = is_same and values[entry, word] == table[other, header_words + word]
-            if is_same:
-                table[other, 0] += CONTINUES - (entry << ENTRY_BIT)
+            entry, row = _entry_of(headers[other]), table.ctypes.data + other * row_bytes
+            is_same = are_same_bytes(side + entry * size, row, shared_bytes)
+            if entry > 0 and other != heads[lane] and is_same:
+                headers[other] += CONTINUES - (entry << ENTRY_BIT)
                 _give_up(entry, free, counts)
