@@ -88,7 +88,8 @@ class Words:
         self.marks = self._array("marks").view(-1, 2)
         self.side: SideTable | None = None
         # Headers of the rows, and the side table, if they share next observations.
-        values = self._headers = None
+        self._headers: torch.Tensor | None = None
+        values: torch.Tensor | None = None
         if (sharing := description.layout.framed.sharing) is not None:
             self._headers = sharing.headers(self.rows)
             values = self._array("side").view(-1, sharing.shared_words + 1)
@@ -215,7 +216,7 @@ class Words:
             return
         # What the oldest row of a lane names may be of others by now.
         slots = self._slots(state.tails + 1, state.cursors)
-        entries = self._headers[slots].long() >> ENTRY_BIT
+        entries = self._header(slots) >> ENTRY_BIT
         named = entries[entries != 0]
         tips = NUM_TIPS * self._description.num_lanes
         if len({*named.tolist()}) < len(named) or not bool(
@@ -232,7 +233,7 @@ class Words:
     def protect_tips(self, cursors: np.ndarray) -> None:
         """Keeps what is next of the rows that are flushed last, `[E]` the steps before these."""
         if self.side is not None:
-            headers = self._headers[self._slots(cursors - 1, cursors)].long()
+            headers = self._header(self._slots(cursors - 1, cursors))
             self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
 
     def unlinked(
@@ -259,6 +260,10 @@ class Words:
         """Returns whether what is next of rows is whole, as of newest ones, `[n]` bool."""
         return self.marked.check_next(slots, self._description.num_lanes, tips=True)
 
+    def _header(self, slots: torch.Tensor | int) -> torch.Tensor:
+        """Returns the headers of rows that share next observations, int64."""
+        return self._headers[slots].long()  # type: ignore[index]
+
     def renew_tip(self, slot: int) -> bool:
         """Makes a row the newest one of its lane, whose next values are known by the row after it.
 
@@ -268,13 +273,12 @@ class Words:
         num_lanes, side = self._description.num_lanes, self.side
         after, tip = (
             (slot + num_lanes) % len(self.rows),
-            int(self._headers[slot]) >> TIP_BIT & NUM_TIPS,
+            int(self._header(slot)) >> TIP_BIT & NUM_TIPS,
         )
-        header, size = int(self._headers[after]), side.values.shape[1] - 1  # type: ignore[union-attr]
+        header, size = int(self._header(after)), side.values.shape[1] - 1  # type: ignore[union-attr]
+        known = side.values[header >> ENTRY_BIT, :-1]  # type: ignore[union-attr]
         if header & CONTINUES:
             known = self.rows[after, :size]
-        else:
-            known = side.values[header >> ENTRY_BIT, :-1]  # type: ignore[union-attr]
         if tip:
             target = side.values[1 + (tip - 1) * num_lanes + slot % num_lanes]  # type: ignore[union-attr]
             target[:-1] = known

@@ -69,7 +69,7 @@ class RingTables:
         #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
         #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
         #: There are far fewer than there could be.
-        self.spans = zeros(self.capacity + 1, 3, device=device)
+        self.spans = zeros(self.capacity + 1, 3, device=device, sparse=True)
         #: `[E, 4]` int64, of each lane: steps written, episodes begun, whether its next row continues
         #: the last one, and the oldest step that is live.
         self.lanes = zeros(num_envs, 4, device=device)

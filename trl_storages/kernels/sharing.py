@@ -2,8 +2,8 @@
 
 Letters: N rows, W words of 8 bytes a row as it is seen, S words of them that are shared.
 
-A row as it is seen is `[next S | stored]`, in words: the next values of its observations, and the row as it
-is stored. That begins with the observations in the same order. Somewhere behind them is a header,
+A row as it is seen is `[next S | stored]`, in words: the next values of its observations, and the row as
+it is stored. That begins with the observations in the same order. Somewhere behind them is a header,
 
     entry << 3 | tip << 1 | continues
 
@@ -117,7 +117,7 @@ class SideTable:
         #: `[*, S]` int64, or with one word more; the first one is nobody's.
         self.values = values
         #: `[N + 1]` int64, the entries that were given up, the last one last.
-        self.free = zeros(num_rows + 1, device=device)
+        self.free = zeros(num_rows + 1, device=device, sparse=True)
         #: `[2]` int64: how many were given up, and how many were ever taken.
         self.counts = zeros(2, device=device)
         #: `[E, 4]` int64.
@@ -132,7 +132,8 @@ class SideTable:
         """Returns an empty table in memory."""
         size = 1 + NUM_TIPS * num_lanes + num_rows
         if _is_lazy(device):
-            return cls(num_rows, num_lanes, zeros(size, shared_words, device=device))
+            values = zeros(size, shared_words, device=device, sparse=True)
+            return cls(num_rows, num_lanes, values)
 
         def enlarge(num_entries: int) -> torch.Tensor:
             new = zeros(num_entries, shared_words, device=device)

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
+
 import numpy as np
 import torch
 
 __all__ = ["zeros"]
 
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
+# Smaller tables take their memory whatever is written to them.
+_LEAST_SPARSE = 1 << 18  # bytes
 
 
-def zeros(*shape: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Returns int32 or int64 zeros of a shape."""
+def zeros(
+    *shape: int, device: torch.device, dtype: torch.dtype = torch.int64, sparse: bool = False
+) -> torch.Tensor:
+    """Returns int32 or int64 zeros of a shape.
+
+    Args:
+        *shape: of the table.
+        device: where it is.
+        dtype: of its elements.
+        sparse: whether most of it is never written to, so that it must take no memory on the CPU.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Unlike torch's, NumPy's take no memory before they are written to, and the kernel is asked for huge
-    # pages: a seventh of a gather's time is the look-up of small ones.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if sparse and num_bytes >= _LEAST_SPARSE and hasattr(mmap, "MAP_ANONYMOUS"):
+        return _untouched(num_bytes).view(dtype).view(shape)
+    # Unlike torch's, they take no memory before they are written to, as a rule, and the kernel is asked
+    # for huge pages: a seventh of a gather's time is the look-up of small ones.
     return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
+
+
+def _untouched(num_bytes: int) -> torch.Tensor:
+    """Returns zeros that take memory page by page, as they are written to, and no huge pages."""
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"there must be {num_bytes:,} bytes of memory, got {error}") from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # There are kernels without huge pages.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -177,7 +177,7 @@ class Layout:
     ) -> tuple[list[Field], int]:
         """Places fields with the next values that are not stored before all others."""
         twins, shared, rest = _shared_first(fields)
-        twins, num_bytes = self._placed(twins)
+        after, num_bytes = self._placed(twins)
         first = _rounded(num_bytes, unit)
         link: _Described = ((), header, torch.Size([]))
         # Where it takes the least room: often there is some behind the observations.
@@ -189,7 +189,7 @@ class Layout:
         [start] = [field.start for field in own if field.key == ()]
         words, before = first // _WORD, first // header.itemsize
         self.sharing = Sharing(len(twins), num_bytes, words, header, start - before)
-        return [*twins, *(field for field in own if field.key != ())], end
+        return [*after, *(field for field in own if field.key != ())], end
 
     @classmethod
     def of(

@@ -510,7 +510,9 @@ def _link(
             continues = continues and first == 0
             if not continues:
                 entry = _take_entry(free, counts)
-                copy_bytes(values.ctypes.data + entry * values.shape[1] * _WORD, before, shared_bytes)
+                copy_bytes(
+                    values.ctypes.data + entry * values.shape[1] * _WORD, before, shared_bytes
+                )
         if first > 0:
             headers[cursor % room * num_lanes + lane] = entry << ENTRY_BIT
             entry = 0
@@ -574,7 +576,10 @@ def _put(
         if slot < 0:
             continue
         lane, after = slot % num_lanes, _wrapped(slot + num_lanes, num_slots)
-        at, new = table.ctypes.data + slot * row_bytes, words.ctypes.data + i * words.shape[1] * _WORD
+        at, new = (
+            table.ctypes.data + slot * row_bytes,
+            words.ctypes.data + i * words.shape[1] * _WORD,
+        )
         header = headers[slot]
         if header & CONTINUES:
             header -= CONTINUES
