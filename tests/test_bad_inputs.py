@@ -532,7 +532,7 @@ STATES = {"check_state_dict", "read_state", "take_state"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
-        *("draw", "evict", "goals", "is_newest", "newest", "newest_per_lane"),
+        *("draw", "evict", "goals", "is_newest", "newest"),
         *(
             "newest_slots",
             "moved",

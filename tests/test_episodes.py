@@ -350,20 +350,6 @@ class EpisodeMachine(RuleBasedStateMachine):
 TestEpisodeMachine = EpisodeMachine.TestCase
 
 
-@pytest.mark.requirement("ere-per")
-@given(st.integers(1, 5), st.integers(1, 6), st.data())
-def test_the_newest_rows_of_each_lane_are_those_of_the_lowest_ages(num_envs, steps, data):
-    index = EpisodeIndex(num_envs * steps, num_envs)
-    for _ in range(data.draw(st.integers(0, 8))):
-        lanes = data.draw(st.sets(st.integers(0, num_envs - 1), min_size=1))
-        length = data.draw(st.integers(1, steps + 1))
-        index.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=sorted(lanes))
-    for window in range(len(index) + 2):
-        newest = index.slots_by_age(torch.arange(min(window, len(index))))
-        expected = torch.bincount(newest % num_envs, minlength=num_envs)
-        assert torch.equal(index.newest_per_lane(torch.tensor(window)), expected)
-
-
 def test_the_host_knows_the_fill_of_a_gpu(simulated_gpu):
     """It counts along, as nothing can be read back."""
     index = EpisodeIndex(12, 2, simulated_gpu, spare_steps=2)

@@ -191,5 +191,5 @@ def test_only_what_is_wanted_is_read():
 
 def test_entries_of_a_batch():
     batch = TensorDict({"a": torch.ones(2)}, [2])
-    assert BatchFields(batch).keys() == ("a",)
+    assert BatchFields(batch).names() == ("a",)
     assert BatchFields(batch).tensordict({}) is batch

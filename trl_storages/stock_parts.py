@@ -70,10 +70,8 @@ _ASKED: dict[type, str] = {
 
 def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
     """Returns what a part asks of the rows; None of one that TorchRL did not write."""
-    if part is None:
-        return None
-    method = part.sample if isinstance(part, Sampler) else part.expand
-    if not method.__module__.startswith("torchrl."):
+    method = getattr(part, "sample", None) or getattr(part, "expand", None)
+    if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
     return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
 

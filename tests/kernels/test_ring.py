@@ -171,9 +171,11 @@ class RingMachine(RuleBasedStateMachine):
                 self.oracle.slot(rows[below(number, count)]) for number in numbers[0]
             ]
             if window is not None:
-                lengths = both(
-                    self.rings, lambda ring, window=as_tensor: ring.newest_per_lane(window)
+                starts, stops = both(
+                    self.rings,
+                    lambda ring, window=as_tensor: ring.newest_ranges(window, ring.ring_steps + 1),
                 )
+                lengths = (stops - starts).view(2, -1).sum(0)
                 lanes = torch.tensor([row.lane for row in rows[:count]])
                 assert torch.equal(lengths, torch.bincount(lanes, minlength=self.oracle.num_envs))
         live = self.oracle.live()
@@ -313,7 +315,8 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
         for boundary in BOUNDARIES:
             answers += ring.sequences(slots, 1, 4, boundary)
         answers += [*ring.windows(slots, 3), *ring.extent(slots)]
-        answers += [ring.slots_by_age(slots), ring.ages(slots), ring.newest_per_lane(window)]
+        answers += [ring.slots_by_age(slots), ring.ages(slots)]
+        answers += ring.newest_ranges(window, 20)
         assert all(answer.device == simulated_gpu for answer in answers)
 
 

@@ -333,10 +333,9 @@ class TestLaneOrder:
             lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
             length = data.draw(st.integers(1, steps + 1))
             episodes.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=lanes)
-        for window in range(1, len(episodes) + 2):
-            lengths = episodes.newest_per_lane(torch.tensor(window))
-            newest = order.newest(lengths, episodes.cursors, episodes.steps_per_lane)
-            ranges = zip(*newest, strict=True)
+        for window in range(len(episodes) + 2):
+            ranges = episodes.ring.newest_ranges(torch.tensor(window), order.lane_leaves)
+            ranges = zip(*ranges, strict=True)
             leaves = [leaf for start, stop in ranges for leaf in range(int(start), int(stop))]
             newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
             assert sorted(leaves) == sorted(order.leaves(newest).tolist())

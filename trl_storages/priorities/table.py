@@ -215,8 +215,7 @@ class PriorityTable:
         """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
             finish(partial(self._arrange, episodes.num_envs))
-        lengths, room = episodes.newest_per_lane(window), episodes.ring_steps
-        ranges = self._order.newest(lengths, episodes.cursors, room)
+        ranges = episodes.ring.newest_ranges(window, self._order.lane_leaves)
         return self._drawn(noise, beta, None, *ranges)
 
     def _arrange(self, num_lanes: int) -> None:

@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
-from trl_storages.samplers import WrappingSampler, layers_of
+from trl_storages.samplers import layers_of
 from trl_storages.transforms import parts_of
 
 __all__ = [
@@ -116,8 +116,8 @@ _OPTIONS: dict[str, Check] = {
 
 def goal_keys(sampler: Sampler) -> list[NestedKey]:
     """Returns the keys of the goals that a sampler draws."""
-    layers = [layer for layer in layers_of(sampler) if isinstance(layer, WrappingSampler)]
-    return [layer.goal_key for layer in layers if layer.draws_goals]
+    layers: list[Any] = layers_of(sampler)
+    return [layer.goal_key for layer in layers if getattr(layer, "draws_goals", False)]
 
 
 def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:

@@ -271,17 +271,6 @@ class EpisodeAnswers:
         """Returns the slots of all rows, `[num_rows]` int64, the newest first."""
         return self.slots_by_age(torch.arange(len(self), device=self.device))
 
-    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
-        """Counts how many of the `window` newest rows each lane holds.
-
-        Args:
-            window: `[]` int64, rows by the order of `ages`.
-
-        Returns:
-            `[E]` int64: the newest so many rows of each lane make up the window.
-        """
-        return self._ring.newest_per_lane(window)
-
     # Draws
 
     def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:

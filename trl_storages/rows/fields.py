@@ -20,15 +20,12 @@ from trl_storages.rows.layout import Layout, nest
 from trl_storages.rows.packed import PackedStorage
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from trl_storages.rows.stacks import Stacks
 
 __all__ = [
     "BatchFields",
     "FollowingFields",
     "StoredFields",
-    "field_keys",
     "read_field",
     "read_fields",
     "stored_fields",
@@ -38,54 +35,53 @@ __all__ = [
 _SHORT = 4096  # bytes
 
 
-class StoredFields:
-    """The fields of some rows, gathered when they are asked for.
+class StoredFields(dict[NestedKey, torch.Tensor]):
+    """The fields of some rows, of which each is gathered when it is first asked for.
 
     Args:
         storage: holds the rows.
         slots: `[*B]` int64, where the rows lie, on the device of the storage.
+        device: where fields arrive.
         following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows themselves.
 
     Attributes:
         slots: as given.
         following: as given.
-        device: where fields arrive.
+        device: as given.
     """
 
     def __init__(
-        self, storage: Any, slots: torch.Tensor, following: torch.Tensor | None = None
+        self,
+        storage: Any,
+        slots: torch.Tensor,
+        device: torch.device,
+        following: torch.Tensor | None = None,
     ) -> None:
-        self.slots, self.following, self._storage = slots, following, storage
-        self.device: torch.device = getattr(storage, "out_device", None) or storage.device
-        self._found: dict[NestedKey, torch.Tensor] = {}
+        self.slots, self.following, self.device = slots, following, device
+        self._storage = storage
 
-    def keys(self) -> tuple[NestedKey, ...]:
-        """Returns the keys of all fields."""
-        return field_keys(self._storage)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys()
-
-    def __getitem__(self, key: NestedKey) -> torch.Tensor:
-        """Returns a field, `[*B, *shape]`.
+    @abstractmethod
+    def __missing__(self, key: NestedKey) -> torch.Tensor:
+        """Gathers a field, `[*B, *shape]`.
 
         Raises:
             KeyError: there is no such field; the message lists those that are there.
         """
-        found = self._found.get(key)
-        return self._read(key) if found is None else found
 
-    @abstractmethod
-    def _read(self, key: NestedKey) -> torch.Tensor:
-        """Reads a field that was not found."""
+    def names(self) -> tuple[NestedKey, ...]:
+        """Returns the keys of all fields, gathered or not."""
+        storage = self._storage
+        if isinstance(storage, PackedStorage):
+            return storage.layout.keys  # type: ignore[union-attr]
+        return tuple(storage._storage.keys(include_nested=True, leaves_only=True))
 
     def further(self, slots: torch.Tensor) -> StoredFields:
         """Returns other rows of the storage, of which only some fields are wanted."""
-        return _SingleFields(self._storage, slots)
+        return _SingleFields(self._storage, slots.to(self._storage.device), self.device)
 
-    def followed_by(self, slots: torch.Tensor) -> Self:
+    def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with what lies under `next` of others."""
-        return type(self)(self._storage, self.slots, slots)
+        return type(self)(self._storage, self.slots, self.device, slots)
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -99,40 +95,40 @@ class StoredFields:
 class _WholeRows(StoredFields):
     """Packed rows, gathered as a whole when a field is asked for."""
 
-    def _read(self, key: NestedKey) -> torch.Tensor:
-        layout = self._storage.layout
+    _block: torch.Tensor | None = None
+
+    def __missing__(self, key: NestedKey) -> torch.Tensor:
+        layout, block = self.packed()
         layout.field(key)  # raises what is wrong with the key
-        self._found = layout.views(self._rows)
-        return self._found[key]
+        self.update(layout.views(block))
+        return self[key]
 
-    @cached_property
-    def _rows(self) -> torch.Tensor:
-        found: torch.Tensor = self._storage.gather(self.slots, self.following)
-        return found
-
-    def packed(self) -> tuple[Layout, torch.Tensor] | None:
-        return self._storage.layout, self._rows
+    def packed(self) -> tuple[Layout, torch.Tensor]:
+        block = self._block
+        if block is None:
+            self._block = block = self._storage.gather(self.slots, self.following)
+        return self._storage.layout, block
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        layout = self._storage.layout
-        fields = self._found or layout.views(self._rows)
+        layout, block = self.packed()
+        fields = self or layout.views(block)
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 
 class _SingleFields(StoredFields):
     """Rows of any storage, of which each field is gathered by itself."""
 
-    def _read(self, key: NestedKey) -> torch.Tensor:
-        slots = self.slots
-        stacks = getattr(self._storage, "stacks", None)
-        if stacks is not None and key in self._storage.layout.stacks:
+    def __missing__(self, key: NestedKey) -> torch.Tensor:
+        slots, storage = self.slots, self._storage
+        stacks = getattr(storage, "stacks", None)
+        if stacks is not None and key in storage.layout.stacks:
             return self._read_stacks(stacks, key)
         if self.following is not None and key[0] == "next":
             slots = self.following
-        field = read_field(self._storage, slots, key)
+        field = read_field(storage, slots, key)
         if field.device != self.device:
             field = field.to(self.device, non_blocking=True)
-        self._found[key] = field
+        self[key] = field
         return field
 
     def _read_stacks(self, stacks: Stacks, key: NestedKey) -> torch.Tensor:
@@ -140,16 +136,16 @@ class _SingleFields(StoredFields):
         at = key[1:] if key[0] == "next" else key
         pair = [it for it in (unravel_key(at), next_key(at)) if it in self._storage.layout.stacks]
         found = stacks.read(self._storage.table, self.slots, pair, self.following)
-        self._found |= {it: found[it].to(self.device, non_blocking=True) for it in pair}
-        return self._found[key]
+        self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
+        return self[key]
 
-    def followed_by(self, slots: torch.Tensor) -> Self:
+    def followed_by(self, slots: torch.Tensor) -> StoredFields:
         rows = super().followed_by(slots)
-        rows._found = {key: field for key, field in self._found.items() if key[0] != "next"}
+        rows.update({key: field for key, field in self.items() if key[0] != "next"})
         return rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        fields = {key: self[key] for key in self.keys() if key not in entries}
+        fields = {key: self[key] for key in self.names() if key not in entries}
         nested = self._storage.layout.nested
         return nest({**fields, **entries}, self.slots.shape, self.device, nested)
 
@@ -157,18 +153,13 @@ class _SingleFields(StoredFields):
 class _BatchedFields(StoredFields):
     """Rows that a storage of TorchRL's, or a function of the user's, turns into a batch."""
 
-    def __init__(
-        self,
-        storage: Any,
-        slots: torch.Tensor,
-        collate: Callable[[Any], TensorDictBase] | None,
-        following: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(storage, slots, following)
-        self._collate = collate
+    #: Turns what the storage returns into a batch; None leaves it as it is.
+    collate: Callable[[Any], TensorDictBase] | None = None
 
-    def followed_by(self, slots: torch.Tensor) -> Self:
-        return type(self)(self._storage, self.slots, self._collate, slots)
+    def followed_by(self, slots: torch.Tensor) -> StoredFields:
+        rows: Any = super().followed_by(slots)
+        rows.collate = self.collate
+        return rows
 
     @cached_property
     def _batch(self) -> BatchFields:
@@ -179,9 +170,9 @@ class _BatchedFields(StoredFields):
 
     def _whole(self, slots: torch.Tensor) -> TensorDictBase:
         rows = self._storage.get(slots)
-        return rows if self._collate is None else self._collate(rows)
+        return rows if self.collate is None else self.collate(rows)
 
-    def _read(self, key: NestedKey) -> torch.Tensor:
+    def __missing__(self, key: NestedKey) -> torch.Tensor:
         return self._batch[key]
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -196,11 +187,11 @@ class FollowingFields(_SingleFields):
     """
 
     def __init__(self, stored: StoredFields) -> None:
-        super().__init__(stored._storage, stored.following)  # type: ignore[arg-type]
+        super().__init__(stored._storage, stored.following, stored.device)  # type: ignore[arg-type]
         self._stored = stored
 
-    def _read(self, key: NestedKey) -> torch.Tensor:
-        return self._stored[key] if key[0] == "next" else super()._read(key)
+    def __missing__(self, key: NestedKey) -> torch.Tensor:
+        return self._stored[key] if key[0] == "next" else super().__missing__(key)
 
 
 class BatchFields:
@@ -213,12 +204,9 @@ class BatchFields:
     def __init__(self, batch: TensorDictBase) -> None:
         self._batch = batch
 
-    def keys(self) -> tuple[NestedKey, ...]:
+    def names(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all entries."""
         return tuple(self._batch.keys(include_nested=True, leaves_only=True))
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys()
 
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
         """Returns an entry.
@@ -251,13 +239,15 @@ def stored_fields(
         slots: int64 of shape B on its device.
         collate: turns what the storage returns into a batch; None leaves it as it is.
     """
+    device = getattr(storage, "out_device", None) or storage.device
     if collate is not None or not isinstance(storage, PackedStorage):
-        return _BatchedFields(storage, slots, collate)
+        batched = _BatchedFields(storage, slots, device)
+        batched.collate = collate
+        return batched
     # Rows that are sent to another device go there in one piece.
-    row_nbytes = storage.layout.row_nbytes  # type: ignore[union-attr]
-    if row_nbytes > _SHORT and not storage.is_sent_away:
-        return _SingleFields(storage, slots)
-    return _WholeRows(storage, slots)
+    is_long = storage.layout.row_nbytes > _SHORT  # type: ignore[union-attr]
+    kind = _SingleFields if is_long and not storage.is_sent_away else _WholeRows
+    return kind(storage, slots, device)
 
 
 def read_fields(
@@ -290,13 +280,6 @@ def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> t
     picked = column.index_select(0, index.reshape(-1))
     found: torch.Tensor = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
     return found
-
-
-def field_keys(storage: TensorStorage) -> tuple[NestedKey, ...]:
-    """Returns the keys of all fields of a storage, whether its rows are packed or TorchRL's own."""
-    if isinstance(storage, PackedStorage):
-        return storage.layout.keys  # type: ignore[union-attr]
-    return tuple(storage._storage.keys(include_nested=True, leaves_only=True))
 
 
 def _no_field(key: NestedKey, rows: TensorDictBase) -> KeyError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -44,17 +44,17 @@ class Field:
     start: int
     stack: FrameStack | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return self.shape.numel()
 
-    @property
+    @cached_property
     def start_byte(self) -> int:
         """Where the field begins in the row."""
         return self.start * self.dtype.itemsize
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize

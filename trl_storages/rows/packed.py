@@ -756,13 +756,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.note(slots)
         if following is not None:
             self.note(following)
-        is_pinned = self.is_sent_away and self.device.type == "cpu"
+        is_sent_away = self.is_sent_away
+        is_pinned = is_sent_away and self.device.type == "cpu"
         if self.stacks is not None:
             block = self.stacks.gather(self.table, slots, following, pin_memory=is_pinned)  # type: ignore[arg-type]
         else:
             spans = self.layout.following  # type: ignore[union-attr]
             block = self.table.pick(slots, following, spans, pin_memory=is_pinned)  # type: ignore[union-attr]
-        return block.to(self.out_device, non_blocking=True) if self.is_sent_away else block
+        return block.to(self.out_device, non_blocking=True) if is_sent_away else block
 
     def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields only.

@@ -6,7 +6,7 @@ Letters: B samples of a batch, n further rows of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -21,16 +21,11 @@ __all__ = ["RowView", "Rule", "joined"]
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-class _Light:
-    """How an entry is seen, given how all were seen before; without a rule it was set for one batch."""
+#: How an entry is seen, given how all were seen before; without a rule it was set for one batch.
+_Light: TypeAlias = "tuple[Rule | None, _Lights]"
+_Lights: TypeAlias = Mapping[NestedKey, _Light]
 
-    __slots__ = ("before", "rule")
-
-    def __init__(self, rule: Rule | None, before: Mapping[NestedKey, _Light]) -> None:
-        self.rule, self.before = rule, before
-
-
-_AS_STORED: Mapping[NestedKey, _Light] = {}
+_AS_STORED: _Lights = {}
 
 
 class RowView:
@@ -57,7 +52,7 @@ class RowView:
         stored: StoredFields,
         storage: Storage,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
-        lights: Mapping[NestedKey, _Light] = _AS_STORED,
+        lights: _Lights = _AS_STORED,
     ) -> None:
         self.slots, self.device = stored.slots, stored.device
         self._storage = storage
@@ -98,13 +93,15 @@ class RowView:
         light = self._lights.get(key)
         if light is None:
             return self._stored[key]
-        if light.rule is None:
+        rule, before = light
+        if rule is None:
             raise RuntimeError(
                 f"{key!r} was set for the sampled rows, but is wanted of further rows too: the transform "
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        for found, value in light.rule(self._seen(self._stored, light.before), key).items():
+        seen = RowView(self._stored, self._storage, None, before)  # type: ignore[arg-type]
+        for found, value in rule(seen, key).items():
             # What was set or defined since stays.
             if self._lights.get(found) is light:
                 self._entries[found] = value
@@ -113,14 +110,14 @@ class RowView:
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
         """Sets an entry of the rows, `[*B, ...]` on `device`."""
         self._entries[key] = value
-        self._lights = {**self._lights, key: _Light(None, self._lights)}
+        self._lights = {**self._lights, key: (None, self._lights)}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries or key in self._lights or key in self._stored
+        return key in self._entries or key in self._lights or key in self._stored.names()
 
     def keys(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all entries, stored or not."""
-        return tuple(dict.fromkeys((*self._stored.keys(), *self._lights, *self._entries)))
+        return tuple(dict.fromkeys((*self._stored.names(), *self._lights, *self._entries)))
 
     def define(self, keys: Collection[NestedKey], rule: Rule) -> None:
         """Shows entries in another light, for these rows and for further ones.
@@ -131,7 +128,7 @@ class RowView:
                 given rows as they are seen now, these or further ones `[n, B]` of each sample, to which
                 what is known of the samples broadcasts; and which entry is asked for.
         """
-        light = _Light(rule, self._lights)
+        light = rule, self._lights
         self._lights = lights = {**self._lights}
         for key in keys:
             lights[key] = light
@@ -153,17 +150,10 @@ class RowView:
         Raises:
             RuntimeError: a transform has run that shows the sampled rows only.
         """
-        stored = self._checked().further(slots.to(self._storage.device))
-        return self._seen(stored, self._lights)
-
-    def _checked(self) -> StoredFields:
-        """Returns the rows, if further ones can be looked at as they are seen."""
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        return self._stored  # type: ignore[return-value]
-
-    def _seen(self, stored: Any, lights: Mapping[NestedKey, _Light]) -> RowView:
-        return RowView(stored, self._storage, None, lights)
+        further = self._stored.further(slots)  # type: ignore[union-attr]
+        return RowView(further, self._storage, None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
         """Lets what lies under `next` be that of other rows.
@@ -176,9 +166,11 @@ class RowView:
             RuntimeError: as `at`.
             KeyError: something was set under `next` that the rows do not hold.
         """
-        stored = self._checked().followed_by(slots)
-        for key, light in self._lights.items():
-            if key[0] == "next" and light.rule is None:
+        if self._obstacle is not None:
+            raise RuntimeError(self._obstacle)
+        stored = self._stored.followed_by(slots)  # type: ignore[union-attr]
+        for key, (rule, _) in self._lights.items():
+            if key[0] == "next" and rule is None:
                 raise KeyError(
                     f"{key!r} was set for the sampled rows and can't be read from later ones: put the "
                     "transform that sets it behind NStep."
@@ -186,7 +178,7 @@ class RowView:
         for key in [key for key in self._entries if key[0] == "next"]:
             del self._entries[key]
         self._stored, self._obstacle = stored, reason
-        self._following = self._seen(FollowingFields(stored), self._lights)
+        self._following = RowView(FollowingFields(stored), self._storage, None, self._lights)
 
     # The batch
 

@@ -169,11 +169,12 @@ class ERESampler(WrappingSampler):
         arguments.instance("episodes", episodes, EpisodeIndex, what="an EpisodeIndex")
         # The host's own arithmetic costs a tenth of an operation on tensors.
         num_rows: Any = len(episodes) if episodes.device.type == "cpu" else episodes.num_rows
+        update, num_updates = self._counts["update"], self._counts["num_updates"]
         size = window_size(
             num_rows,
             eta=self.eta,
-            update=min(self.update, self.num_updates),
-            num_updates=self.num_updates,
+            update=min(update, num_updates),
+            num_updates=num_updates,
             c_min=self.c_min,
             reference_rows=episodes.capacity if self.reference == "capacity" else None,
         )
@@ -189,9 +190,9 @@ class ERESampler(WrappingSampler):
             RuntimeError: the storage is empty, or has no episode index.
         """
         batch_size, episodes = size_of_draw(storage, batch_size), episodes_of(storage)
-        if not self.num_updates:
+        if not self._counts["num_updates"]:
             self._begin_next_phase()
-        self._counts = {**self._counts, "update": self.update + 1}
+        self._counts["update"] += 1
         return self.base.sample_window(storage, batch_size, self.window(episodes))
 
     # TorchRL tells of one write in two ways, through the container and through the writer; the

@@ -176,7 +176,7 @@ class HERSampler(WrappingSampler):
         episodes = episodes_of(storage)
         noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
         # Samplers without replacement end an epoch with fewer rows than were asked for.
-        noise = noise[: len(index)]
+        noise = noise[: index.shape[0]]
         kinds = self._kinds(noise)
         if "geometric" in self._names:
             steps = geometric_steps(noise, self.discount)

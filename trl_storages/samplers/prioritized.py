@@ -203,14 +203,13 @@ class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore
     ) -> Drawn:
         batch_size = size_of_draw(storage, batch_size)
         self._settle(storage)
-        noise = random_noise(batch_size, generator=self._rng, device=self.device)
+        table = self._table
+        noise = random_noise(batch_size, generator=self._rng, device=table.device)
         if window is None:
-            slots, weight, stamp = self._table.draw(noise, self.beta, _num_rows(storage))
+            slots, weight, stamp = table.draw(noise, self.beta, _num_rows(storage))
         else:
-            window = torch.as_tensor(window, device=self.device)
-            slots, weight, stamp = self._table.draw_newest(
-                noise, self.beta, episodes_of(storage), window
-            )
+            window = torch.as_tensor(window, device=table.device)
+            slots, weight, stamp = table.draw_newest(noise, self.beta, episodes_of(storage), window)
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def plain_weights(self) -> AbstractContextManager[None]:

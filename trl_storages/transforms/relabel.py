@@ -110,6 +110,8 @@ class GoalRelabel(ReplayTransform):
                 f"achieved_goal_key must be another entry than the goal that is written, got "
                 f"{achieved_goal_key!r} for both."
             )
+        written = self.goal_key or self.desired_goal_key
+        self._written = written, keys.next_key(written)
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key or keys.DESIRED_GOAL)
         self.reward_key = arguments.key("reward_key", reward_key)
         self.done_key = arguments.key("done_key", done_key)
@@ -124,7 +126,7 @@ class GoalRelabel(ReplayTransform):
     @property
     def written_keys(self) -> tuple[NestedKey, ...]:
         """What is seen otherwise than it is stored, beside what follows from it."""
-        found = [self.goal_key or self.desired_goal_key]
+        found = [self._written[0]]
         if self.reward_fn is not None:
             found.append(self.reward_key)
         if self.terminated_fn is not None:
@@ -149,10 +151,10 @@ class GoalRelabel(ReplayTransform):
             )
         goal = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
         drawn = _DrawnGoals(rows[self._mask_key].unsqueeze(-1), goal)
-        # A goal of its own is the desired one where it was neither stored nor drawn.
-        written = self.goal_key or self.desired_goal_key
-        stored = written if written in rows else self.desired_goal_key
-        next_written, next_stored = keys.next_key(written), keys.next_key(stored)
+        written, (stored, next_stored) = self._written[0], self._written
+        if self.goal_key is not None and stored not in rows:
+            # A goal of its own is the desired one where it was neither stored nor drawn.
+            stored, next_stored = self.desired_goal_key, self.next_desired_goal_key
         has_following = next_stored in rows
 
         def goal_of(seen: RowView, key: NestedKey) -> dict[NestedKey, torch.Tensor]:
@@ -163,7 +165,7 @@ class GoalRelabel(ReplayTransform):
             # Such rows pursue one goal throughout.
             return {key: _repeated(rows[written], seen)}
 
-        rows.define((written, next_written), goal_of)
+        rows.define(self._written, goal_of)
         if self.reward_fn is not None:
             rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, drawn))
         if self.terminated_fn is not None:

@@ -215,8 +215,10 @@ class Ring(RingTables):
             first = take(self.spans[:, 0], take(self.episode, rows))
         return rows, offset == wanted, step == first
 
-    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
-        """Counts how many of the newest rows each lane holds."""
+    def newest_ranges(
+        self, window: torch.Tensor, lane_leaves: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds the newest rows where they lie lane by lane, as in a `LaneOrder`."""
         lane_ids = torch.arange(self.num_envs, device=self.device)
         fill, lanes = self.by_fill()
         # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
@@ -230,7 +232,12 @@ class Ring(RingTables):
         place = self.num_envs - 1 - lane_ids
         share = left // sharing + (place < left % sharing)
         length = torch.where(lane_ids < emptied, fill, share)
-        return torch.empty_like(length).scatter_(0, lanes, length)
+        length = torch.empty_like(length).scatter_(0, lanes, length)
+        first, start = lane_ids * lane_leaves, (self.cursors - length) % self.ring_steps
+        # The newest rows of a lane may go over the end of its ring, on to its beginning.
+        over = (start + length - self.ring_steps).clamp(min=0)
+        starts, stops = [first + start, first], [first + start + length - over, first + over]
+        return torch.cat(starts), torch.cat(stops)
 
     def _below(self, noise: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
         """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""

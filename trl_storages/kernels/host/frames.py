@@ -17,7 +17,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.host.rows import check_found
+from trl_storages.kernels.host.rows import not_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.ring_tables import CURSOR, FIRST, OPEN, TAIL
 from trl_storages.kernels.stack_fields import (
@@ -89,7 +89,8 @@ class FrameTable:
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
         at, lent = slots.numpy(), lenders.numpy()
         wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
-        check_found(wrong, at, len(self._rows))
+        if wrong >= 0:
+            raise not_found(at[wrong], len(self._rows))
 
     def find_breaks(
         self,

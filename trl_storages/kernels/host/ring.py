@@ -285,18 +285,21 @@ class Ring(RingTables):
         )
         return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
 
-    def newest_per_lane(self, window: torch.Tensor) -> torch.Tensor:
-        """Counts how many of the newest rows each lane holds.
+    def newest_ranges(
+        self, window: torch.Tensor, lane_leaves: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds the newest rows where they lie lane by lane, as in a `LaneOrder`.
 
         Args:
             window: `[]` int64, how many rows, by the order of `slots_by_age`.
+            lane_leaves: how many leaves there are for each lane, R or more.
 
         Returns:
-            `[E]` int64: the newest so many rows of each lane make up the window.
+            `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, of which some are empty.
         """
-        lengths = np.empty(self.num_envs, np.int64)
-        _newest_per_lane(self._arrays[2], int(window), lengths)
-        return torch.from_numpy(lengths)
+        starts, stops = np.empty((2, 2 * self.num_envs), np.int64)
+        _newest_ranges(self._arrays[2], self.ring_steps, int(window), lane_leaves, starts, stops)
+        return torch.from_numpy(starts), torch.from_numpy(stops)
 
 
 @inlined
@@ -538,15 +541,21 @@ def _sequences(
 
 
 @compiled
-def _newest_per_lane(lanes: Any, window: int, lengths: Any) -> None:
+def _newest_ranges(
+    lanes: Any, room: int, window: int, lane_leaves: int, starts: Any, stops: Any
+) -> None:
     num_lanes = len(lanes)
     order, first_age, first_rank, fill, num_rows = _by_age(lanes)
     level = _level(first_rank, window)
     sharing, left = num_lanes - level, window - first_rank[level]
     for place in range(num_lanes):
-        if place < level or window >= num_rows:
-            lengths[order[place]] = fill[place]
-        else:
+        lane, length = order[place], fill[place]
+        if place >= level and window < num_rows:
             # Of equally old rows, those of the fullest lanes come first.
             one_more = num_lanes - 1 - place < left % sharing
-            lengths[order[place]] = first_age[level] + left // sharing + one_more
+            length = first_age[level] + left // sharing + one_more
+        first, start = lane * lane_leaves, (lanes[lane, CURSOR] - length) % room
+        # The newest rows of a lane may go over the end of its ring, on to its beginning.
+        over = max(start + length - room, 0)
+        starts[lane], stops[lane] = first + start, first + start + length - over
+        starts[num_lanes + lane], stops[num_lanes + lane] = first, first + over

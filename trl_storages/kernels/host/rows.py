@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
     from trl_storages.kernels.ring_tables import RingTables
 
-__all__ = ["RowTable", "check_found", "fold"]
+__all__ = ["RowTable", "fold", "not_found"]
 
 _WORD = 8  # bytes
 _LINE = 64  # bytes that memory delivers at once
@@ -111,7 +111,8 @@ class RowTable:
 
     def _copy(self, slots: torch.Tensor, start: int, size: int, out: int, pitch: int) -> None:
         flat = slots.numpy().reshape(-1)
-        check_found(_pick(self.array, flat, start, size, out, pitch), flat, len(self.array))
+        if (wrong := _pick(self.array, flat, start, size, out, pitch)) >= 0:
+            raise not_found(flat[wrong], len(self.array))
 
     def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns where the newest rows of `[L]` lanes are as they are seen.
@@ -177,12 +178,9 @@ def fold(
     return out.to(dtype)
 
 
-def check_found(wrong: int, slots: np.ndarray, num_rows: int) -> None:
-    """Raises an IndexError if one of the slots is that of no row, which is given by its place, or -1."""
-    if wrong >= 0:
-        raise IndexError(
-            f"slots must be below {num_rows}, the size of the storage, got {slots[wrong]}."
-        )
+def not_found(slot: int, num_rows: int) -> IndexError:
+    """Says that a slot is that of no row."""
+    return IndexError(f"slots must be below {num_rows}, the size of the storage, got {slot}.")
 
 
 @compiled

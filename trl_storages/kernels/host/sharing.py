@@ -15,7 +15,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.host.rows import RowTable, check_found
+from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
@@ -135,7 +135,8 @@ class SharedTable(RowTable):
         table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
         moved = self._next_bytes
         wrong = _pick(*table, moved, flat, lenders, spans, start, size, with_own, out, pitch)
-        check_found(wrong, flat, len(self.array))
+        if wrong >= 0:
+            raise not_found(flat[wrong], len(self.array))
 
     @property
     def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
