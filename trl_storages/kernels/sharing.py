@@ -47,9 +47,9 @@ CONTINUES, TIP_BIT, ENTRY_BIT = 1, 1, 3
 NUM_TIPS = 3
 # Places of its counts.
 NUM_FREE, NUM_TAKEN = 0, 1
-#: Of each lane: the cursor of the rows that count; the tip that must stay until all is brought to disk
-#: once more, 0 if none must; the first step whose row has its entry to itself, whatever lies there of
-#: others; and the step after the last one that was written since.
+#: Of each lane: the cursor of the rows that count, -1 where it is that of the ring; the tip that must
+#: stay until all is brought to disk once more, 0 if none must; the first step whose row has its entry to
+#: itself, whatever lies there of others; and the step after the last one that was written since.
 COMMITTED, FLUSHED, OWNED, LINKED = range(4)
 # So many rows have fewer entries than 4 bytes can name, with the tips and the spare rows of files.
 _MOST_NARROW = 2**25
@@ -122,7 +122,7 @@ class SideTable:
         self.counts = zeros(2, device=device)
         #: `[E, 4]` int64.
         self.lanes = zeros(num_lanes, 4, device=device)
-        self.lanes[:, OWNED] = -_MOST_STEPS
+        self.lanes[:, COMMITTED], self.lanes[:, OWNED] = -1, -_MOST_STEPS
         self.clear()
 
     @classmethod

@@ -624,10 +624,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def note_committed(self) -> None:
         """Notes which rows count, before others are written."""
-        if self._side is not None:
-            directory = self.directory
-            cursors = None if directory is None else directory.words.committed_cursors
-            self.table.note_committed(cursors)  # type: ignore[union-attr]
+        if self._side is not None and self.directory is not None:
+            self.table.note_committed(self.directory.words.committed_cursors)  # type: ignore[union-attr]
 
     def write(
         self,

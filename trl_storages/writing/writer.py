@@ -329,7 +329,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             blocks = [self._lanes.cut(steps, block) for block in blocks]
             if self.gaps.warns_of_tears and any(self._lanes.tears(steps, it) for it in blocks):
                 self.gaps.warn_of_tears()
-        if len(blocks) == 1 and self._is_packed and storage.looks and self.gaps.is_looking:
+        can_look = self._is_packed and storage.looks and not steps.rows.is_compact
+        if len(blocks) == 1 and can_look and self.gaps.is_looking:
             # As a rule there is no gap, and nothing else to be known before.
             pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
         while True:

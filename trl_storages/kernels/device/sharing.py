@@ -176,10 +176,9 @@ class SharedTable(RowTable):
 
     # Writing
 
-    def note_committed(self, cursors: np.ndarray | None = None) -> None:
-        """Notes up to where rows count: `[E]` int64, None is as the ring says."""
-        known = self._ring.cursors if cursors is None else torch.from_numpy(cursors)
-        self.side.lanes[:, COMMITTED] = known
+    def note_committed(self, cursors: np.ndarray) -> None:
+        """Notes up to where rows count, `[E]` int64, if that is not what the ring says."""
+        self.side.lanes[:, COMMITTED] = torch.from_numpy(cursors)
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns rows `[L, W]` as they are seen."""
@@ -200,7 +199,7 @@ class SharedTable(RowTable):
         values, held = self.side.values[:, :shared], self.side.lanes[lanes]
         # A row that counts already stays as it is.
         is_new = (held[:, COMMITTED] <= ring.cursors[lanes]).unsqueeze(1)
-        newest, tips = ring.newest_slots(lanes), self._free_tips(held, lanes)
+        newest, tips = ring.newest_slots(lanes), self._free_tips(ring, held, lanes)
         led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
         follows = self._are_same(led_to, now[:, 0])
         goes_on = self._are_same(after[:, :-1], now[:, 1:])
@@ -241,10 +240,10 @@ class SharedTable(RowTable):
         """Returns the slots of steps `[L, k]` of lanes."""
         return steps % self._ring.ring_steps * self._num_lanes + lanes.unsqueeze(1)
 
-    def _free_tips(self, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+    def _free_tips(self, ring: Ring, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the number of a tip of each lane that holds nothing which may still be wanted."""
-        ring = self._ring
-        newest = (held[:, COMMITTED] - 1) % ring.ring_steps * self._num_lanes + lanes
+        committed = torch.where(held[:, COMMITTED] < 0, ring.cursors[lanes], held[:, COMMITTED])
+        newest = (committed - 1) % ring.ring_steps * self._num_lanes + lanes
         used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
         for _ in range(NUM_TIPS - 1):

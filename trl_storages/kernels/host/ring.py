@@ -100,23 +100,15 @@ class Ring(RingTables):
         """
         written = self._all_lanes if lanes is None else np.asarray(lanes)
         gaps = np.empty((len(written), num_steps), bool)
-        before = _NO_TABLE if table is None else table.array
+        cuts = _NO_CUTS if cut is None else cut.numpy()
+        places = _NO_ORDER if order is None else order.numpy()
+        steps = (written, num_steps, rows.sources, *rows.ends, cuts, places)
         if is_ring and table is not None:
-            before, is_ring = table.newest(self, written)
-        found = find_gaps(
-            self._arrays[2],
-            self.ring_steps,
-            written,
-            num_steps,
-            rows.sources,
-            *rows.ends,
-            _NO_CUTS if cut is None else cut.numpy(),
-            _NO_ORDER if order is None else order.numpy(),
-            before,
-            is_ring,
-            pairs,
-            gaps,
-        )
+            found = table.find_gaps(self, steps, pairs, gaps)
+        else:
+            before = _NO_TABLE if table is None else table.array
+            known = self._arrays[2], self.ring_steps
+            found = find_gaps(*(*known, *steps, before, False, pairs, gaps))
         return torch.from_numpy(gaps) if found else None
 
     def append(
@@ -152,7 +144,11 @@ class Ring(RingTables):
         places, sources = _NO_ORDER if order is None else order.numpy(), rows.sources
         cuts = _NO_CUTS if cut is None else cut.numpy()
         if table is not None:
-            sources = table.sources(rows, self, num_steps, written, places, cuts)
+            compared = _NO_PAIRS if pairs is None else pairs
+            linked = table.sources(rows, self, num_steps, written, places, cuts, compared)
+            if linked is None:
+                return None
+            sources, pairs = linked, pairs if table.is_plain else None
         if append_steps(
             *self._arrays,
             self.steps_per_lane,

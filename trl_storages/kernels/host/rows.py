@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
-from trl_storages.kernels.host.writing import NewRows, put_rows
+from trl_storages.kernels.host.writing import NewRows, find_gaps, put_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
@@ -41,6 +41,8 @@ class RowTable:
     new_rows = NewRows
     #: Whether rows that are appended can be compared with those before them in the same call.
     looks = True
+    #: Whether rows are stored as they are seen.
+    is_plain = True
 
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.
@@ -114,13 +116,22 @@ class RowTable:
         if (wrong := _pick(self.array, flat, start, size, out, pitch)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
-    def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Returns where the newest rows of `[L]` lanes are as they are seen.
+    def find_gaps(
+        self, ring: Ring, steps: tuple[Any, ...], pairs: np.ndarray, gaps: np.ndarray
+    ) -> bool:
+        """Finds rows that do not begin with what the row before them led to, see `Ring.find_gaps`.
+
+        Args:
+            ring: of the rows that are there, as `append` finds it.
+            steps: what is written: lanes, number, sources and ends of rows, cuts and order.
+            pairs: `[p, 2]` int64, the fields that are compared.
+            gaps: `[L, S]` bool, the answer.
 
         Returns:
-            all rows of the ring, or those `[L, W]`; and whether it is the former.
+            whether there is one.
         """
-        return self.array, True
+        before = self.array, True
+        return find_gaps(*(ring._arrays[2], ring.ring_steps, *steps, *before, pairs, gaps))
 
     def sources(
         self,
@@ -130,7 +141,8 @@ class RowTable:
         written: np.ndarray,
         order: np.ndarray,
         cut: np.ndarray,
-    ) -> np.ndarray:
+        pairs: np.ndarray,
+    ) -> np.ndarray | None:
         """Returns where what is stored of new rows comes from, and where it belongs.
 
         Args:
@@ -140,9 +152,11 @@ class RowTable:
             written: `[L]` the lanes of the rows.
             order: `[L, S]` which row is which step; empty if they come as they are written.
             cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
+            pairs: as in `find_gaps`; empty if nobody looks for gaps.
 
         Returns:
-            `[*, 4]` int64, as `NewRows.sources`.
+            `[*, 4]` int64, as `NewRows.sources`. None if rows that are not `is_plain` have a gap; nothing
+            has changed then.
         """
         return rows.sources
 

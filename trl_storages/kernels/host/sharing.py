@@ -60,7 +60,7 @@ class SharedTable(RowTable):
         commits: says up to where, while another process writes them; None if the ring does.
     """
 
-    looks = False
+    is_plain = False
 
     def __init__(
         self,
@@ -147,17 +147,16 @@ class SharedTable(RowTable):
         selector, tables = self._commits._selector, self._commits._tables
         return tables.reshape(-1), selector, _FIRST_CURSOR, tables.shape[1], 1, self._ring.num_envs
 
-    def note_committed(self, cursors: np.ndarray | None = None) -> None:
-        """Notes up to where rows count: `[E]` int64, None is as the ring says."""
-        known = self._ring._arrays[2][:, CURSOR] if cursors is None else cursors
-        self._side[2][:, COMMITTED] = known
+    def note_committed(self, cursors: np.ndarray) -> None:
+        """Notes up to where rows count, `[E]` int64, if that is not what the ring says."""
+        self._side[2][:, COMMITTED] = cursors
 
-    def newest(self, ring: Ring, written: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Returns where the newest rows of `[L]` lanes are; see `RowTable.newest`."""
-        rows = np.empty((len(written), self._num_words), np.int64)
-        table = self.array, self._headers, self._values
-        _newest(ring._arrays[2], ring.ring_steps, written, *table, rows)
-        return rows, False
+    def find_gaps(
+        self, ring: Ring, steps: tuple[Any, ...], pairs: np.ndarray, gaps: np.ndarray
+    ) -> bool:
+        """Finds rows that do not begin with what the row before them led to; see `RowTable.find_gaps`."""
+        table = self.array, self._headers, self._values, self._next_bytes
+        return _find_gaps(*(ring._arrays[2], ring.ring_steps, *steps, *table, pairs, gaps))
 
     def sources(
         self,
@@ -167,13 +166,14 @@ class SharedTable(RowTable):
         written: np.ndarray,
         order: np.ndarray,
         cut: np.ndarray,
-    ) -> np.ndarray:
+        pairs: np.ndarray,
+    ) -> np.ndarray | None:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
         if rows.sources is not self._known[0]:
             headers = np.zeros(rows.num_rows, self._headers.dtype)
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
         _, headers, sources = self._known
-        _link(
+        is_linked = _link(
             ring._arrays[2],
             ring.steps_per_lane,
             ring.ring_steps,
@@ -190,9 +190,11 @@ class SharedTable(RowTable):
             *self._side,
             self._sharing.num_shared,
             self._sharing.shared_bytes,
+            self._next_bytes,
+            pairs,
             headers,
         )
-        return sources
+        return sources if is_linked else None
 
     def _stored(self, seen: np.ndarray, headers: np.ndarray) -> np.ndarray:
         """Returns where what is stored of rows comes from, and where it belongs."""
@@ -369,18 +371,66 @@ def _pick(
 
 
 @compiled
-def _newest(
-    lanes: Any, room: int, written: Any, table: Any, headers: Any, values: Any, rows: Any
-) -> None:
-    """Copies the newest rows of lanes as they are seen: what is next of them is in their tips."""
-    own = table.shape[1] * _WORD
-    shared = rows.shape[1] * _WORD - own
+def _find_gaps(
+    lanes: Any,
+    room: int,
+    written: Any,
+    num_steps: int,
+    sources: Any,
+    first_end: int,
+    end_stride: int,
+    cut: Any,
+    order: Any,
+    table: Any,
+    headers: Any,
+    values: Any,
+    moved: int,
+    pairs: Any,
+    gaps: Any,
+) -> bool:
+    """Does what `find_gaps` does; what is next of the newest rows is in their tips.
+
+    Args:
+        lanes: as in `_link`, as all that is not named here.
+        room: likewise.
+        written: likewise.
+        num_steps: likewise.
+        sources: likewise.
+        first_end: likewise.
+        end_stride: likewise.
+        cut: likewise.
+        order: likewise.
+        table: likewise.
+        headers: likewise.
+        values: likewise.
+        moved: likewise.
+        pairs: `[p, 2]` fields whose value comes back under another one of the row before.
+        gaps: `[L, S]` bool, the answer.
+    """
+    found = False
     for i in range(len(written)):
-        slot = (lanes[written[i], CURSOR] - 1) % room * len(lanes) + written[i]
-        entry = _tip_of(headers[slot], written[i], len(lanes))
-        to, row = rows.ctypes.data + i * rows.shape[1] * _WORD, slot * table.shape[1]
-        copy_bytes(to, values.ctypes.data + entry * values.shape[1] * _WORD, shared)
-        copy_bytes(to + shared, table.ctypes.data + row * _WORD, own)
+        lane, previous = written[i], 0
+        goes_on = lanes[lane, OPEN] != 0
+        newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane
+        own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
+        tip = _tip_of(headers[newest], lane, len(lanes))
+        after = values.ctypes.data + tip * values.shape[1] * _WORD
+        for s in range(num_steps):
+            row = order[i, s] if order.size > 0 else i * num_steps + s
+            gaps[i, s] = False
+            if goes_on and not (cut.size > 0 and cut[i, s]):
+                for p in range(len(pairs)):
+                    now, led_to = pairs[p, 0], pairs[p, 1]
+                    start = sources[led_to, _START]
+                    end = sources[led_to, _ADDRESS] + previous * sources[led_to, _STRIDE]
+                    if s == 0:
+                        end = start + (after if start < moved else own)
+                    value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
+                    if not are_same_bytes(value, end, sources[now, _SIZE]):
+                        gaps[i, s] = found = True
+            goes_on = not is_set(first_end + row * end_stride)
+            previous = row
+    return found
 
 
 @inlined
@@ -413,7 +463,8 @@ def _copy_next(sources: Any, row: int, values: Any, entry: int, num_shared: int)
 @compiled
 def _free_tip(headers: Any, lane: int, lanes: Any, room: int, held: Any) -> int:
     """Returns the number of a tip that holds nothing which may still be wanted."""
-    newest = (held[lane, COMMITTED] - 1) % room * len(lanes) + lane
+    committed = held[lane, COMMITTED] if held[lane, COMMITTED] >= 0 else lanes[lane, CURSOR]
+    newest = (committed - 1) % room * len(lanes) + lane
     used = (headers[newest] >> TIP_BIT) & NUM_TIPS
     tip = 1
     while tip in (used, held[lane, FLUSHED]):
@@ -442,8 +493,10 @@ def _link(
     held: Any,
     num_shared: int,
     shared_bytes: int,
+    moved: int,
+    pairs: Any,
     new: Any,
-) -> None:
+) -> bool:
     """Finds out which rows continue the rows before them, and gives the others an entry.
 
     It is done before the rows are written, and may be done again before they count.
@@ -468,8 +521,33 @@ def _link(
         held: its `lanes`.
         num_shared: m.
         shared_bytes: what their values take.
+        moved: bytes by which fields lie further on in a row as it is seen.
+        pairs: as in `_find_gaps`; empty if nobody looks for gaps.
         new: `[n]` the answer, the headers of the new rows.
+
+    Returns:
+        False if there is a gap. Nothing has changed then.
     """
+    if len(pairs) > 0:
+        gaps = np.empty((len(written), num_steps), np.bool_)
+        if _find_gaps(
+            lanes,
+            room,
+            written,
+            num_steps,
+            sources,
+            first_end,
+            end_stride,
+            cut,
+            order,
+            table,
+            headers,
+            values,
+            moved,
+            pairs,
+            gaps,
+        ):
+            return False
     num_lanes = len(lanes)
     # Of more than T steps, the last T find room.
     first = max(num_steps - most_live, 0)
@@ -540,6 +618,7 @@ def _link(
             if not continues:
                 entry = _take_entry(free, counts)
                 _copy_next(sources, row, values, entry, num_shared)
+    return True
 
 
 @compiled
