@@ -131,7 +131,7 @@ def test_every_row_that_a_batch_is_made_of_is_looked_at(tmp_path, n_step, monkey
     rows = PackedStorage.open(tmp_path, mode="r")
     monkeypatch.setattr(rows.reader, "seen", [])
     episodes, index = rows.episodes, torch.tensor([3, 11])
-    view = RowView(stored_fields(rows, index), rows)
+    view = RowView(stored_fields(rows, index))
     further = torch.tensor([5, 20])
     view.at(further)["observation"]
     for part in parts:

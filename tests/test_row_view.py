@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
 from trl_storages.rows import PackedStorage, RowView, stored_fields
-from trl_storages.rows.fields import BatchFields
+from trl_storages.rows.fields import BatchedFields
 
 NUM_ROWS = 12
 REWARD, NEXT = ("next", "reward"), ("next", "observation")
@@ -35,7 +35,7 @@ def storage(request):
 
 
 def view(storage, **drawn):
-    return RowView(stored_fields(storage, SLOTS), storage, drawn)
+    return RowView(stored_fields(storage, SLOTS), drawn)
 
 
 def expected(storage, slots=SLOTS):
@@ -191,5 +191,7 @@ def test_only_what_is_wanted_is_read():
 
 def test_entries_of_a_batch():
     batch = TensorDict({"a": torch.ones(2)}, [2])
-    assert BatchFields(batch).names() == ("a",)
-    assert BatchFields(batch).tensordict({}) is batch
+    fields = BatchedFields(None, SLOTS, SLOTS.device, batch=batch)
+    assert fields.names() == ("a",)
+    assert fields["a"] is batch["a"]
+    assert fields.tensordict({}) is batch

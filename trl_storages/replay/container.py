@@ -563,7 +563,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
         if fields.device != index.device:
             info = {key: value.to(fields.device) for key, value in info.items()}
-        rows = RowView(fields, storage, info)
+        rows = RowView(fields, info)
         apply_transforms(parts, rows)
         return rows, info
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from trl_storages.rows.stacks import Stacks
 
 __all__ = [
-    "BatchFields",
+    "BatchedFields",
     "FollowingFields",
     "StoredFields",
     "read_field",
@@ -45,9 +44,10 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows themselves.
 
     Attributes:
-        slots: as given.
-        following: as given.
-        device: as given.
+        storage: as given, as all others.
+        slots: likewise.
+        device: likewise.
+        following: likewise.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         following: torch.Tensor | None = None,
     ) -> None:
         self.slots, self.following, self.device = slots, following, device
-        self._storage = storage
+        self.storage = storage
 
     @abstractmethod
     def __missing__(self, key: NestedKey) -> torch.Tensor:
@@ -70,18 +70,18 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
 
     def names(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all fields, gathered or not."""
-        storage = self._storage
+        storage = self.storage
         if isinstance(storage, PackedStorage):
             return storage.layout.keys  # type: ignore[union-attr]
-        return tuple(storage._storage.keys(include_nested=True, leaves_only=True))
+        return _names_of(storage._storage)
 
     def further(self, slots: torch.Tensor) -> StoredFields:
         """Returns other rows of the storage, of which only some fields are wanted."""
-        return _SingleFields(self._storage, slots.to(self._storage.device), self.device)
+        return _SingleFields(self.storage, slots.to(self.storage.device), self.device)
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with what lies under `next` of others."""
-        return type(self)(self._storage, self.slots, self.device, slots)
+        return type(self)(self.storage, self.slots, self.device, slots)
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -106,8 +106,8 @@ class _WholeRows(StoredFields):
     def packed(self) -> tuple[Layout, torch.Tensor]:
         block = self._block
         if block is None:
-            self._block = block = self._storage.gather(self.slots, self.following)
-        return self._storage.layout, block
+            self._block = block = self.storage.gather(self.slots, self.following)
+        return self.storage.layout, block
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout, block = self.packed()
@@ -119,7 +119,7 @@ class _SingleFields(StoredFields):
     """Rows of any storage, of which each field is gathered by itself."""
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
-        slots, storage = self.slots, self._storage
+        slots, storage = self.slots, self.storage
         stacks = getattr(storage, "stacks", None)
         if stacks is not None and key in storage.layout.stacks:
             return self._read_stacks(stacks, key)
@@ -134,8 +134,8 @@ class _SingleFields(StoredFields):
     def _read_stacks(self, stacks: Stacks, key: NestedKey) -> torch.Tensor:
         """Reads a stack together with that under `next`, which is of the same frames but one."""
         at = key[1:] if key[0] == "next" else key
-        pair = [it for it in (unravel_key(at), next_key(at)) if it in self._storage.layout.stacks]
-        found = stacks.read(self._storage.table, self.slots, pair, self.following)
+        pair = [it for it in (unravel_key(at), next_key(at)) if it in self.storage.layout.stacks]
+        found = stacks.read(self.storage.table, self.slots, pair, self.following)
         self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
         return self[key]
 
@@ -146,37 +146,67 @@ class _SingleFields(StoredFields):
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         fields = {key: self[key] for key in self.names() if key not in entries}
-        nested = self._storage.layout.nested
+        nested = self.storage.layout.nested
         return nest({**fields, **entries}, self.slots.shape, self.device, nested)
 
 
-class _BatchedFields(StoredFields):
-    """Rows that a storage of TorchRL's, or a function of the user's, turns into a batch."""
+class BatchedFields(StoredFields):
+    """Rows as the batch that a storage of TorchRL's, or a function of the user's, makes of them.
 
-    #: Turns what the storage returns into a batch; None leaves it as it is.
-    collate: Callable[[Any], TensorDictBase] | None = None
+    Args:
+        storage: as in `StoredFields`, as `slots`, `device`, `following`.
+        slots: likewise.
+        device: likewise.
+        following: likewise.
+        collate: turns what the storage returns into a batch; None leaves it as it is.
+        batch: the batch, if it is there; None asks the storage when a field is asked for.
+    """
 
-    def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        rows: Any = super().followed_by(slots)
-        rows.collate = self.collate
-        return rows
-
-    @cached_property
-    def _batch(self) -> BatchFields:
-        batch = self._whole(self.slots)
-        if self.following is not None:
-            set_entry(batch, "next", self._whole(self.following).get("next"))
-        return BatchFields(batch)
-
-    def _whole(self, slots: torch.Tensor) -> TensorDictBase:
-        rows = self._storage.get(slots)
-        return rows if self.collate is None else self.collate(rows)
+    def __init__(
+        self,
+        storage: Any,
+        slots: torch.Tensor,
+        device: torch.device,
+        following: torch.Tensor | None = None,
+        *,
+        collate: Callable[[Any], TensorDictBase] | None = None,
+        batch: TensorDictBase | None = None,
+    ) -> None:
+        super().__init__(storage, slots, device, following)
+        self._collate, self._batch = collate, batch
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
-        return self._batch[key]
+        batch = self._whole()
+        found: torch.Tensor | None = batch.get(key, None)
+        if found is None:
+            raise _no_field(key, batch)
+        return found
+
+    def names(self) -> tuple[NestedKey, ...]:
+        """Returns the keys of all fields, of the batch once it is there."""
+        return super().names() if self._batch is None else _names_of(self._batch)
+
+    def followed_by(self, slots: torch.Tensor) -> StoredFields:
+        """Returns the same rows with what lies under `next` of others."""
+        return BatchedFields(self.storage, self.slots, self.device, slots, collate=self._collate)
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        return self._batch.tensordict(entries)
+        """Returns the batch, with `entries` beside or in the place of its own."""
+        batch = self._whole()
+        for key, value in entries.items():
+            set_entry(batch, key, value)
+        return batch
+
+    def _whole(self) -> TensorDictBase:
+        if self._batch is None:
+            self._batch = self._read(self.slots)
+            if self.following is not None:
+                set_entry(self._batch, "next", self._read(self.following).get("next"))
+        return self._batch
+
+    def _read(self, slots: torch.Tensor) -> TensorDictBase:
+        rows = self.storage.get(slots)
+        return rows if self._collate is None else self._collate(rows)
 
 
 class FollowingFields(_SingleFields):
@@ -187,46 +217,11 @@ class FollowingFields(_SingleFields):
     """
 
     def __init__(self, stored: StoredFields) -> None:
-        super().__init__(stored._storage, stored.following, stored.device)  # type: ignore[arg-type]
+        super().__init__(stored.storage, stored.following, stored.device)  # type: ignore[arg-type]
         self._stored = stored
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         return self._stored[key] if key[0] == "next" else super().__missing__(key)
-
-
-class BatchFields:
-    """The entries of a batch in the place of stored fields, once it is one.
-
-    Args:
-        batch: of batch size B.
-    """
-
-    def __init__(self, batch: TensorDictBase) -> None:
-        self._batch = batch
-
-    def names(self) -> tuple[NestedKey, ...]:
-        """Returns the keys of all entries."""
-        return tuple(self._batch.keys(include_nested=True, leaves_only=True))
-
-    def __getitem__(self, key: NestedKey) -> torch.Tensor:
-        """Returns an entry.
-
-        Raises:
-            KeyError: there is none; the message lists those that are there.
-        """
-        found: torch.Tensor | None = self._batch.get(key, None)
-        if found is None:
-            raise _no_field(key, self._batch)
-        return found
-
-    def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        """Returns the batch, with `entries` beside or in the place of its own."""
-        for key, value in entries.items():
-            set_entry(self._batch, key, value)
-        return self._batch
-
-    def packed(self) -> None:
-        """Returns nothing, as the rows are no piece of memory any more."""
 
 
 def stored_fields(
@@ -241,9 +236,7 @@ def stored_fields(
     """
     device = getattr(storage, "out_device", None) or storage.device
     if collate is not None or not isinstance(storage, PackedStorage):
-        batched = _BatchedFields(storage, slots, device)
-        batched.collate = collate
-        return batched
+        return BatchedFields(storage, slots, device, collate=collate)
     # Rows that are sent to another device go there in one piece.
     is_long = storage.layout.row_nbytes > _SHORT  # type: ignore[union-attr]
     kind = _SingleFields if is_long and not storage.is_sent_away else _WholeRows
@@ -282,6 +275,10 @@ def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> t
     return found
 
 
+def _names_of(rows: TensorDictBase) -> tuple[NestedKey, ...]:
+    return tuple(rows.keys(include_nested=True, leaves_only=True))
+
+
 def _no_field(key: NestedKey, rows: TensorDictBase) -> KeyError:
-    there = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
+    there = sorted(map(str, _names_of(rows)))
     return KeyError(f"the rows have no field {unravel_key(key)!r}; they have {there}.")

@@ -10,11 +10,10 @@ from typing import TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.data import Storage
 
 from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows.fields import BatchFields, FollowingFields, StoredFields
+from trl_storages.rows.fields import BatchedFields, FollowingFields, StoredFields
 
 __all__ = ["RowView", "Rule", "joined"]
 
@@ -38,7 +37,6 @@ class RowView:
 
     Args:
         stored: the rows.
-        storage: where they are.
         drawn: key -> `[*B, ...]` what the sampler drew, on `stored.device`.
         lights: how entries are seen, as further rows of another view.
 
@@ -50,13 +48,11 @@ class RowView:
     def __init__(
         self,
         stored: StoredFields,
-        storage: Storage,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
         lights: _Lights = _AS_STORED,
     ) -> None:
         self.slots, self.device = stored.slots, stored.device
-        self._storage = storage
-        self._stored: StoredFields | BatchFields = stored
+        self._stored = stored
         # What was set or worked out.
         self._entries: dict[NestedKey, torch.Tensor] = {} if drawn is None else dict(drawn)
         # Those that are seen otherwise than they are stored.
@@ -74,7 +70,7 @@ class RowView:
     @property
     def episodes(self) -> EpisodeIndex:
         """The episode index of the storage."""
-        return episodes_of(self._storage)
+        return episodes_of(self._stored.storage)
 
     # Entries
 
@@ -100,7 +96,7 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        seen = RowView(self._stored, self._storage, None, before)  # type: ignore[arg-type]
+        seen = RowView(self._stored, None, before)
         for found, value in rule(seen, key).items():
             # What was set or defined since stays.
             if self._lights.get(found) is light:
@@ -152,8 +148,7 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        further = self._stored.further(slots)  # type: ignore[union-attr]
-        return RowView(further, self._storage, None, self._lights)
+        return RowView(self._stored.further(slots), None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
         """Lets what lies under `next` be that of other rows.
@@ -168,7 +163,7 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        stored = self._stored.followed_by(slots)  # type: ignore[union-attr]
+        stored = self._stored.followed_by(slots)
         for key, (rule, _) in self._lights.items():
             if key[0] == "next" and rule is None:
                 raise KeyError(
@@ -178,7 +173,7 @@ class RowView:
         for key in [key for key in self._entries if key[0] == "next"]:
             del self._entries[key]
         self._stored, self._obstacle = stored, reason
-        self._following = RowView(FollowingFields(stored), self._storage, None, self._lights)
+        self._following = RowView(FollowingFields(stored), None, self._lights)
 
     # The batch
 
@@ -212,7 +207,8 @@ class RowView:
 
     def _become(self, batch: TensorDictBase) -> None:
         """Takes a batch for what is seen of the rows."""
-        self._stored = BatchFields(batch)
+        stored = self._stored
+        self._stored = BatchedFields(stored.storage, stored.slots, stored.device, batch=batch)
         self._entries, self._lights, self._following = {}, _AS_STORED, None
 
 
