@@ -121,8 +121,9 @@ class TestInTheActor:
         check_rows(storage)
         assert storage.episodes.episodes()["length"].tolist() == [4, 4, 3]
 
-    def test_processes_with_lanes_of_their_own_go_on(self):
-        storage = actor(num_envs=2)
+    @pytest.mark.parametrize("share_next", [False, True])
+    def test_processes_with_lanes_of_their_own_go_on(self, share_next):
+        storage = actor(num_envs=2, share_next=share_next)
         for first in (0, 3, 6):
             for lane in (0, 1):
                 storage.extend(steps(lane + 1, 3, first), lanes=[lane])
@@ -211,7 +212,7 @@ def on_ray(local_ray):
 class TestActors:
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}
-        options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50}
+        options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50, "share_next": True}
         replay = on_ray(HERReplayStorage, *SPACES, **options)
         assert isinstance(replay, RayReplayBuffer)
         client, writing, sampling = replay.client(), workers[Writing], workers[Sampling]

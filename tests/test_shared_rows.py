@@ -534,6 +534,31 @@ def test_copies_and_processes_read_the_same() -> None:
     assert_same(storage[-6:], Stream(2, 4).steps([0, 1], 3).transpose(0, 1).reshape(-1))
 
 
+def test_processes_write_side_by_side() -> None:
+    """Each goes on in a lane of its own, while a third one draws."""
+    storage = make(60, 2, share_next=True)
+    storage.extend(Stream(2, 0).steps([0, 1], 3))
+    storage.share()
+    streams = [Stream(2, lane) for lane in range(2)]
+    data = [[stream.steps([lane], 5) for _ in range(12)] for lane, stream in enumerate(streams)]
+
+    def write(lane: int) -> None:
+        for steps in data[lane]:
+            storage.extend(steps, lanes=[lane])
+
+    context = torch.multiprocessing.get_context("fork")
+    processes = [context.Process(target=write, args=(lane,)) for lane in range(2)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        storage.sample()
+    assert [process.exitcode for process in processes] == [0, 0]
+    storage.validate()
+    check_side(storage)
+    for lane in range(2):
+        assert_same(storage[:][lane::2], torch.cat(data[lane], 1)[0, -30:])
+
+
 def test_ready_made_storages_share() -> None:
     env = gymnasium.make("CartPole-v1")
     plain, shared = (
