@@ -23,7 +23,13 @@ from disk.rows import KINDS, abandon, found, kind, make
 TESTS = Path(__file__).parent
 SIZE = 12
 # How rows are stored; lanes; steps that were written before: none, some, or more than there is room for.
-FILLS = [("shared", 1, 0), ("plain", 2, 5), ("plain", 1, 31), ("shared", 2, 31)]
+FILLS = [
+    ("shared", 1, 0),
+    ("plain", 2, 5),
+    ("plain", 1, 31),
+    ("shared", 2, 31),
+    ("frames", 2, 31),
+]
 
 
 def prepared(path, num_lanes, fill):
@@ -62,7 +68,7 @@ def run(module, *args):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.requirement("persistence")
@@ -85,7 +91,9 @@ def test_killed_at_any_line(tmp_path, stored, num_lanes, fill):
 
 
 @pytest.mark.parametrize(
-    ("stored", "mend"), [("shared", "write"), ("plain", "empty")], indirect=["stored"]
+    ("stored", "mend"),
+    [("shared", "write"), ("plain", "empty"), ("frames", "write")],
+    indirect=["stored"],
 )
 def test_killed_while_the_next_writer_takes_over(tmp_path, stored, mend):
     """Recovery is tried at each of its lines, too, from each of what a killed writer may leave."""

@@ -10,7 +10,7 @@ import torch
 from disk.acts import end_episodes, flush, keep, load, prioritise, write
 from disk.history import History
 from disk.power import check_priorities
-from disk.rows import KINDS, abandon, count_from, found, is_torn, kind, make
+from disk.rows import KINDS, abandon, count_from, found, is_torn, kind, make, with_frames
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -86,7 +86,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule()
     def add_a_step(self):
         lanes = list(range(self._history.num_lanes))
-        block = self._history.block(1, lanes)
+        block = with_frames(self._history.block(1, lanes), self._storage)
         self._storage.add(block[:, 0] if len(lanes) > 1 else block[0, 0])
         self._history.write(block, lanes)
         self._look()

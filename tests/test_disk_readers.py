@@ -11,7 +11,7 @@ import pytest
 import torch
 from disk.following import EVENTS, PATIENCE, follow
 from disk.history import History
-from disk.rows import KINDS, abandon, found, is_torn, make
+from disk.rows import KINDS, abandon, found, is_torn, make, with_frames
 
 from trl_storages import PERSampler, ReplayStorage, UniformSampler
 
@@ -32,7 +32,7 @@ def filled(path, num_lanes=1, size=24, num_steps=None, **options):
 
 def write(storage, history, num_steps):
     lanes = list(range(history.num_lanes))
-    block = history.block(num_steps, lanes)
+    block = with_frames(history.block(num_steps, lanes), storage)
     storage.extend(block if history.num_lanes > 1 else block[0])
     history.write(block, lanes)
 
@@ -83,7 +83,7 @@ def check_seen(seen, rows):
         assert one.longest < 1000 * PATIENCE, seen
 
 
-@pytest.mark.parametrize("stored", ["shared"], indirect=True)
+@pytest.mark.parametrize("stored", ["shared", "frames"], indirect=True)
 def test_beside_a_writer_to_which_everything_happens(tmp_path, stored):
     seen, written = follow(tmp_path / "rows", rows=10_000, events=EVENTS)
     check_seen(seen, 10_000)
@@ -103,7 +103,9 @@ def test_a_million_rows(tmp_path, stored, events):
 
 class TestFollowing:
     @pytest.mark.parametrize(
-        ("stored", "num_lanes"), [("plain", 1), ("shared", 4)], indirect=["stored"]
+        ("stored", "num_lanes"),
+        [("plain", 1), ("shared", 4), ("frames", 2)],
+        indirect=["stored"],
     )
     def test_every_write(self, tmp_path, stored, num_lanes):
         storage, history = filled(tmp_path, num_lanes, num_steps=1)
@@ -112,6 +114,19 @@ class TestFollowing:
             write(storage, history, size)
             assert not is_torn(reader.sample()).any()
             assert found(reader) == history.live
+
+    def test_lanes_of_which_it_knew_more_and_less(self, tmp_path):
+        """All lanes are as far now, and the oldest row of one follows the newest that was known."""
+        storage, history = filled(tmp_path, 2, num_steps=3)
+        lanes = ([0], [1], [0, 1])
+        for chosen, num_steps, at in zip(lanes, (2, 2, 12), (0, 1, 2), strict=True):
+            if at == 1:
+                reader = reader_of(tmp_path)
+            block = with_frames(history.block(num_steps, chosen), storage, chosen)
+            storage.writer.extend(block, lanes=torch.tensor(chosen))
+            history.write(block, chosen)
+        assert not is_torn(reader.sample()).any()
+        assert found(reader) == history.live
 
     @pytest.mark.parametrize("stored", KINDS, indirect=True)
     def test_rows_that_are_replaced_while_they_are_read(self, tmp_path, stored):

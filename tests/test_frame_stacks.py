@@ -469,13 +469,6 @@ def test_dumps_and_copies_go_on_where_they_were(share_next: bool, tmp_path: Path
         plain.loads(tmp_path / "dump")
 
 
-def test_stacks_are_not_stored_on_disk_yet(tmp_path: Path) -> None:
-    space = gymnasium.spaces.Box(0, 255, (4, 8, 6), np.uint8)
-    action = gymnasium.spaces.Discrete(2)
-    with pytest.raises(ValueError, match="in memory only"):
-        trl_storages.UniformReplayStorage(space, action, frame_stack=4, path=tmp_path / "rows")
-
-
 @pytest.mark.parametrize(
     ("field", "message"),
     [

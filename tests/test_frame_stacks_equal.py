@@ -5,10 +5,15 @@ life; see `stored_once`. The stacks are put together by hand here, as gymnasium'
 and TorchRL's `CatFrames` put them together.
 """
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import rule
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 from stored_once import (
     COMBINATIONS,
     FURTHER,
@@ -18,8 +23,10 @@ from stored_once import (
     Kind,
     Stream,
     as_bits,
+    assert_same,
+    seeds,
 )
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import FrameStack, PackedStorage, ReplayStorage
 from trl_storages.keys import next_key
@@ -109,7 +116,11 @@ class StacksBesidePlain(BesidePlain):
             return PackedStorage(capacity, fields=fields)
         for key, stack in self.chosen.items():
             fields[key] = (*fields[key], stack)
-        return PackedStorage(capacity, fields=fields, share_next=self.shares)
+        return PackedStorage(capacity, fields=fields, share_next=self.shares, **self.where())
+
+    def where(self):
+        """Returns where frames are stored."""
+        return {}
 
     def after_gap(self, seen, luck):
         anew = super().after_gap(seen, luck)
@@ -133,10 +144,141 @@ class StacksInTensorOperations(StacksBesidePlain):
     backend = "torch"
 
 
+def ranked(storage, answer):
+    """What a storage answers, with the ages of rows in the place of their slots."""
+    if isinstance(answer, TensorDictBase):
+        answer = answer.clone()
+        for key in [*answer.keys()]:
+            if key.endswith("index"):
+                answer[key] = ranked(storage, answer[key])["answer"]
+        # Says which row it was by its slot, too.
+        return answer.exclude("priority_stamp")
+    if isinstance(answer, torch.Tensor) and answer.dtype is torch.int64:
+        answer = torch.where(answer < 0, -1, storage.episodes.ages(answer.clamp(min=0)))
+    return TensorDict({"answer": answer})
+
+
+class StacksOnDisk(StacksBesidePlain):
+    """Frames in a directory, beside whole stacks in memory. Rows have other slots there."""
+
+    folder = None
+
+    @staticmethod
+    def kind(luck):
+        found = StacksBesidePlain.kind(luck)
+        StacksOnDisk.chosen, StacksOnDisk.shares = (
+            StacksBesidePlain.chosen,
+            StacksBesidePlain.shares,
+        )
+        # TorchRL's samplers know of no spare slots.
+        return found._replace(combinations=[it for it in found.combinations if it != "TorchRL's"])
+
+    def where(self):
+        if self.folder is None:
+            self.folder, self.number = tempfile.mkdtemp(), 0
+        return {"scratch_dir": Path(self.folder) / f"{self.number}"}
+
+    def teardown(self):
+        if hasattr(self, "both"):
+            self.both[1].close()
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+        super().teardown()
+
+    def assert_alike(self, question):
+        answers = self.ask(question)
+        if answers:
+            assert_same(*map(ranked, self.both, answers))
+        return answers
+
+    @rule(luck=seeds)
+    def sample(self, luck):
+        size = luck.choice([1, 2, 9, 16])
+        batches = self.assert_alike(lambda buffer: buffer.sample(size))
+        for buffer, batch in zip(self.both, batches or (), strict=False):
+            batch["td_error"] = torch.arange(len(batch)) / 4
+            buffer.update_tensordict_priority(batch)
+
+    @rule(luck=seeds)
+    def read(self, luck):
+        live = len(self.both[0])
+        if not live:
+            return
+        shape = luck.choice([(1,), (2, 3), (5,), (0,), (2, 1, 2)])
+        ranks = torch.tensor([luck.randrange(live) for _ in range(torch.Size(shape).numel())])
+        ranks = ranks.long().view(shape)
+        keys = luck.sample([*self.transitions[-1]], 3)
+
+        def slots(buffer):
+            return buffer.episodes.slots_by_age(ranks.reshape(-1)).view(shape)
+
+        self.assert_alike(lambda buffer: buffer.storage.get(slots(buffer)))
+        self.assert_alike(lambda buffer: buffer[keys[0]])
+        for key in keys:
+            self.assert_alike(
+                lambda buffer, key=key: buffer.storage.read(slots(buffer), [key])[key]
+            )
+
+    @rule()
+    def overwrite(self):
+        once = self.both[1]
+        if len(once):
+            with pytest.raises(RuntimeError, match="written once"):
+                once[:1] = once[:1]
+
+    @rule(way=st.sampled_from(["dumps", "state_dict"]), into_memory=st.booleans())
+    def save_and_load(self, way, into_memory):
+        """From a directory into another one, by way of memory or not."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.number += 1
+            plain, once = self.both
+            if into_memory:
+                self.where, where = dict, self.where
+                once = self.loaded(once, way, 1, Path(folder) / "between")
+                self.where = where
+            self.both[1].close()
+            again = self.loaded(once, way, 1, Path(folder) / "once")
+            self.both = [self.loaded(plain, way, 0, Path(folder) / "plain"), again]
+
+    @rule(luck=seeds)
+    def open_anew(self, luck):
+        self.end_episodes(luck)
+        still_open = self.both[0].episodes.is_open.nonzero().squeeze(1).tolist()
+        self.ask(lambda buffer: buffer.end_episodes())
+        for lane in still_open:
+            self.ended.add(lane)
+            self.begins[lane] = True
+        before = self.both[1]
+        before.close()
+        self.both[1] = self.new_buffer(once=True)
+        self.both[1].writer.gaps.has_warned = before.writer.gaps.has_warned
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "both"))
+    def holds_what_was_written(self):
+        live = self.oracle.by_age()
+        for buffer in self.both:
+            buffer.validate()
+            assert len(buffer) == len(live)
+        if live:
+            once = self.both[1]
+            self.assert_rows(once.storage.get(once.episodes.live_slots()), live)
+            reader = ReplayStorage.open(once.storage.scratch_dir, mode="r")
+            self.assert_rows(reader[:], live[::-1])
+
+
+class StacksOnDiskInTensorOperations(StacksOnDisk):
+    backend = "torch"
+
+
 TestStacks = StacksBesidePlain.TestCase
 TestStacks.settings = settings(max_examples=25, stateful_step_count=12)
 TestStacksInTensorOperations = StacksInTensorOperations.TestCase
 TestStacksInTensorOperations.settings = settings(max_examples=8, stateful_step_count=12)
+TestStacksOnDisk = StacksOnDisk.TestCase
+TestStacksOnDisk.settings = settings(max_examples=20, stateful_step_count=12)
+TestStacksOnDiskInTensorOperations = StacksOnDiskInTensorOperations.TestCase
+TestStacksOnDiskInTensorOperations.settings = settings(max_examples=6, stateful_step_count=12)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1, 0), (1,), (2, 3)])

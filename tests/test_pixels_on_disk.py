@@ -32,7 +32,8 @@ def test_acts_learns_keeps_and_goes_on(tutorial, tmp_path, capsys):
     path = tmp_path / "replay"
     rate = tutorial.main([*SHORT, "--path", str(path), "--keep"])
     assert 0 <= rate <= 1
-    assert "0 steps were there already" in capsys.readouterr().out
+    # A frame, a header, action, reward and flags; not two stacks of four frames.
+    assert "0 steps were there already, 88 bytes each" in capsys.readouterr().out
     tutorial.main([*SHORT, "--path", str(path)])
     said = capsys.readouterr().out
     assert "520 steps were there already" in said
@@ -47,25 +48,26 @@ def test_the_bat_catches_what_lands_on_it(tutorial):
         assert picture.dtype == np.uint8
         done = False
         while not done:
-            ball, bat = np.argmax(picture[0, :-1].max(0)), np.flatnonzero(picture[0, -1] == 160)
+            ball, bat = np.argmax(picture[:-1].max(0)), np.flatnonzero(picture[-1] == 160)
             picture, reward, done, _, info = env.step(1 + np.sign(ball - bat.mean()))
         assert reward == 1
         assert info["caught"]
 
 
 def test_shifts_are_by_a_pixel_at_most(tutorial):
-    pictures = torch.randint(0, 256, (200, 1, tutorial.SIDE, tutorial.SIDE), dtype=torch.uint8)
-    moved = tutorial.shifted(pictures)
-    assert moved.shape == pictures.shape
-    padded = torch.nn.functional.pad(pictures.float() / 255, [1] * 4)
+    shape = (200, tutorial.FRAMES, tutorial.SIDE, tutorial.SIDE)
+    stacks = torch.randint(0, 256, shape, dtype=torch.uint8)
+    moved = tutorial.shifted(stacks)
+    assert moved.shape == stacks.shape
+    padded = torch.nn.functional.pad(stacks.float() / 255, [1] * 4)
     seen = set()
-    for one, picture in zip(moved, padded, strict=True):
+    for one, stack in zip(moved, padded, strict=True):
         places = [
             (row, column)
             for row in range(3)
             for column in range(3)
             if torch.equal(
-                one, picture[:, row : row + tutorial.SIDE, column : column + tutorial.SIDE]
+                one, stack[:, row : row + tutorial.SIDE, column : column + tutorial.SIDE]
             )
         ]
         assert places

@@ -5,10 +5,11 @@
     python tutorials/pixels_on_disk.py --path replay --keep        # once more: goes on with it
 
 A replay of pictures outgrows the memory, and folding n steps and gathering batches takes time that the
-learner could use. So the rows are on disk, in `--path`. `storage.record` writes them there, and each
-worker of `storage.loader` reads what is committed, in a process of its own: whole rows at any moment,
-new ones after `--fetch-every` batches. Killed at any moment, the program goes on with `--path` where it
-was; without `--keep` the files are deleted at its end.
+learner could use. So the rows are on disk, in `--path`, and each frame of the stacks that the agent sees
+is stored once. `storage.record` writes them there, and each worker of `storage.loader` reads what is
+committed, in a process of its own: whole rows at any moment, new ones after `--fetch-every` batches.
+Killed at any moment, the program goes on with `--path` where it was; without `--keep` the files are
+deleted at its end.
 
 Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
 Reinforcement Learning, arXiv:2107.09645, here with DQN and the actions left, stay and right.
@@ -24,6 +25,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import FrameStackObservation
 from options import OneLineParser, integer_from
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -33,13 +35,13 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 
 from trl_storages import NStepReplayStorage
 
-SIDE, PAD = 8, 1
+SIDE, PAD, FRAMES = 8, 1, 4
 
 
 class Catch(gymnasium.Env):
     """A ball falls from a random column; a bat of three pixels must be below it when it lands."""
 
-    observation_space = Box(0, 255, (1, SIDE, SIDE), np.uint8)
+    observation_space = Box(0, 255, (SIDE, SIDE), np.uint8)
     action_space = Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
@@ -58,16 +60,16 @@ class Catch(gymnasium.Env):
         return self._picture(), float(caught), landed, False, {"caught": caught}
 
     def _picture(self) -> np.ndarray:
-        picture = np.zeros((1, SIDE, SIDE), np.uint8)
-        picture[0, self._row, self._column] = 255
-        picture[0, -1, self._bat - 1 : self._bat + 2] = 160
+        picture = np.zeros((SIDE, SIDE), np.uint8)
+        picture[self._row, self._column] = 255
+        picture[-1, self._bat - 1 : self._bat + 2] = 160
         return picture
 
 
 def make_network() -> nn.Module:
-    """Returns a network from pictures to the values of the actions."""
+    """Returns a network from stacks of pictures to the values of the actions."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(FRAMES, 16, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -78,13 +80,12 @@ def make_network() -> nn.Module:
     )
 
 
-def shifted(pictures: Tensor) -> Tensor:
-    """Moves each picture by up to a pixel, the augmentation of DrQ: uint8 in, floats in [0, 1] out."""
-    padded = nn.functional.pad(pictures.float() / 255, [PAD] * 4)
-    at = torch.randint(2 * PAD + 1, (2, len(pictures), 1))
-    rows, columns = (at + torch.arange(SIDE)).unsqueeze(2).unbind()
-    picture = torch.arange(len(pictures))[:, None, None]
-    return padded[:, 0][picture, rows.mT, columns].unsqueeze(1)
+def shifted(stacks: Tensor) -> Tensor:
+    """Moves each stack by up to a pixel, the augmentation of DrQ: uint8 in, floats in [0, 1] out."""
+    padded = nn.functional.pad(stacks.float() / 255, [PAD] * 4)
+    windows = padded.unfold(2, SIDE, 1).unfold(3, SIDE, 1)  # [B, 4, 3, 3, 8, 8], a view
+    down, right = torch.randint(2 * PAD + 1, (2, len(stacks)))
+    return windows[torch.arange(len(stacks)), :, down, right]
 
 
 class Learner:
@@ -110,23 +111,26 @@ class Learner:
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> int:
         """Returns the action of the largest value."""
-        picture = torch.from_numpy(observation).float().unsqueeze(0) / 255
-        return int(self.network(picture).argmax())
+        stack = torch.from_numpy(observation).float().unsqueeze(0) / 255
+        return int(self.network(stack).argmax())
 
 
 def train(arguments: argparse.Namespace, path: Path) -> float:
     """Acts, learns, and returns the share of balls that are caught in the end."""
     torch.manual_seed(arguments.seed)
-    env, learner, rng = Catch(), Learner(), np.random.default_rng(arguments.seed)
+    env, learner = FrameStackObservation(Catch(), FRAMES), Learner()
+    rng = np.random.default_rng(arguments.seed)
     storage = NStepReplayStorage(
         env.observation_space,
         env.action_space,
         storage_size=arguments.storage_size,
         batch_size=64,
         n_step=3,
+        frame_stack=FRAMES,
+        share_next=True,
         path=path,
     )
-    print(f"{len(storage)} steps were there already")
+    print(f"{len(storage)} steps were there already, {storage.storage.row_nbytes} bytes each")
     batches = iter(
         storage.loader(
             arguments.workers,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from disk.history import History
-from disk.rows import Found, make, priority_of
+from disk.rows import Found, make, priority_of, with_frames
 
 from trl_storages import PERSampler, ReplayStorage
 
@@ -75,12 +75,13 @@ def write(history: History, num_steps: int, lanes: list[int] | None = None) -> A
     after.write(block, chosen)
 
     def do(storage: ReplayStorage) -> None:
+        framed = with_frames(block, storage, lanes)
         if lanes is not None:
-            storage.writer.extend(block.clone(), lanes=torch.tensor(lanes))
+            storage.writer.extend(framed, lanes=torch.tensor(lanes))
         elif history.num_lanes > 1:
-            storage.extend(block.clone())
+            storage.extend(framed)
         else:
-            storage.extend(block[0].clone())
+            storage.extend(framed[0])
 
     # A write that is larger than the spare steps gives up what it replaces before it begins.
     given_up = list(history.tails)

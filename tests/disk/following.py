@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from disk.history import History
-from disk.rows import abandon, count_from, is_torn, make
+from disk.rows import abandon, count_from, is_torn, make, with_frames
 from goal_data import AsDrawn
 
 from trl_storages import HERSampler, ReplayStorage, UniformSampler
@@ -110,7 +110,7 @@ def _write(path: Path, number: int, state: Any, board: Board, child: int | None)
             elif event == "many steps":
                 num_steps = SIZE // LANES // 2
         history.cursors = storage.episodes.num_steps_written.tolist()
-        storage.extend(history.block(num_steps, every))
+        storage.extend(with_frames(history.block(num_steps, every), storage))
         written += num_steps
         board.words[Board.WRITTEN] += num_steps * LANES
         time.sleep(max(began + written * LANES / SIZE - time.perf_counter(), 0))
@@ -189,8 +189,8 @@ def follow(
     history, storage = History(LANES, SIZE), make(path, LANES, SIZE, with_priorities=False)
     source = make(None, LANES, SIZE, with_priorities=False)
     block = history.block(SIZE // LANES, list(range(LANES)))
-    storage.extend(block)
-    source.extend(block)
+    storage.extend(with_frames(block, storage))
+    source.extend(with_frames(block, source))
     state = source.state_dict()
     abandon(storage)
     del storage, source

@@ -1,6 +1,7 @@
 """What a directory of rows is: `storage.json`, and the names of the files beside it.
 
-Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, H histories.
+Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, H histories, D
+steps before a row with whose frames it is seen.
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ class Description:
         return self.steps_per_lane + self.spare_steps
 
     @property
+    def past_steps(self) -> int:
+        """D."""
+        return self.layout.past_steps
+
+    @property
     def history(self) -> int:
         """The number of the newest history, 0 before there is any."""
         return self.histories[-1][0] if self.histories else 0
@@ -106,9 +112,10 @@ class Description:
         """
         number, ends = self.history + 1, cursors
         kept: list[Steps] = []
-        # Of the steps of a lane that are left, each belongs to the newest history that began before it.
+        # Of the steps of a lane that are left or lend their frames, each belongs to the newest history
+        # that began before it.
         for old in reversed(self.histories):
-            if (np.maximum(old[1:], tails) < ends).any():
+            if (np.maximum(old[1:], tails - self.past_steps) < ends).any():
                 kept.insert(0, old)
             ends = np.minimum(ends, old[1:])
         kept.append((number, *cursors.tolist()))
@@ -184,13 +191,13 @@ class Description:
         numbers = [0, *(number for number, *_ in histories), MOST_HISTORIES]
         if numbers != sorted(set(numbers)):
             raise saved.error("histories", "numbered upwards", str(numbers)[:50])
-        saved.integer("spare_steps", 1, num_rows // num_lanes)
+        layout = Layout.from_json(own["layout"])
+        most_spare = num_rows // num_lanes + layout.past_steps
+        saved.integer("spare_steps", 1 + layout.past_steps, most_spare)
         saved.integer("generation", 1, 10**9 - 1)
         saved.flag("is_clean")
         lanes = {name: _numbers(own[name], num_lanes) for name in ("tails", "flushed")}
-        return cls(
-            **{**own, **lanes, "layout": Layout.from_json(own["layout"]), "histories": histories}
-        )
+        return cls(**{**own, **lanes, "layout": layout, "histories": histories})
 
 
 def _check(words: dict[str, Any]) -> int:
@@ -206,9 +213,9 @@ def _numbers(value: Any, length: int) -> Steps:
     return tuple(value)
 
 
-def spare_steps(steps_per_lane: int) -> int:
-    """Returns S, so that readers have time, and writes of S steps need not evict rows first."""
-    return min(steps_per_lane, max(_LEAST_SPARE, steps_per_lane // _SPARE_SHARE))
+def spare_steps(steps_per_lane: int, past_steps: int) -> int:
+    """Returns S, so that readers have time, and writes of S - D steps need not evict rows first."""
+    return past_steps + min(steps_per_lane, max(_LEAST_SPARE, steps_per_lane // _SPARE_SHARE))
 
 
 # The directory as a whole

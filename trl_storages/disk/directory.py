@@ -1,6 +1,7 @@
 """A directory of rows, as its one writer sees it.
 
-Letters: E lanes (environments), S spare steps, L lanes written now.
+Letters: E lanes (environments), S spare steps, D steps before a row with whose frames it is seen, L lanes
+written now.
 """
 
 from __future__ import annotations
@@ -70,11 +71,14 @@ class Directory:
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
-            spare, none = spare_steps(num_rows // num_lanes), (0,) * num_lanes
+            spare = spare_steps(num_rows // num_lanes, layout.past_steps)
+            none = (0,) * num_lanes
             description = Description(layout, num_rows, num_lanes, spare, none, none)
             try:
                 announce(path)
                 words = Words.create(path, description)
+                # What is said to be clean must be there, whenever the power fails.
+                words.flush()
                 description.write(path)
             except BaseException:
                 remove_files(path, and_directory=is_new)
@@ -161,14 +165,16 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        if num_steps > self.description.spare_steps:
+        # The steps before the oldest row are needed as long as it is.
+        if num_steps > self.description.spare_steps - self.description.past_steps:
             self._make_room(index, num_steps, slice(None) if lanes is None else [*lanes])
         self.words.marked.clear(index.ring, num_steps, lanes, self.words.commits)
 
     def _make_room(self, index: EpisodeIndex, num_steps: int, written: Any) -> None:
         """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
-        state = self.state
-        kept, tails = index.host_steps + num_steps - self.description.ring_steps, state.tails.copy()
+        state, own = self.state, self.description
+        kept = index.host_steps + num_steps - own.ring_steps + own.past_steps
+        tails = state.tails.copy()
         tails[written] = np.clip(kept, tails, state.cursors)[written]
         if (tails != state.tails).any():
             self._publish(state._replace(tails=tails))
@@ -177,6 +183,11 @@ class Directory:
         """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
         words, history = self.words, self.description.history
         words.marked.seal(index.ring, history, num_steps, lanes, words.priorities)
+        if num_steps > index.steps_per_lane:
+            # Of what found no room, the last frames are there.
+            firsts, which = index.host_tails.copy(), slice(None) if lanes is None else [*lanes]
+            firsts[which] = index.host_steps[which] - num_steps
+            words.lend(index, history, firsts)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Makes what an index says count.
@@ -251,7 +262,8 @@ class Directory:
             index: the episodes of the others.
             write_count: as in `commit`.
             trajectories: likewise.
-            fill: writes the others to the slots that the index has them in.
+            fill: writes the others to the slots that the index has them in, and the frames that the
+                oldest ones are seen with to the slots before these.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -259,7 +271,7 @@ class Directory:
         self.check_writable()
         old, number = self.description, self.description.history + 1
         cursors, tails = (tuple(it.tolist()) for it in (index.host_steps, index.host_tails))
-        histories: Any = ((number, *tails),)
+        histories: Any = ((number, *(max(tail - old.past_steps, 0) for tail in tails)),)
         new = replace(
             old,
             generation=old.generation + 1,
@@ -273,6 +285,7 @@ class Directory:
             fill(words)
             for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
                 words.marked.seal(index.ring, number, cursor - tail, [lane])
+            words.lend(index, number, np.zeros_like(index.host_tails))
             words.commits.publish_lanes(index.ring, number, write_count, trajectories)
             words.protect_tips(index.host_steps)
             words.flush()

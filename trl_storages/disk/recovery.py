@@ -12,7 +12,7 @@ import torch
 
 from trl_storages.disk.description import Description
 from trl_storages.disk.words import State, Track, Words
-from trl_storages.kernels.marks import ENDS
+from trl_storages.kernels.marks import BEGINS, ENDS
 
 __all__ = ["are_whole", "recover"]
 
@@ -62,8 +62,11 @@ def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
         state: the commit.
     """
     place, newest = np.arange(len(steps))[:, None], state.cursors - 1
-    wanted = newest - (newest - place) % len(steps)
-    are_there = bool(((wanted < state.tails) | (steps == wanted)).all())
+    wanted, first = (
+        newest - (newest - place) % len(steps),
+        words.seen_from(state.tails, state.cursors),
+    )
+    are_there = bool(((wanted < first) | (steps == wanted)).all())
     return are_there and not len(words.unlinked(state.tails, state.cursors))
 
 
@@ -90,6 +93,8 @@ def _runs(
         run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
         if run is not None and words.side is not None:
             run = _with_tip(words, run, len(steps), lane)
+        if run is not None and description.past_steps:
+            run = _with_frames(words, run, steps, lane, description.past_steps)
         if run is not None:
             tails[lane], cursors[lane] = run
             last = (run[1] - 1) % len(steps) * len(cursors) + lane
@@ -115,6 +120,33 @@ def _with_tip(
     for last in range(end - 2, first - 1, -1):
         if words.renew_tip(last % ring_steps * num_lanes + lane):
             return first, last + 1
+    return None
+
+
+def _with_frames(
+    words: Words, run: tuple[int, int], steps: np.ndarray, lane: int, past_steps: int
+) -> tuple[int, int] | None:
+    """Returns a run from the oldest row on that is seen with frames which are all there.
+
+    Args:
+        words: the files.
+        run: of the rows of a lane.
+        steps: `[R, E]` as `Words.steps` finds them.
+        lane: which.
+        past_steps: with how many rows before it in its episode a row is seen.
+    """
+    first, end = run
+    least = first
+    while first - least < past_steps and steps[(least - 1) % len(steps), lane] == least - 1 >= 0:
+        least -= 1
+    num_there = 0
+    for step in range(least, end):
+        slot = step % len(steps) * steps.shape[1] + lane
+        if words.marks[slot, 0] & BEGINS:
+            num_there = past_steps
+        if step >= first and num_there >= past_steps:
+            return step, end
+        num_there += 1
     return None
 
 

@@ -1,6 +1,7 @@
 """The files of one generation of a storage, as arrays.
 
-Letters: E lanes (environments), R ring steps, M = R E slots, W words a row.
+Letters: E lanes (environments), R ring steps, M = R E slots, W words a row, D steps before a row with
+whose frames it is seen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from trl_storages.disk.description import Description
 from trl_storages.disk.files import MappedWords, create_file
 from trl_storages.kernels import backend
-from trl_storages.kernels.marks import unpack_marks
+from trl_storages.kernels.marks import pack_marks, unpack_marks
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -95,7 +96,8 @@ class Words:
             values = self._array("side").view(-1, sharing.shared_words + 1)
             lanes = len(self.rows), description.num_lanes
             self.side = SideTable(*lanes, values, 0, self._enlarge_side)
-        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values, self._headers)
+        own = self._headers, description.past_steps
+        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values, *own)
         commits = self._array("commits")
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
@@ -286,6 +288,49 @@ class Words:
             target[-1:] = backend("cpu").checksums(target[None, :-1], self.marks[at, 0], at)
         return tip > 0
 
+    # What rows are seen with
+
+    def lend(self, index: EpisodeIndex, history: int, firsts: np.ndarray) -> None:
+        """Gives marks to frames that lie before the oldest rows, which are seen with them.
+
+        Args:
+            index: of the rows.
+            history: of the marks.
+            firsts: `[E]` the steps before which they have some already.
+        """
+        if not (most := self._description.past_steps):
+            return
+        lane, tail = np.arange(index.num_envs), index.host_tails
+        oldest = torch.from_numpy(tail % index.ring_steps * index.num_envs + lane)
+        begins = index.ring.span(oldest)[:, 0]
+        step = torch.from_numpy(tail[:, None] - 1 - np.arange(most))
+        first = torch.maximum(begins, torch.from_numpy(firsts))
+        first = torch.where(
+            torch.from_numpy(tail < index.host_steps), first, torch.from_numpy(tail)
+        )
+        at, back = (step >= first[:, None]).nonzero().unbind(1)
+        step = step[at, back]
+        slots = step % index.ring_steps * index.num_envs + at
+        marks = pack_marks(history, step, step == begins[at], torch.tensor(False))
+        self.marks[slots, 1] = backend("cpu").checksums(self.rows[slots], marks, slots)
+        self.marks[slots, 0] = marks
+
+    def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
+        """Returns the first step `[E]` with whose frame a live row is seen.
+
+        Args:
+            tails: `[E]` the oldest live steps.
+            cursors: `[E]` the steps after the newest ones.
+        """
+        num_lanes, most = len(tails), self._description.past_steps
+        step = tails[:, None] - np.arange(most + 1)
+        slots = step % self._description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
+        _, marked_step, there, begins, _ = unpack_marks(self.marks[torch.from_numpy(slots), 0])
+        is_first = (there & begins).numpy() & (marked_step.numpy() == step)
+        # Of the row that begins the episode, or of the last one that there may be.
+        back = np.where(is_first.any(1), is_first.argmax(1), most)
+        return np.where(tails < cursors, np.maximum(tails - back, 0), tails)
+
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """Returns the slots of steps of all lanes, from `[E]` on up to `[E]`."""
         room, num_lanes = self._description.ring_steps, self._description.num_lanes
@@ -327,6 +372,8 @@ class Words:
     ) -> bool:
         """Brings an index to what was committed, in one pass over the rows that it does not know.
 
+        Rows before the oldest ones that lend their frames are looked at as well.
+
         Args:
             index: knows the rows up to its cursors, or none.
             state: the commit.
@@ -337,14 +384,14 @@ class Words:
             False if a row is not the one that it must be; the index is as it was then.
         """
         known = index.host_steps.copy()
-        first = np.maximum(known, state.tails)
+        first = np.maximum(known, self.seen_from(state.tails, state.cursors))
         sizes = torch.from_numpy(state.cursors - first)
         ends = sizes.cumsum(0)
         bounds = torch.from_numpy(first), torch.from_numpy(state.cursors)
         done, begins, right = self.marked.flags(*bounds, *description.owners())
         if (sizes < 0).any() or not right.all():
             return False
-        if (first == first[0]).all() and (state.cursors == state.cursors[0]).all():
+        if all((it == it[0]).all() for it in (known, first, state.cursors)):
             # All lanes at once.
             lanes = [(slice(0, ends[-1]), [*range(len(first))])]
         else:

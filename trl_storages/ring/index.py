@@ -217,10 +217,11 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """Replaces what is known of lanes by their surviving rows, after steps that went unseen.
 
         Args:
-            done: `[L, S]` bool, of the last S <= T steps of the lanes: the episode ends with this row.
+            done: `[L, S]` bool, of the last S steps of the lanes: the episode ends with this row. The
+                last T of them survive.
             begins: `[L, S]` bool: it begins with this row. Where that of the first row is not among
                 these, the episode has lost rows.
-            cursor: steps written to each of the lanes; S of them survive.
+            cursor: steps written to each of the lanes.
             lanes: the L distinct lanes; None is all of them.
         """
         lane = self.lane_ids(lanes)
@@ -229,8 +230,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         self._ring.cursors[lane] = self._ring.tails[lane] = tail
         self._ring.is_open[lane] = 0
         if done.shape[1]:
-            first = self._advance(done, begins, lanes)[:, 0]
-            self._ring.tear(first[~begins[:, 0].to(self.device)])
+            oldest = max(done.shape[1] - self.steps_per_lane, 0)
+            first = self._advance(done, begins, lanes)[:, oldest]
+            self._ring.tear(first[~begins[:, : oldest + 1].any(1).to(self.device)])
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
         """Evicts the rows before a step of each lane; steps never start again.
@@ -308,7 +310,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def moved(self, spare_steps: int) -> EpisodeIndex:
         """Returns an index on the CPU of the same rows, in a ring of so many spare steps.
 
-        It is this one where these are as many already.
+        It is this one where these are as many already. Lanes whose oldest episode began before step 0
+        go on at later steps if there are spare ones, which are then those before the oldest row.
         """
         if spare_steps == self.spare_steps and self._on_host:
             return self
@@ -320,10 +323,14 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             slots = step % self.ring_steps * self.num_envs + lane
             begins = (self.behind(slots) == 0) & self.is_whole(slots)
             done = self.is_end(slots)
-            other.rejoin(done.unsqueeze(0).cpu(), begins.unsqueeze(0).cpu(), cursor, [lane])
+            first = self._ring.span(slots[:1])[:, 0].cpu()
+            # What came before the oldest row must have steps as well.
+            later = other.ring_steps if tail < spare_steps and (first < 0).any() else 0
+            end = cursor + later
+            other.rejoin(done.unsqueeze(0).cpu(), begins.unsqueeze(0).cpu(), end, [lane])
             if len(step):
                 oldest = torch.tensor([tail % other.ring_steps * self.num_envs + lane])
-                other._ring.begin(oldest, self._ring.span(slots[:1])[:, 0].cpu())
+                other._ring.begin(oldest, first + later)
             if not is_open[lane]:
                 other.end_episodes([lane])
         return other
@@ -364,7 +371,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             episode := state_dict.get("episode"), torch.Tensor
         ):
             found = episode.numel() // self.num_envs - self.steps_per_lane
-            spare = found if 0 <= found <= self.steps_per_lane else spare
+            spare = found if found >= 0 else spare
         read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare)
         tables = read._ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -17,9 +17,6 @@ from trl_storages._torchrl import set_entry
 from trl_storages.keys import next_key
 from trl_storages.rows.layout import Layout, nest
 from trl_storages.rows.packed import PackedStorage
-
-if TYPE_CHECKING:
-    from trl_storages.rows.stacks import Stacks
 
 __all__ = [
     "BatchedFields",
@@ -120,9 +117,8 @@ class _SingleFields(StoredFields):
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         slots, storage = self.slots, self.storage
-        stacks = getattr(storage, "stacks", None)
-        if stacks is not None and key in storage.layout.stacks:
-            return self._read_stacks(stacks, key)
+        if getattr(storage, "stacks", None) is not None and key in storage.layout.stacks:
+            return self._read_stacks(key)
         if self.following is not None and key[0] == "next":
             slots = self.following
         field = read_field(storage, slots, key)
@@ -131,11 +127,11 @@ class _SingleFields(StoredFields):
         self[key] = field
         return field
 
-    def _read_stacks(self, stacks: Stacks, key: NestedKey) -> torch.Tensor:
+    def _read_stacks(self, key: NestedKey) -> torch.Tensor:
         """Reads a stack together with that under `next`, which is of the same frames but one."""
         at = key[1:] if key[0] == "next" else key
         pair = [it for it in (unravel_key(at), next_key(at)) if it in self.storage.layout.stacks]
-        found = stacks.read(self.storage.table, self.slots, pair, self.following)
+        found = self.storage.read_stacks(self.slots, pair, self.following)
         self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
         return self[key]
 

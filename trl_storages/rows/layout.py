@@ -230,6 +230,11 @@ class Layout:
         )
 
     @property
+    def past_steps(self) -> int:
+        """With how many rows before it in its episode a row is seen, at most."""
+        return max([0, *(stack.num_frames - 1 for stack in self.stacks.values())])
+
+    @property
     def num_words(self) -> int:
         """W, the width of a row in 64-bit words."""
         return self.row_nbytes // _WORD

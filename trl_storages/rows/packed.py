@@ -6,7 +6,7 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -33,7 +33,7 @@ from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
-from trl_storages.rows.frames import stacks_of
+from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import stage
@@ -102,8 +102,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         existsok: whether to forget what `scratch_dir` holds, and begin anew.
         fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
             the first write fixes it, and the layout with it. (dtype, shape, FrameStack) is a stack of
-            frames, of which each is stored once; rows are then in memory, and written by an
-            `EpisodeWriter`.
+            frames, of which each is stored once; rows are then written by an `EpisodeWriter`.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
             one pinned block that crosses in one copy.
         share_next: whether next observations are stored once, as the observations of the rows that
@@ -119,8 +118,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     Raises:
         ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
-            other than the CPU, or what it holds is damaged, or of another size or layout; or with a
-            `FrameStack`, which has no files yet; or no observation has a next value to share.
+            other than the CPU, or what it holds is damaged, or of another size or layout; or no
+            observation has a next value to share.
         RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
@@ -196,18 +195,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._reader: Reader | None = None
         self.out_device = arguments.optional(arguments.device, "out_device", out_device)
         self._declared = dict(fields or {})
-        has_stacks = any(field is not None and len(field) > 2 for field in self._declared.values())
-        if has_stacks and self.scratch_dir is not None:
-            raise ValueError(
-                f"stacks of frames are stored frame by frame in memory only, got scratch_dir="
-                f"{self.scratch_dir}: leave one of the two out."
-            )
         if self.scratch_dir is not None:
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
         if self.scratch_dir is None and fields is not None and None not in fields.values():
             layout = self._layout_of(fields)
             # Otherwise it is not known yet who writes.
-            if not (has_stacks or self.share_next):
+            if not (self.past_steps or self.share_next):
                 self._allocate(layout)
 
     @classmethod
@@ -392,6 +385,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return 0 if self._side is None else self._side.num_used * self._side.entry_nbytes
 
     @property
+    def past_steps(self) -> int:
+        """With how many rows before it in its episode a row is seen, at most."""
+        if self.layout is not None:
+            return self.layout.past_steps
+        said = [part for field in self._declared.values() for part in field or ()]
+        return max([0, *(it.num_frames - 1 for it in said if isinstance(it, FrameStack))])
+
+    @property
     def is_durable(self) -> bool:
         """Whether rows and episodes outlive the process in files, now or from the first write on."""
         return self.scratch_dir is not None
@@ -489,11 +490,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.table = _table_of(layout.framed, rows, self._side, self.episodes, commits)
         self._storage = layout.framed.stored_tensordict(rows)
         if layout.stacks:
-            if self.stacks is not None:
+            if self.stacks is not None and not self.is_durable:
                 past = self.stacks.past
             self.stacks = Stacks(layout, self.episodes, rows, past)  # type: ignore[arg-type]
-            if self._sharing_process is not None:
-                self.stacks.past.share_memory_()  # type: ignore[no-untyped-call]
         self.initialized = True
 
     def keep_episodes(self, episodes: EpisodeIndex) -> None:
@@ -573,9 +572,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 "changed in place: extend the replay buffer with new ones, whose writer must be "
                 "EpisodeWriter(num_envs)."
             )
-        if self.stacks is not None or any(
-            len(field or ()) > 2 for field in self._declared.values()
-        ):
+        if self.past_steps:
             raise RuntimeError(_NO_STACKS)
 
     def stage(
@@ -779,12 +776,24 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         arguments.slots("index", index)
         return {key: self._field(index, key) for key in keys}
 
+    def read_stacks(
+        self,
+        slots: torch.Tensor,
+        keys: Collection[NestedKey],
+        following: torch.Tensor | None = None,
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some stacks of frames; see `Stacks.read`."""
+        self.note(slots)
+        if following is not None:
+            self.note(following)
+        return self.stacks.read(self.table, slots, keys, following)  # type: ignore[union-attr, arg-type]
+
     def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
         """Gathers a field, see `read`."""
+        if key in self.layout.stacks:  # type: ignore[union-attr]
+            return self.read_stacks(slots, [key])[key]
         self.note(slots)
         field = self.layout.framed.field(key)  # type: ignore[union-attr]
-        if key in self.layout.stacks:  # type: ignore[union-attr]
-            return self.stacks.read(self.table, slots, [key])[key]  # type: ignore[union-attr, arg-type]
         return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
@@ -950,13 +959,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             layout = Layout.from_json(state["layout"])
             self._allocate(self._layout_of(layout.declared, layout.nested))
         if self.directory is not None:
-            self._replace(moved, partial(self._fill, state, progress=progress))  # type: ignore[arg-type]
+            self._replace(moved, state, progress=progress)  # type: ignore[arg-type]
         elif fields and moved is not None:
             self._fill(state, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
             target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr]
             copy_in_pieces(fields, target, progress=progress)
-        if fields and self.stacks is not None:
+        if fields and self.stacks is not None and self.directory is None:
             self.stacks.past.copy_(state["past"])
         self._len = state["_len"]
         self._bump_mutation_revision()
@@ -985,17 +994,19 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
             table.put(slots, put, moved.episodes.ring)
 
-    def _replace(self, moved: Moved, fill: Callable[[RowTable], None]) -> None:
+    def _replace(self, moved: Moved, state: dict[str, Any], *, progress: bool) -> None:
         """Puts other rows in the place of those of a directory, at once."""
         directory: Directory = self.directory  # type: ignore[assignment]
-        words, layout = directory.words, directory.description.layout.framed
+        words, layout = directory.words, directory.description.layout
+
+        def fill(new: Words) -> None:
+            table = _table_of(layout.framed, new.rows, new.side, moved.episodes)
+            self._fill(state, table, progress=progress)
+            if layout.stacks and "past" in state:
+                Stacks(layout, moved.episodes, new.rows).take_past(state["past"], moved.saved)
+
         try:
-            directory.replace(
-                moved.episodes,
-                moved.write_count,
-                moved.trajectories,
-                lambda new: fill(_table_of(layout, new.rows, new.side, moved.episodes)),
-            )
+            directory.replace(moved.episodes, moved.write_count, moved.trajectories, fill)
         finally:
             if directory.words is not words:
                 self._adopt_words(directory.description.layout, directory.words)
@@ -1009,9 +1020,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         # Views are made again from the rows, or they would be sent one by one.
         state: dict[str, Any] = super().__getstate__()
         state["_storage"] = state["table"] = None
+        is_durable = self.directory is not None or self._reader is not None
         if self.stacks is not None:
-            state["stacks"] = self.stacks.past
-        if self.directory is not None or self._reader is not None:
+            state["stacks"] = None if is_durable else self.stacks.past
+        if is_durable:
             # A directory has one writer, so a copy reads what it writes.
             identity = (self.directory or self._reader).description.identity  # type: ignore[union-attr]
             state |= {"directory": None, "_reader": identity, "rows": None, "on_new_rows": None}

@@ -34,20 +34,21 @@ class Evicted(NamedTuple):
     places: torch.Tensor
     """`[n]` int64, the rows of the past where they go."""
     frames: torch.Tensor
-    """`[n, *]` int64, rows of the past."""
+    """`[n, F]` int64, one after another."""
 
 
 class Stacks:
     """Puts stacks together from the rows of a lane, and from the frames before its oldest one.
 
-    The past of a lane are the k - 1 steps before its oldest live row: step s of lane l is in row
+    The past of a lane are the D = k - 1 steps before its oldest live row. They lie in the ring where it
+    has spare steps, as that of a directory has; otherwise in a table, step s of lane l in row
     `(s % D) * E + l`.
 
     Args:
         layout: of rows that have stacks.
         episodes: the index of the rows.
         rows: `[N, *]` int64 as they are stored.
-        past: `[D * E, *]` int64, that of other rows; None is empty.
+        past: `[D * E, F]` int64, that of other rows in a ring without spare steps; None is empty.
     """
 
     def __init__(
@@ -59,26 +60,28 @@ class Stacks:
     ) -> None:
         self._layout, self._episodes, self._rows = layout, episodes, rows
         places = {field.key: place for place, field in enumerate(layout.fields)}
-        # Where each frame lies in a framed row, in a stored one, and in one of the past; and its bytes.
-        self._kept: list[tuple[int, int, int, int]] = []
-        fields, offset = [], 0
+        # Where each frame lies in a framed row, in a stored one, in one of the past, and where frames lie
+        # one after another; and its bytes.
+        self._kept: list[tuple[int, int, int, int, int]] = []
+        fields, offset, is_in_ring = [], 0, episodes.spare_steps > 0
         for key, stack in layout.stacks.items():
             if key[0] == "next":
                 continue
             frame, stored = layout.framed.field(key), layout.framed.stored_start(key)
-            is_constant = stack.padding == "constant"
-            kept = (frame.num_bytes, stack.num_frames, is_constant, stored, offset)
+            is_constant, gone = stack.padding == "constant", stored if is_in_ring else offset
+            kept = (frame.num_bytes, stack.num_frames, is_constant, stored, gone)
             pair = [name for name in (key, next_key(key)) if name in layout.stacks]
             fields += [(places[name], places[key], *kept) for name in pair]
-            self._kept.append((frame.start_byte, stored, offset, frame.num_bytes))
+            self._kept.append((frame.start_byte, stored, gone, offset, frame.num_bytes))
             offset += _in_words(frame) * _WORD
-        #: D.
-        self.num_past = _num_past(layout)
-        if past is None:
-            size = self.past_shape(layout, episodes.num_envs)
-            past = torch.zeros(size, dtype=torch.int64, device=rows.device)
-        #: `[D * E, *]` int64.
-        self.past = past
+        self._past_shape = self.past_shape(layout, episodes.num_envs)
+        if is_in_ring:
+            past = rows[: episodes.num_slots]
+        elif past is None:
+            past = torch.zeros(self._past_shape, dtype=torch.int64, device=rows.device)
+        if rows.is_shared():  # type: ignore[no-untyped-call]
+            past.share_memory_()  # type: ignore[no-untyped-call]
+        self._past, self._is_in_ring = past, is_in_ring
         # Those at the root come first.
         self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
         self._table = backend(rows.device).FrameTable(rows, past, self._fields)
@@ -96,9 +99,9 @@ class Stacks:
 
     @staticmethod
     def past_shape(layout: Layout, num_lanes: int) -> tuple[int, int]:
-        """Returns the shape of the past, for rows in so many lanes."""
+        """Returns the shape `[D * E, F]` of the past, for rows in so many lanes."""
         frames = [layout.framed.field(key) for key in layout.stacks if key[0] != "next"]
-        return _num_past(layout) * num_lanes, sum(map(_in_words, frames))
+        return layout.past_steps * num_lanes, sum(map(_in_words, frames))
 
     # Reading
 
@@ -196,7 +199,7 @@ class Stacks:
         cut: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Finds rows whose stacks can't be put together from single frames; see `FrameTable`."""
-        which = None if lanes is None else torch.tensor(lanes, device=self.past.device)
+        which = None if lanes is None else torch.tensor(lanes, device=self._past.device)
         ring = self._episodes.ring
         return self._table.find_breaks(ring, rows, num_steps, cut, which, order)
 
@@ -219,29 +222,41 @@ class Stacks:
         lane = np.arange(episodes.num_envs) if lanes is None else np.asarray(lanes)
         cursor, tail = episodes.host_steps[lane], episodes.host_tails[lane]
         new_tail = cursor + num_steps - episodes.steps_per_lane
-        if (new_tail <= tail).all():
+        # In the ring they are already, but for those that find no room.
+        oldest = cursor if self._is_in_ring else tail
+        if (new_tail <= oldest).all():
             return None
-        step = new_tail[:, None] - 1 - np.arange(self.num_past)
-        which = (step >= tail[:, None]) & (new_tail > tail)[:, None]
+        step = self._steps_before(new_tail)
+        which = (step >= oldest[:, None]) & (new_tail > oldest)[:, None]
         of_lane = np.broadcast_to(lane[:, None], step.shape)[which]
         ahead, step = (step - cursor[:, None])[which], step[which]
-        device = self.past.device
+        device = self._past.device
         slots = step % episodes.ring_steps * episodes.num_envs + of_lane
         stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
-        frames = self._as_past(stored, 1)
+        frames = self._frames(stored, 1)
         if (is_new := ahead >= 0).any():
             # More is written at once than finds room.
             at = np.broadcast_to(np.arange(len(lane))[:, None], which.shape)[which]
             number = torch.from_numpy((at * num_steps + ahead)[is_new]).to(device)
             number = number if order is None else order.reshape(-1)[number]
-            new = self._as_past(rows.words().index_select(0, number), 0)
+            new = self._frames(rows.words().index_select(0, number), 0)
             frames[torch.from_numpy(is_new).to(device)] = new
-        places = step % self.num_past * episodes.num_envs + of_lane
-        return Evicted(torch.from_numpy(places).to(device), frames)
+        return Evicted(self._places(step, of_lane), frames)
 
-    def _as_past(self, rows: torch.Tensor, kind: int) -> torch.Tensor:
-        """Returns the frames of framed rows (kind 0) or stored ones (kind 1) as rows of the past."""
-        frames = torch.zeros(len(rows), self.past.shape[1], dtype=torch.int64, device=rows.device)
+    def _steps_before(self, tails: np.ndarray) -> np.ndarray:
+        """Returns the D steps before steps `[L]`, `[L, D]`, the last one first."""
+        found: np.ndarray = tails[:, None] - 1 - np.arange(self._layout.past_steps)
+        return found
+
+    def _places(self, steps: np.ndarray, lanes: np.ndarray) -> torch.Tensor:
+        """Returns the rows of the past of steps of lanes, `[n]`."""
+        num_lanes = self._episodes.num_envs
+        places = steps % (len(self._past) // num_lanes) * num_lanes + lanes
+        return torch.from_numpy(places).to(self._past.device)
+
+    def _frames(self, rows: torch.Tensor, kind: int) -> torch.Tensor:
+        """Returns the frames `[n, F]` of framed rows (kind 0), stored ones (1) or the past's (2)."""
+        frames = torch.zeros(len(rows), self._past_shape[1], dtype=torch.int64, device=rows.device)
         into, source = frames.view(torch.uint8), rows.view(torch.uint8)
         for *starts, to, size in self._kept:
             into[:, to : to + size] = source[:, starts[kind] : starts[kind] + size]
@@ -249,27 +264,54 @@ class Stacks:
 
     def keep(self, evicted: Evicted) -> None:
         """Takes frames into the past."""
-        self.past[evicted.places] = evicted.frames
+        into, source = self._past.view(torch.uint8), evicted.frames.view(torch.uint8)
+        for _, _, to, start, size in self._kept:
+            into[evicted.places, to : to + size] = source[:, start : start + size]
+
+    # State
+
+    @property
+    def past(self) -> torch.Tensor:
+        """The past as it is saved, `[D * E, F]` int64: step s of lane l in row `(s % D) * E + l`."""
+        if not self._is_in_ring:
+            return self._past
+        past = torch.zeros(self._past_shape, dtype=torch.int64)
+        evicted, rows = self._before(self._episodes)
+        past[rows] = self._frames(self._past[evicted], 2)
+        return past
+
+    def take_past(self, past: torch.Tensor, saved: EpisodeIndex) -> None:
+        """Takes over a past that was saved, of the rows of another index."""
+        places, rows = self._before(saved)
+        self.keep(Evicted(places, past[rows]))
+
+    def _before(self, saved: EpisodeIndex) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of the past, and those of the one of an index which are saved for them."""
+        num_lanes = self._episodes.num_envs
+        step, old = (self._steps_before(it.host_tails) for it in (self._episodes, saved))
+        lanes = np.broadcast_to(np.arange(num_lanes)[:, None], step.shape)
+        rows = torch.from_numpy((old % self._layout.past_steps * num_lanes + lanes).reshape(-1))
+        return self._places(step.reshape(-1), lanes.reshape(-1)), rows.to(self._past.device)
 
     def mover(self, kept: Kept) -> Callable[[], None]:
         """Returns what sets the past right once only some rows are kept, from step 0 on."""
-        episodes = self._episodes
+        episodes, num_past = self._episodes, self._layout.past_steps
         bounds = zip(episodes.host_tails.tolist(), episodes.host_steps.tolist(), strict=True)
-        frames = torch.zeros_like(self.past)
+        frames = torch.zeros_like(self._past)
         for lane, (tail, cursor) in enumerate(bounds):
             first = cursor - len(kept.lanes[lane][0])
-            step = np.arange(first - self.num_past, first)
-            new = torch.from_numpy((step - first) % self.num_past * episodes.num_envs + lane)
+            step = np.arange(first - num_past, first)
+            new = torch.from_numpy((step - first) % num_past * episodes.num_envs + lane)
             slots = step % episodes.ring_steps * episodes.num_envs + lane
-            gone = torch.from_numpy(step % self.num_past * episodes.num_envs + lane)
-            device = self.past.device
+            gone = torch.from_numpy(step % num_past * episodes.num_envs + lane)
+            device = self._past.device
             stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
             is_live = torch.from_numpy(step >= tail).to(device).unsqueeze(1)
-            past = self.past.index_select(0, gone.to(device))
-            frames[new.to(device)] = torch.where(is_live, self._as_past(stored, 1), past)
+            past = self._past.index_select(0, gone.to(device))
+            frames[new.to(device)] = torch.where(is_live, self._frames(stored, 1), past)
 
         def put() -> None:
-            self.past.copy_(frames)
+            self._past.copy_(frames)
 
         return put
 
@@ -310,10 +352,6 @@ def _spans(layout: Layout) -> Iterator[tuple[int, int, int, bool]]:
         known = start, to, size, is_next
     if known is not None:
         yield known
-
-
-def _num_past(layout: Layout) -> int:
-    return max(stack.num_frames for stack in layout.stacks.values()) - 1
 
 
 def _in_words(frame: Field) -> int:

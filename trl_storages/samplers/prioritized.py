@@ -386,8 +386,8 @@ class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore
         saved.integer("num_lanes", 1, size)
         # Where there is no row it is infinite.
         priorities = saved.tensor("priorities", torch.float32)
-        # Of a directory there are some for its spare slots too.
-        if priorities.ndim != 1 or len(priorities) > 2 * size:
+        # Of a directory there are some for its spare slots too, of which the index knows how many.
+        if priorities.ndim != 1 or len(priorities) < size:
             must = f"one for each of {size} slots"
             raise saved.error("priorities", must, list(priorities.shape))
         if bad := int((~(priorities >= 0)).sum()):

@@ -54,8 +54,8 @@ class Reopened:
             cut: `[L, T]` bool, where rows are cut off from the row before them; or None.
         """
         storage, which = self._storage, slice(None) if lanes is None else [*lanes]
-        episodes, layout = storage.episodes, storage.layout
-        pairs = pairs_of(layout, continued_keys(layout.keys))  # type: ignore[union-attr, arg-type]
+        episodes, layout = storage.episodes, storage.layout.framed  # type: ignore[union-attr]
+        pairs = pairs_of(layout, continued_keys(layout.keys))
         find = episodes.ring.find_gaps  # type: ignore[union-attr]
         gap = find(rows, num_steps, pairs, cut, lanes, order, storage.table)
         unsure = self._unsure[which]
@@ -65,6 +65,11 @@ class Reopened:
         # Where nothing tells, an episode does not go on.
         cut[:, 0] |= unsure & (begins | (not len(pairs)))
         return cut
+
+    def may_begin(self, num_steps: int, lanes: Sequence[int] | None) -> torch.Tensor:
+        """Returns where an episode may begin of so many steps of lanes, `[L, T]` bool."""
+        unsure = self._unsure[slice(None) if lanes is None else [*lanes]]
+        return unsure.bool().unsqueeze(1) & (torch.arange(num_steps) == 0)
 
     def settle(self, lanes: Sequence[int] | None) -> None:
         """Notes that lanes were written, or all of them."""

@@ -16,14 +16,17 @@ __all__ = ["checked_stacks"]
 _KINDS = 4
 
 
-def checked_stacks(storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool) -> Block:
+def checked_stacks(
+    storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool | torch.Tensor
+) -> Block:
     """Returns steps with stacks that continue one another.
 
     Args:
         storage: where they are to be written.
         steps: rows.
         block: those of some lanes.
-        cuts: whether an episode begins with a stack that does not continue the one before.
+        cuts: whether an episode begins with a stack that does not continue the one before; `[L, T]` says
+            so of each step.
 
     Raises:
         ValueError: a stack does not continue the one before it in its lane, or begins an episode with
@@ -41,8 +44,8 @@ def checked_stacks(storage: PackedStorage, steps: Steps, block: Block, *, cuts: 
         breaks = torch.where(breaks % _KINDS == NOT_SHIFTED, 0, breaks)
     if breaks is None or not bool(breaks.any()):
         return block
-    is_gap = breaks % _KINDS == NOT_CONTINUED
-    if cuts and bool(is_gap.any()):
+    is_gap = (breaks % _KINDS == NOT_CONTINUED) & cuts
+    if bool(is_gap.any()):
         cut = is_gap if block.cut is None else block.cut | is_gap
         return checked_stacks(storage, steps, block._replace(cut=cut), cuts=False)
     raise _error(layout, block, breaks)  # type: ignore[arg-type]

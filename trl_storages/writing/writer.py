@@ -306,7 +306,10 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             elif gap is not None:
                 gaps.append(gap)
         if steps.rows.seen is not None:
-            block = checked_stacks(self._storage, steps, block, cuts=cuts)
+            where: bool | torch.Tensor = cuts
+            if self._reopened is not None and self._reopened.is_unsure:
+                where = cuts | self._reopened.may_begin(*block[:2])
+            block = checked_stacks(self._storage, steps, block, cuts=where)
         return block
 
     def _write(
@@ -386,10 +389,10 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block, frames in zip(blocks, evicted, strict=True):
             num_steps, lanes, order, cut, _ = block
-            if frames is not None:
-                storage.stacks.keep(frames)
             if directory is not None:
                 directory.begin(episodes, num_steps, lanes)
+            if frames is not None:
+                storage.stacks.keep(frames)
             if not is_packed:
                 self._put(steps, block)
             slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots, pairs)
@@ -663,5 +666,5 @@ def _new_index(storage: TensorStorage, num_envs: int) -> EpisodeIndex:
     """Returns the index of a storage that has none yet."""
     spare = 0
     if isinstance(storage, PackedStorage) and storage.is_durable:
-        spare = spare_steps(storage.max_size // num_envs)
+        spare = spare_steps(storage.max_size // num_envs, storage.past_steps)
     return EpisodeIndex(storage.max_size, num_envs, storage.device, spare_steps=spare)

@@ -82,6 +82,7 @@ class MarkedRows:
         marks: `[M, 2]` int64.
         values: `[*, S + 1]` int64, or None.
         headers: `[M]`, likewise.
+        past_steps: with how many rows before it in its episode a row is read.
     """
 
     def __init__(
@@ -90,9 +91,11 @@ class MarkedRows:
         marks: torch.Tensor,
         values: torch.Tensor | None = None,
         headers: torch.Tensor | None = None,
+        past_steps: int = 0,
     ) -> None:
         self._rows, self._marks, self._values = rows, marks, values
         self._headers: torch.Tensor = headers  # type: ignore[assignment]
+        self._past_steps = past_steps
 
     def clear(
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
@@ -172,8 +175,14 @@ class MarkedRows:
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
         """Returns whether slots of any shape hold the rows that an index takes them for."""
         self._check_slots(slots)
-        _, steps, there, _, _ = unpack_marks(self._marks[slots.reshape(-1), 0])
-        return bool((there & (steps == ring.steps(slots.reshape(-1)))).all())
+        slots = slots.reshape(-1, 1)
+        newest, first = ring.steps(slots), ring.span(slots)[..., 0]
+        step = newest - torch.arange(self._past_steps + 1)
+        is_read = (step == newest) | (step >= first) & (newest >= ring.oldest(slots))
+        lane = slots % ring.num_envs
+        marks = self._marks[step % ring.ring_steps * ring.num_envs + lane, 0]
+        _, marked_step, there, _, _ = unpack_marks(marks)
+        return bool((there & (marked_step == step) | ~is_read).all())
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if bool(((slots < 0) | (slots >= len(self._marks))).any()):

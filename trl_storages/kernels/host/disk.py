@@ -88,6 +88,7 @@ class MarkedRows:
         values: `[*, S + 1]` int64, the side table of rows that share S words: its last word is a checksum
             over the others, and mark and slot of the row that names the entry; None if rows share none.
         headers: `[M]` of the rows, likewise.
+        past_steps: with how many rows before it in its episode a row is read.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class MarkedRows:
         marks: torch.Tensor,
         values: torch.Tensor | None = None,
         headers: torch.Tensor | None = None,
+        past_steps: int = 0,
     ) -> None:
-        self._rows, self._marks = rows.numpy(), marks.numpy()
+        self._rows, self._marks, self._past_steps = rows.numpy(), marks.numpy(), past_steps
         self._values = _NO_VALUES if values is None else values.numpy()
         self._headers = _NO_HEADERS if headers is None else headers.numpy()
         self._factors = factors(rows.shape[1])
@@ -168,8 +170,8 @@ class MarkedRows:
             ring: of M slots.
             slots: int64 of any shape.
         """
-        _, _, lanes = ring._arrays
-        return _hold(self._marks, lanes, ring.ring_steps, slots.numpy().reshape(-1))
+        where = slots.numpy().reshape(-1), self._past_steps
+        return _hold(self._marks, *ring._arrays, ring.ring_steps, *where)
 
     def flags(
         self,
@@ -520,7 +522,15 @@ def _check_next(
 
 
 @compiled
-def _hold(marks: np.ndarray, lanes: np.ndarray, room: int, slots: np.ndarray) -> bool:
+def _hold(
+    marks: np.ndarray,
+    episode: np.ndarray,
+    spans: np.ndarray,
+    lanes: np.ndarray,
+    room: int,
+    slots: np.ndarray,
+    past_steps: int,
+) -> bool:
     newest = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
         newest[lane] = (lanes[lane, CURSOR] - 1) % room
@@ -534,9 +544,15 @@ def _hold(marks: np.ndarray, lanes: np.ndarray, room: int, slots: np.ndarray) ->
             lane = slots[i] - place * len(lanes)
         back = newest[lane] - place
         step = lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
-        mark = marks[slots[i], 0]
-        if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:
-            return False
+        first, slot = step, slots[i]
+        if past_steps > 0 and step >= lanes[lane, TAIL]:
+            first = max(step - past_steps, spans[episode[slot], FIRST])
+        while step >= first:
+            mark = marks[slot, 0]
+            if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:
+                return False
+            step -= 1
+            slot = slot - len(lanes) if slot >= len(lanes) else slot - len(lanes) + len(marks)
     return True
 
 
