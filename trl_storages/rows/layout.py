@@ -401,6 +401,9 @@ class Layout:
         Raises:
             ValueError: the description is damaged or of another version.
         """
+        if not isinstance(description, dict):
+            got = f"{description!r:.50}"
+            raise ValueError(f"the description of the rows is damaged: it is no object, got {got}.")
         if "share_next" in description:
             raise ValueError(
                 "the rows share next observations as they did before they had short headers: load them "
