@@ -1,10 +1,16 @@
 """Views of drawn rows: what is read and when, what further rows look like, and what they become."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from goal_data import distance_reward, goal_transitions
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
+from torchrl.envs.transforms import Compose
 
+from trl_storages import GoalRelabel, HERSampler, NStep, ReplayStorage, ReplayTransform
 from trl_storages.rows import PackedStorage, RowView, stored_fields
 from trl_storages.rows.fields import BatchedFields
 
@@ -195,3 +201,38 @@ def test_entries_of_a_batch():
     assert fields.names() == ("a",)
     assert fields["a"] is batch["a"]
     assert fields.tensordict({}) is batch
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("has_next_goal", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_rows_are_freed_with_their_batch(n_step, has_next_goal, ends):
+    """Batch after batch would take new memory, if they waited for the garbage collector."""
+    seen = []
+
+    class Watch(ReplayTransform):
+        def replay(self, rows):
+            seen.append(weakref.ref(rows))
+            rows.define(["mark"], lambda some, key: {key: rows["action"] + 1})
+
+    def reached(achieved_goal, desired_goal, transition):
+        return (achieved_goal == desired_goal).all(-1)
+
+    relabel = GoalRelabel(distance_reward, terminated_fn=reached if ends else None)
+    storage = ReplayStorage(
+        storage=PackedStorage(40),
+        sampler=HERSampler(),
+        transform=Compose(relabel, NStep(n_step), Watch()),
+        batch_size=16,
+    )
+    steps = torch.arange(20)
+    rows = goal_transitions(torch.zeros_like(steps), steps, steps % 5 == 4)
+    storage.extend(rows if has_next_goal else rows.exclude(("next", "desired_goal")))
+    gc.disable()
+    try:
+        batch = storage.sample()
+        assert ("next", "desired_goal") in batch.keys(True)
+        del batch
+        assert seen.pop()() is None
+    finally:
+        gc.enable()

@@ -192,6 +192,8 @@ class RowView:
         for key in self._lights:
             if key not in self._entries:
                 self._entries[key] = self[key]
+        # Rules may hold these rows, whose memory would wait for the garbage collector then.
+        self._lights, self._following = _AS_STORED, None
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Lets a function of batches change all entries; further rows are out of sight then.
@@ -206,10 +208,10 @@ class RowView:
         )
 
     def _become(self, batch: TensorDictBase) -> None:
-        """Takes a batch for what is seen of the rows."""
+        """Takes a batch, in which all entries are, for what is seen of the rows."""
         stored = self._stored
         self._stored = BatchedFields(stored.storage, stored.slots, stored.device, batch=batch)
-        self._entries, self._lights, self._following = {}, _AS_STORED, None
+        self._entries = {}
 
 
 def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
