@@ -15,8 +15,9 @@ from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
 from trl_storages.keys import next_key
-from trl_storages.rows.layout import Layout, nest
+from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
+from trl_storages.rows.views import nest
 
 __all__ = [
     "BatchedFields",

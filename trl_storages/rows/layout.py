@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import groupby
+from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
-from trl_storages._torchrl import new_tensordict
 from trl_storages.kernels.sharing import Sharing
 from trl_storages.keys import next_key, shared_keys
 from trl_storages.rows.entries import Nested
 from trl_storages.rows.frames import FrameStack, stacks_of
+from trl_storages.rows.views import Views
 
-__all__ = ["Field", "Layout", "nest"]
+__all__ = ["Field", "Layout"]
 
 _WORD = 8  # bytes
 _dtype_of, _size_of = attrgetter("dtype"), torch.Tensor.size
@@ -153,11 +152,11 @@ class Layout:
                 for it in self.fields
             }
             self.framed = Layout(frames, nested, header=header)
-        self._seen = self._stored = _Views(self.fields, self.row_nbytes, nested)
+        self._seen = self._stored = Views(self.fields, self.row_nbytes, nested)
         if self.sharing is not None:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
-            self._stored = _Views(stored, self.stored_nbytes, nested)
+            self._stored = Views(stored, self.stored_nbytes, nested)
         self._dtypes = [field.dtype for field in self.fields]
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
         # The shapes of a batch like the last one that was written.
@@ -499,66 +498,6 @@ def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:
     return [by_key[key] for key in twins], [by_key[key] for key in shared], rest
 
 
-class _Views:
-    """Sees the fields of rows as tensors that share their memory.
-
-    Args:
-        fields: in the order in which they lie in a row.
-        row_nbytes: of a row.
-        nested: as in `Layout`.
-    """
-
-    def __init__(self, fields: Sequence[Field], row_nbytes: int, nested: Nested) -> None:
-        self._row_nbytes = row_nbytes
-        self._tree = _tree_of(tuple(field.key for field in fields), nested)
-        self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
-        # The fields that are no vectors, by their place among all.
-        self._shapes = [
-            (place, field.shape)
-            for place, field in enumerate(fields)
-            if len(field.shape) != 1 and not field.stack
-        ]
-        self._stacked = [(place, field) for place, field in enumerate(fields) if field.stack]
-
-    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
-        """Returns how a row of elements of one dtype is split into fields that follow one another.
-
-        Returns:
-            the dtype, the sizes of the parts of a row, and which of them are the fields.
-        """
-        dtype = run[0].dtype
-        sizes, places, end = [], [], 0
-        for field in run:
-            # What lies around fields is a part as well, but an empty part takes as long as a field.
-            if field.start > end:
-                sizes.append(field.start - end)
-            places.append(len(sizes))
-            sizes.append(field.size)
-            end = field.start + field.size
-        if rest := self._row_nbytes // dtype.itemsize - end:
-            sizes.append(rest)
-        if len(places) == places[-1] - places[0] + 1:
-            return dtype, sizes, slice(places[0], places[-1] + 1)
-        return dtype, sizes, places
-
-    def of(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the fields `[*B, *shape]` of `[*B, *]` int64 rows."""
-        views: list[torch.Tensor] = []
-        for dtype, sizes, fields in self._splits:
-            # One split makes nine views in the time of four.
-            parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
-        for place, shape in self._shapes:
-            views[place] = views[place].view(rows.shape[:-1] + shape)
-        for place, field in self._stacked:
-            views[place] = field.as_stacks(views[place], rows.shape[:-1])
-        return views
-
-    def tensordict(self, rows: torch.Tensor) -> TensorDict:
-        """Returns the fields as a TensorDict of batch size B."""
-        return _fill(self._tree, self.of(rows), rows.shape[:-1], rows.device)
-
-
 def _key(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not names or not all(isinstance(it, str) for it in names):
         raise ValueError(f"a key must be a list of names, got {names!r}")
@@ -573,60 +512,3 @@ def _shape(sizes: Any) -> list[int]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def nest(
-    fields: Mapping[NestedKey, torch.Tensor],
-    batch: torch.Size,
-    device: torch.device,
-    nested: Nested = (),
-) -> TensorDict:
-    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
-    return _fill(_tree_of(tuple(fields), nested), list(fields.values()), batch, device)
-
-
-class _Tree(NamedTuple):
-    """The entries of a TensorDict, by where their tensors stand in a list."""
-
-    names: tuple[str, ...]
-    places: tuple[int, ...]
-    nested: tuple[tuple[str, _Tree], ...]
-    further: torch.Size
-    """The batch dimensions which it has beyond those of the outermost."""
-
-
-@lru_cache(maxsize=1024)
-def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> _Tree:
-    nested: dict[str, Any] = {}
-    for place, key in enumerate(keys):
-        node = nested
-        path = (key,) if isinstance(key, str) else key
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = place
-    return _frozen(nested, dict(nested_sizes), ())
-
-
-def _frozen(
-    entries: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
-) -> _Tree:
-    leaves = {name: place for name, place in entries.items() if isinstance(place, int)}
-    nested = {name: below for name, below in entries.items() if name not in leaves}
-    return _Tree(
-        tuple(leaves),
-        tuple(leaves.values()),
-        tuple((name, _frozen(below, sizes, (*path, name))) for name, below in nested.items()),
-        sizes.get(path, torch.Size([])),
-    )
-
-
-def _fill(
-    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
-) -> TensorDict:
-    names, places, nested, further = tree
-    source: dict[str, Any] = {}
-    for name, place in zip(names, places, strict=True):
-        source[name] = leaves[place]
-    for name, below in nested:
-        source[name] = _fill(below, leaves, batch, device)
-    return new_tensordict(source, batch + further if further else batch, device)

@@ -1,0 +1,142 @@
+"""Fields of rows, seen as tensors that share their memory, and as TensorDicts of these.
+
+Letters: B any leading shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDict
+
+from trl_storages._torchrl import new_tensordict
+from trl_storages.rows.entries import Nested
+
+if TYPE_CHECKING:
+    from trl_storages.rows.layout import Field
+
+__all__ = ["Views", "nest"]
+
+_dtype_of = attrgetter("dtype")
+
+
+class Views:
+    """Sees the fields of rows as tensors that share their memory.
+
+    Args:
+        fields: in the order in which they lie in a row.
+        row_nbytes: of a row.
+        nested: as in `Layout`.
+    """
+
+    def __init__(self, fields: Sequence[Field], row_nbytes: int, nested: Nested) -> None:
+        self._row_nbytes = row_nbytes
+        self._tree = _tree_of(tuple(field.key for field in fields), nested)
+        self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
+        # The fields that are no vectors, by their place among all.
+        self._shapes = [
+            (place, field.shape)
+            for place, field in enumerate(fields)
+            if len(field.shape) != 1 and not field.stack
+        ]
+        self._stacked = [(place, field) for place, field in enumerate(fields) if field.stack]
+
+    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
+        """Returns how a row of elements of one dtype is split into fields that follow one another.
+
+        Returns:
+            the dtype, the sizes of the parts of a row, and which of them are the fields.
+        """
+        dtype = run[0].dtype
+        sizes, places, end = [], [], 0
+        for field in run:
+            # What lies around fields is a part as well, but an empty part takes as long as a field.
+            if field.start > end:
+                sizes.append(field.start - end)
+            places.append(len(sizes))
+            sizes.append(field.size)
+            end = field.start + field.size
+        if rest := self._row_nbytes // dtype.itemsize - end:
+            sizes.append(rest)
+        if len(places) == places[-1] - places[0] + 1:
+            return dtype, sizes, slice(places[0], places[-1] + 1)
+        return dtype, sizes, places
+
+    def of(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the fields `[*B, *shape]` of `[*B, *]` int64 rows."""
+        views: list[torch.Tensor] = []
+        for dtype, sizes, fields in self._splits:
+            # One split makes nine views in the time of four.
+            parts = rows.view(dtype).split_with_sizes(sizes, -1)
+            views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
+        for place, shape in self._shapes:
+            views[place] = views[place].view(rows.shape[:-1] + shape)
+        for place, field in self._stacked:
+            views[place] = field.as_stacks(views[place], rows.shape[:-1])
+        return views
+
+    def tensordict(self, rows: torch.Tensor) -> TensorDict:
+        """Returns the fields as a TensorDict of batch size B."""
+        return _fill(self._tree, self.of(rows), rows.shape[:-1], rows.device)
+
+
+def nest(
+    fields: Mapping[NestedKey, torch.Tensor],
+    batch: torch.Size,
+    device: torch.device,
+    nested: Nested = (),
+) -> TensorDict:
+    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
+    return _fill(_tree_of(tuple(fields), nested), list(fields.values()), batch, device)
+
+
+class _Tree(NamedTuple):
+    """The entries of a TensorDict, by where their tensors stand in a list."""
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    nested: tuple[tuple[str, _Tree], ...]
+    further: torch.Size
+    """The batch dimensions which it has beyond those of the outermost."""
+
+
+@lru_cache(maxsize=1024)
+def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> _Tree:
+    nested: dict[str, Any] = {}
+    for place, key in enumerate(keys):
+        node = nested
+        path = (key,) if isinstance(key, str) else key
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = place
+    return _frozen(nested, dict(nested_sizes), ())
+
+
+def _frozen(
+    entries: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
+) -> _Tree:
+    leaves = {name: place for name, place in entries.items() if isinstance(place, int)}
+    nested = {name: below for name, below in entries.items() if name not in leaves}
+    return _Tree(
+        tuple(leaves),
+        tuple(leaves.values()),
+        tuple((name, _frozen(below, sizes, (*path, name))) for name, below in nested.items()),
+        sizes.get(path, torch.Size([])),
+    )
+
+
+def _fill(
+    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
+) -> TensorDict:
+    names, places, nested, further = tree
+    source: dict[str, Any] = {}
+    for name, place in zip(names, places, strict=True):
+        source[name] = leaves[place]
+    for name, below in nested:
+        source[name] = _fill(below, leaves, batch, device)
+    return new_tensordict(source, batch + further if further else batch, device)
