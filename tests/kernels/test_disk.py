@@ -258,6 +258,31 @@ def test_what_is_committed_keeps_its_marks(kernels):
     assert table.marks[:, 0].tolist() == [0, 1, 0, 1, 1, 1, 1, 1]
 
 
+@BACKENDS
+@pytest.mark.parametrize("past_steps", [0, 1, 3])
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_rows_are_held_with_those_before_them_in_their_episode(kernels, num_lanes, past_steps):
+    """Also with rows that were evicted, as long as they are of the same episode."""
+    ring = kernels.Ring(4 * num_lanes, num_lanes, CPU, spare_steps=4)
+    rows = torch.zeros(8 * num_lanes, 2, dtype=torch.int64)
+    marks = torch.zeros(8 * num_lanes, 2, dtype=torch.int64)
+    marked = kernels.MarkedRows(rows, marks, None, None, past_steps)
+    # Steps 0 to 4 are an episode, 5 to 9 another one; those from 6 on are live.
+    for step in range(10):
+        done = torch.full((num_lanes, 1), step == 4)
+        ring.append(kernels.NewRows([], np.zeros((0, 2), np.int64), num_lanes, 0, done, CPU), 1)
+        marked.seal(ring, 1, 1)
+    whole = marks.clone()
+    lane = num_lanes - 1
+    for seen in range(6, 10):
+        slots = torch.tensor([seen % 8 * num_lanes + lane])
+        for lost in range(2, 10):
+            marks.copy_(whole)
+            marks[lost % 8 * num_lanes + lane] = 0
+            is_read = max(seen - past_steps, 5) <= lost <= seen
+            assert marked.hold(ring, slots) == (not is_read), (seen, lost)
+
+
 def test_a_history_that_goes_on_further_back_than_the_one_before():
     """After a power cut: steps from 3 on are written once more."""
     lanes = Lanes(1, 8, 2)

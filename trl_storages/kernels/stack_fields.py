@@ -2,7 +2,7 @@
 
 A stack lies in a row as it is seen with its k frames one after another, the newest last. A stored row
 holds the newest one. The frames before it are those of the rows before in the lane, or, of the k - 1
-steps before the oldest live row of each lane, in a table of the past.
+steps before the oldest live row of each lane, in a table of the past: the ring itself, if it has room.
 """
 
 from __future__ import annotations

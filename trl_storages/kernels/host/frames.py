@@ -3,8 +3,8 @@
 Letters: N rows, E lanes (environments), D steps of the past, B rows picked, p stacks of k frames, L lanes
 and S steps written now. In the loops `room` is R, the ring steps per lane.
 
-The frames of step s of lane l, if it is one of the last D before the oldest live row, lie in row
-`(s % D) * E + l` of the past.
+The frames of step s of lane l, if it is one of the last ones before the oldest live row, lie in row
+`(s % D) * E + l` of the past. It may be the table of the rows, with D ring steps.
 """
 
 from __future__ import annotations
