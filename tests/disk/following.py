@@ -26,6 +26,7 @@ __all__ = ["EVENTS", "Seen", "follow"]
 
 SIZE, LANES, BATCH = 2000, 4, 256
 PATIENCE = 20.0  # seconds
+LONGEST = 1200  # seconds until readers of a busy machine must have seen all
 #: What may happen to the writer.
 EVENTS = ("stop", "kill", "empty", "keep", "load", "many steps")
 
@@ -73,7 +74,7 @@ def _fork(body: Callable[..., Any], *args: Any) -> int:
     pid = os.fork()
     if not pid:
         # Whoever waits for it hears by its end that it hangs.
-        signal.alarm(400)
+        signal.alarm(2 * LONGEST)
         status = 1
         try:
             body(*args)
@@ -199,7 +200,7 @@ def follow(
     readers = [_fork(_open_and_read, path, number, board) for number in range(num_readers)]
     happened = 0
     every = [*range(num_readers + 1)]
-    until = time.monotonic() + 300
+    until = time.monotonic() + LONGEST
     while time.monotonic() < until:
         seen = [board.seen(reader) for reader in every]
         if any(one.failed for one in seen):
