@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -16,12 +17,18 @@ class Interrupter:
         left: n.
         *folders: packages, or directories of the code.
         error: what is raised.
+        lasts: whether it is raised wherever this line runs again; see `resumed_by`.
     """
 
     def __init__(
-        self, left: int, *folders: ModuleType | str, error: type[BaseException] = KeyboardInterrupt
+        self,
+        left: int,
+        *folders: ModuleType | str,
+        error: type[BaseException] = KeyboardInterrupt,
+        lasts: bool = False,
     ) -> None:
-        self.left, self.error = left, error
+        self.left, self.error, self._lasts = left, error, lasts
+        self._raised_at: tuple[str, int] | None = None
         self._folders = tuple(
             folder if isinstance(folder, str) else str(Path(folder.__file__ or "").parent)
             for folder in folders
@@ -32,9 +39,20 @@ class Interrupter:
             return None
         if event == "line":
             self.left -= 1
-            if self.left == 0:
+            at = frame.f_code.co_filename, frame.f_lineno
+            if self.left == 0 or (self._lasts and at == self._raised_at):
+                self._raised_at = at
                 raise self.error
         return self
+
+    def resumed_by(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a call that is watched again, which Python ends with the first error."""
+
+        def watched(*args: Any, **options: Any) -> Any:
+            sys.settrace(self)
+            return call(*args, **options)
+
+        return watched
 
     def __enter__(self) -> Interrupter:
         # What is freed meanwhile must not be interrupted in its `__del__`, where nobody would hear of it.

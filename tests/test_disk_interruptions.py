@@ -1,7 +1,8 @@
 """Writes to a directory that fail or are interrupted halfway while their process lives on."""
 
 import random
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from unittest import mock
 
 import pytest
 from disk.acts import Act, keep, load, prioritise, write
@@ -14,6 +15,8 @@ from interrupter import Interrupter
 
 import trl_storages
 from trl_storages import ReplayStorage, UniformSampler
+from trl_storages.disk.words import Words
+from trl_storages.writing import writer
 
 SIZE = 12
 ACTS = {
@@ -86,7 +89,67 @@ def interrupted(folder, name, error, stride, first):
 
 
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
-def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored):
+@pytest.mark.parametrize("name", ["write", "write some lanes", "write many"])
+def test_an_error_that_comes_again(tmp_path, name, stored):
+    """As of a process that has no memory left: some of the lines."""
+    failing_again(tmp_path, name, stride=29, first=1 + 7 * list(ACTS).index(name))
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+@pytest.mark.parametrize("name", ["write", "write some lanes", "write many"])
+def test_an_error_that_comes_again_at_every_line(tmp_path, name, stored):
+    failing_again(tmp_path, name, stride=1, first=1)
+
+
+@contextmanager
+def again_and_again(interrupter):
+    """Raises an error also where a write is done once more, and where it is undone."""
+    with (
+        mock.patch.object(writer, "complete", interrupter.resumed_by(writer.complete)),
+        mock.patch.object(Words, "feed", interrupter.resumed_by(Words.feed)),
+        interrupter,
+    ):
+        yield
+
+
+def failing_again(folder, name, stride, first):
+    storage, history = make(folder / "rows", 2, SIZE), History(2, SIZE)
+    for num_steps in (9, 8):
+        act = write(history, num_steps)
+        act.do(storage)
+        history = act.after
+    line, num_undone = first - stride, 0
+    while True:
+        line += stride
+        act = ACTS[name](history)
+        interrupter = Interrupter(line, trl_storages, error=MemoryError, lasts=True)
+        with suppress(MemoryError), again_and_again(interrupter):
+            act.do(storage)
+        got = found(storage)
+        assert act.may_leave(got), (line, got, act.before.live)
+        num_undone += got != act.after.live
+        reader = ReplayStorage.open(folder / "rows", mode="r", sampler=UniformSampler())
+        assert found(reader) == got, line
+        # Without memory to go back it reads on.
+        if line // stride % 5 == 0 or not storage.storage.directory.is_writer:
+            abandon(storage)
+            storage = make(folder / "rows", 2, SIZE)
+            assert found(storage) == got, line
+        history = act.before.copy()
+        history.adopt(got)
+        act = write(history, 1)
+        act.do(storage)
+        assert found(storage) == act.after.live, line
+        history = act.after
+        if interrupter.left > 0:
+            break
+    assert num_undone > 0
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored, lasts):
     """Whatever a failed write has stored is not taken for what was written in its place."""
     storage, history = make(tmp_path / "rows", 1, SIZE), History(1, SIZE)
     act = write(history, 5)
@@ -97,8 +160,11 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored
     for line in range(1 if stored == "plain" else 5, 400, 9 if stored == "plain" else 23):
         with Moments(tmp_path / "rows") as moments:
             failing = write(history, 4)
-            with suppress(MemoryError), Interrupter(line, trl_storages, error=MemoryError):
+            interrupter = Interrupter(line, trl_storages, error=MemoryError, lasts=lasts)
+            with suppress(MemoryError), again_and_again(interrupter):
                 failing.do(storage)
+        if not storage.storage.directory.is_writer:
+            storage = make(tmp_path / "rows", 1, SIZE)
         if found(storage) == failing.after.live:
             history = failing.after
             continue

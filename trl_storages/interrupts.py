@@ -47,13 +47,16 @@ def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = 
 
 def complete(
     error: BaseException, act: Callable[[], object], start_over: Callable[[], object] | None = None
-) -> None:
+) -> bool:
     """Does what `finish` does after an error, for whoever has caught it.
 
     Args:
         error: what came in between. One that `act` itself raises comes again, and is left to the caller.
         act: as in `finish`.
         start_over: as in `finish`.
+
+    Returns:
+        whether all of it was done.
     """
     # Timeouts and signals may be errors of any kind.
     for _ in range(1 if isinstance(error, Exception) else _ATTEMPTS):
@@ -61,4 +64,5 @@ def complete(
             if start_over is not None:
                 start_over()
             act()
-            return
+            return True
+    return False

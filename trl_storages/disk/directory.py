@@ -205,6 +205,28 @@ class Directory:
         history = self.description.history
         self.words.commits.publish_lanes(index.ring, history, write_count, trajectories)
 
+    def go_back(self, index: EpisodeIndex) -> None:
+        """Returns to what was committed, after a write that could not be completed.
+
+        What it left is of a history that has ended, so that it never counts as what is written in its
+        place. If there is no memory for that, either, this process goes on as a reader.
+
+        Args:
+            index: the episodes, whose counters are those before the write.
+        """
+        self.check_writable()
+        state, self._has_begun = self.state, False
+        # Some may have been ended since the last commit.
+        was_written = index.host_steps != state.cursors
+        is_open = np.where(was_written, state.open, index.is_open.numpy())
+        try:
+            index.clear()
+            self.words.feed(index, state._replace(open=is_open), self.description)
+        except BaseException:
+            self.abandon()
+            index.clear()
+            raise
+
     def begin_history(self) -> None:
         """Says for good, before the first change, that what comes is this writer's.
 

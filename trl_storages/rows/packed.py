@@ -335,6 +335,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.on_new_rows is not None:
             self.on_new_rows()
 
+    def go_back(self) -> None:
+        """Returns to the rows that count of a directory; see `Directory.go_back`."""
+        self.directory.go_back(self.episodes)  # type: ignore[union-attr, arg-type]
+        self.refreshes += 1
+        if self.on_new_rows is not None:
+            self.on_new_rows()
+
     def read_intact(self, read: Callable[[], Batch]) -> Batch:
         """Returns what `read` reads, all of it from rows that were there while it did.
 

@@ -167,16 +167,21 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._lanes, self._reopened = LaneNotes(index), None
         if isinstance(storage, PackedStorage):
             storage.keep_episodes(index)
-            if (directory := storage.directory) is not None:
+            if storage.directory is not None:
                 self._reopened = Reopened(storage)
-                self._lanes.trajectory.copy_(torch.from_numpy(directory.state.trajectories))
-                self._write_count = directory.state.write_count
+                self._take_up()
 
     @property
     def _directory(self) -> Directory | None:
         """The files of the rows, None in memory."""
         storage = self._storage
         return storage.directory if isinstance(storage, PackedStorage) else None
+
+    def _take_up(self) -> None:
+        """Goes on from what was committed to the directory."""
+        state = self._directory.state  # type: ignore[union-attr]
+        self._lanes.trajectory.copy_(torch.from_numpy(state.trajectories))
+        self._write_count = state.write_count
 
     def _commit(self) -> None:
         """Makes what was written to a directory count."""
@@ -355,7 +360,12 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
                 slots = self._append(steps, blocks, evicted, shape, count, then, pairs)
             except BaseException as error:
                 act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
-                complete(error, act, partial(self._episodes.recount, counters))
+                recount = partial(self._episodes.recount, counters)
+                if not complete(error, act, recount) and self._directory is not None:
+                    # Marks may be missing that a later commit would count on.
+                    recount()
+                    storage.go_back()
+                    self._take_up()
                 raise
             if slots is not None:
                 break
