@@ -130,9 +130,10 @@ class _SingleFields(StoredFields):
 
     def _read_stacks(self, key: NestedKey) -> torch.Tensor:
         """Reads a stack together with that under `next`, which is of the same frames but one."""
-        at = key[1:] if key[0] == "next" else key
-        pair = [it for it in (unravel_key(at), next_key(at)) if it in self.storage.layout.stacks]
-        found = self.storage.read_stacks(self.slots, pair, self.following)
+        storage, at = self.storage, key[1:] if key[0] == "next" else key
+        pair = [it for it in (unravel_key(at), next_key(at)) if it in storage.layout.stacks]
+        storage.note(self.slots, self.following)
+        found = storage.stacks.read(storage.table, self.slots, pair, self.following)
         self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
         return self[key]
 

@@ -6,7 +6,7 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -361,10 +361,15 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._reads += 1
         return reader.read_intact(self.episodes, self.refresh, read)  # type: ignore[arg-type]
 
-    def note(self, slots: torch.Tensor) -> None:
-        """Notes which rows are read, where another process may overwrite them meanwhile."""
+    def note(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> None:
+        """Notes which rows are read, where another process may overwrite them meanwhile.
+
+        Args:
+            slots: int64, of any shape.
+            following: likewise, those that lend what lies under `next`, if they are others.
+        """
         if self._reader is not None and self._reader.seen is not None:
-            self._reader.seen.append(slots)
+            self._reader.seen += [slots] if following is None else [slots, following]
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
@@ -755,9 +760,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Returns:
             `[*B, W]` int64 in new memory.
         """
-        self.note(slots)
-        if following is not None:
-            self.note(following)
+        self.note(slots, following)
         is_sent_away = self.is_sent_away
         is_pinned = is_sent_away and self.device.type == "cpu"
         if self.stacks is not None:
@@ -783,24 +786,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         arguments.slots("index", index)
         return {key: self._field(index, key) for key in keys}
 
-    def read_stacks(
-        self,
-        slots: torch.Tensor,
-        keys: Collection[NestedKey],
-        following: torch.Tensor | None = None,
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some stacks of frames; see `Stacks.read`."""
-        self.note(slots)
-        if following is not None:
-            self.note(following)
-        return self.stacks.read(self.table, slots, keys, following)  # type: ignore[union-attr, arg-type]
-
     def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
         """Gathers a field, see `read`."""
-        if key in self.layout.stacks:  # type: ignore[union-attr]
-            return self.read_stacks(slots, [key])[key]
         self.note(slots)
         field = self.layout.framed.field(key)  # type: ignore[union-attr]
+        if key in self.layout.stacks:  # type: ignore[union-attr]
+            return self.stacks.read(self.table, slots, [key])[key]  # type: ignore[union-attr, arg-type]
         return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
