@@ -1,3 +1,4 @@
+import math
 import warnings
 
 import gymnasium
@@ -8,9 +9,19 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList
 from tensordict import TensorDict
-from torchrl.data import Binary, Bounded, Categorical, Composite, NonTensor, Unbounded
+from torchrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    NonTensor,
+    TensorSpec,
+    Unbounded,
+)
 from torchrl.envs import GymEnv, GymWrapper
 
+from trl_storages import UniformReplayStorage
 from trl_storages.gym import GymRecorder, transition_fields
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows.packed import PackedStorage
@@ -605,3 +616,81 @@ def test_info_spaces_without_fields():
         transition_fields(BOX, BOX, {"a": spaces.Dict({"b": BOX})})
     with pytest.raises(ValueError, match="keys of a transition must differ, got 'observation'"):
         transition_fields(BOX, BOX, {"observation": BOX})
+
+
+DISCRETE = [
+    (spaces.Discrete(3), [0, 2], [3, -1]),
+    (spaces.Discrete(3, start=-1), [-1, 1], [-2, 2]),
+    (spaces.MultiDiscrete([2, 3]), [[1, 0], [0, 2]], [[2, 0], [0, 3], [0, -1]]),
+    (
+        spaces.Dict({"turn": spaces.Discrete(2), "push": spaces.Box(-1, 1, (2,), np.float64)}),
+        [{"turn": 1, "push": [9.0, 0.0]}],
+        [{"turn": 2, "push": [0.0, 0.0]}],
+    ),
+    (Categorical(3), [0, 2], [3, -1]),
+    (MultiCategorical([2, 3]), [[1, 2]], [[1, 3]]),
+]
+
+
+def batched(action, num_envs):
+    if isinstance(action, dict):
+        return {name: batched(value, num_envs) for name, value in action.items()}
+    return np.stack([np.asarray(action)] * num_envs)
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize(("space", "right", "wrong"), DISCRETE)
+def test_actions_that_there_are_not(space, right, wrong, num_envs):
+    is_spec = isinstance(space, TensorSpec)
+    seen = Unbounded((1,)) if is_spec else BOX
+    if is_spec:
+        seen = Composite(observation=seen)
+    storage = UniformReplayStorage(seen, space, storage_size=60, num_envs=num_envs or 1)
+    after = np.zeros((num_envs, 1) if num_envs else 1, np.float32)
+    flag = np.zeros(num_envs, bool) if num_envs else False
+    last = np.zeros(num_envs) if num_envs else 0.0
+
+    def record(action):
+        return storage.record(after, action, last, flag, flag, {}, after)
+
+    for action in wrong:
+        if num_envs:
+            action = batched(action, num_envs)
+        with pytest.raises(
+            ValueError, match=r"^actions.* must be from -?\d to \d, got -?\d in env"
+        ):
+            record(action)
+        assert not len(storage)
+    for action in right:
+        record(batched(action, num_envs) if num_envs else action)
+    assert len(storage) == len(right) * (num_envs or 1)
+
+
+def test_of_environments_that_only_reset_no_action_is_looked_at():
+    storage = UniformReplayStorage(
+        BOX, spaces.Discrete(2), storage_size=20, num_envs=2, autoreset_mode="NextStep"
+    )
+    seen, none = np.zeros((2, 1), np.float32), np.zeros(2, bool)
+    storage.record(seen, [0, 1], [0.0, 0.0], np.array([False, True]), none, {}, seen)
+    storage.record(seen, [0, -1], [0.0, 0.0], none, none, {}, seen)
+    assert len(storage) == 3
+    with pytest.raises(ValueError, match="got -1 in environment 1"):
+        storage.record(seen, [0, -1], [0.0, 0.0], none, none, {}, seen)
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_no_finite_numbers_are_warned_of_once(bad, num_envs):
+    storage = UniformReplayStorage(
+        BOX, spaces.Discrete(2), storage_size=20, num_envs=num_envs or 1, on_gap="ignore"
+    )
+    seen = np.zeros((num_envs, 1) if num_envs else 1, np.float32)
+    flag = np.zeros(num_envs, bool) if num_envs else False
+    action = np.zeros(num_envs, np.int64) if num_envs else 0
+    reward = np.array([0.0, bad]) if num_envs else bad
+    told = rf"must be finite, got {bad} of environment {(num_envs or 1) - 1}: "
+    with pytest.warns(UserWarning, match=told) as warned:
+        storage.record(seen, action, reward, flag, flag, {}, seen)
+    assert [warning.filename for warning in warned] == [__file__]
+    storage.record(seen, action, reward, flag, flag, {}, seen)
+    assert len(storage) == 2 * (num_envs or 1)

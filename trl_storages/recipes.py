@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.gym import GymRecorder, transition_fields
+from trl_storages.gym import GymRecorder, choices_of, transition_fields
 from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -223,6 +223,7 @@ class UniformReplayStorage(ReplayStorage):
                 recorder=GymRecorder(
                     num_envs,
                     fields=fields,
+                    choices=choices_of(action_space),
                     autoreset_mode=given["autoreset_mode"],
                     info_keys=info_keys,
                 ),

@@ -26,6 +26,7 @@ from trl_storages.gym.resets import (
     check_last_observations,
     last_observations,
 )
+from trl_storages.gym.values import Choices, ValueCheck
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
@@ -61,6 +62,7 @@ class GymRecorder(SavedPart):
         num_envs: E, the number of environments; a single one may also come without the
             leading dimension.
         fields: of a transition, from `transition_fields`. None takes them from the first step.
+        choices: of discrete actions, from `choices_of`, so that others are refused.
         autoreset_mode: that of the environments, `env.metadata["autoreset_mode"]`: gymnasium's
             `AutoresetMode` or its value.
         info_keys: entries of the infos to keep, under the key given; `"force"` and
@@ -82,13 +84,14 @@ class GymRecorder(SavedPart):
         num_envs: int,
         *,
         fields: Mapping[NestedKey, Field] | None = None,
+        choices: Mapping[NestedKey, Choices] | None = None,
         autoreset_mode: AutoresetMode | str | None = None,
         info_keys: InfoKeys = (),
     ) -> None:
         self.num_envs = num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = arguments.keys("info_keys", info_keys)
-        self._given = fields
+        self._given, self._choices = fields, choices or {}
         #: Where the arguments hold the fields; None until the first step.
         self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
@@ -197,6 +200,8 @@ class GymRecorder(SavedPart):
                 column.put(columns[key], value, name, label, is_vector)
         done, terminated, truncated = desk.flags
         desk.either(terminated, truncated, out=done)
+        if desk.check is not None:
+            desk.check.look(lanes)
         is_end = _any(done)
         finals = self._reset_already(done) if is_end else []
         if finals:
@@ -241,7 +246,7 @@ class GymRecorder(SavedPart):
             or desk.rows is not rows
             or desk.device != device
         ):
-            desk = self._desk = _Desk(layout, rows, self.num_envs, device)
+            desk = self._desk = _Desk(layout, rows, self.num_envs, device, self._choices)
         return desk
 
     def __getstate__(self) -> dict[str, Any]:
@@ -373,10 +378,16 @@ class _Desk:
         rows: how they are wanted, if they have just these fields.
         num_envs: E.
         device: where they are gathered.
+        choices: of discrete actions.
     """
 
     def __init__(
-        self, layout: StepLayout, rows: Layout | None, num_envs: int, device: torch.device
+        self,
+        layout: StepLayout,
+        rows: Layout | None,
+        num_envs: int,
+        device: torch.device,
+        choices: Mapping[NestedKey, Choices],
     ) -> None:
         self.layout, self.rows, self.device = layout, rows, device
         known = Layout(layout.fields)
@@ -391,6 +402,8 @@ class _Desk:
             [_target(block, is_vector, place) for place in layout.places]
             for is_vector in (False, True)
         ]
+        #: Looks at the values of a step; None where that would wait for a device.
+        self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
         #: Says where either of two flags is set.
         self.either: Any = np.logical_or if block.is_on_host else torch.logical_or
 

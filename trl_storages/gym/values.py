@@ -1,0 +1,149 @@
+"""Values of a step that have the right dtype and shape, and can't be right: actions and rewards.
+
+Letters: E environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+from tensordict import NestedKey, unravel_key
+from torchrl.data import Categorical, Composite, MultiCategorical, TensorSpec
+
+from trl_storages.callers import warn_caller
+from trl_storages.keys import ACTION, REWARD, key_path, leaves
+
+__all__ = ["Choices", "ValueCheck", "choices_of"]
+
+
+class Choices(NamedTuple):
+    """Which values a discrete action has: `number` from `first` on, each of `[*shape]`."""
+
+    first: Any
+    number: Any
+
+
+def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, Choices]:
+    """Returns the choices of the discrete actions of a space or spec, by key.
+
+    >>> choices_of(spaces.Discrete(3, start=1))["action"]
+    Choices(first=1, number=3)
+    """
+    found: list[tuple[NestedKey, Any]]
+    if isinstance(action_space, Composite):
+        found = [*action_space.items(include_nested=True, leaves_only=True)]
+    elif isinstance(action_space, TensorSpec):
+        found = [(ACTION, action_space)]
+    else:
+        found = [*leaves(action_space, "the action space", key_path(ACTION))]
+    choices: dict[NestedKey, Choices] = {}
+    for key, space in found:
+        match space:
+            case spaces.Discrete():
+                choices[unravel_key(key)] = Choices(int(space.start), int(space.n))
+            case spaces.MultiDiscrete():
+                choices[unravel_key(key)] = Choices(space.start, space.nvec)
+            # Which is a Categorical, too.
+            case MultiCategorical():
+                choices[unravel_key(key)] = Choices(0, space.nvec.numpy())
+            case Categorical():
+                choices[unravel_key(key)] = Choices(0, space.n)
+    return choices
+
+
+class ValueCheck:
+    """Looks at the actions and rewards of each step where it is gathered.
+
+    On the host only: to look at values on a device would wait for it.
+
+    Args:
+        columns: key -> `[E, *shape]` arrays that each step is gathered in.
+        choices: of the discrete actions.
+    """
+
+    def __init__(
+        self, columns: Mapping[NestedKey, NDArray[Any]], choices: Mapping[NestedKey, Choices]
+    ) -> None:
+        self._columns, self._choices = columns, choices
+        self._is_single = len(columns[REWARD]) == 1
+        self._actions = [
+            (each, *limits)
+            for key, of_key in choices.items()
+            for each, limits in zip(_each(columns[key]), _limits(of_key), strict=True)
+        ]
+        rewards = columns[REWARD]
+        self._rewards = _each(rewards) if rewards.dtype.kind == "f" else []
+        self._has_warned = False
+
+    def look(self, lanes: Sequence[int]) -> None:
+        """Checks a step, and warns once of rewards that are no finite numbers.
+
+        Args:
+            lanes: the environments that made a transition.
+
+        Raises:
+            ValueError: an action is none that there is.
+        """
+        # Of the few numbers of a step Python knows the least and the largest before NumPy has begun.
+        if self._is_single:
+            for action, low, high in self._actions:
+                if not low <= action.item() <= high:
+                    self._refuse(lanes)
+            for reward in self._rewards:
+                number = reward.item()
+                if number - number != 0:
+                    self._warn(lanes)
+            return
+        for action, low, high in self._actions:
+            taken = action.tolist()
+            if min(taken) < low or max(taken) > high:
+                self._refuse(lanes)
+        for reward in self._rewards:
+            number = sum(reward.tolist())
+            if number - number != 0:
+                self._warn(lanes)
+
+    def _refuse(self, lanes: Sequence[int]) -> None:
+        """Raises if an environment that made a transition took an action that there is not."""
+        for key, (first, number) in self._choices.items():
+            taken = self._columns[key][lanes]
+            strange = np.argwhere((taken < first) | (taken >= first + number))
+            if len(strange):
+                lane, place = int(strange[0, 0]), tuple(map(int, strange[0, 1:]))
+                low, high = _limits(self._choices[key])[
+                    np.ravel_multi_index(place, taken.shape[1:])
+                ]
+                label = "".join(f"[{name!r}]" for name in key_path(key)[1:])
+                raise ValueError(
+                    f"actions{label} must be from {low} to {high}, got {taken[lane][place]} in "
+                    f"environment {lanes[lane]}; pass the action that `step` was given, or make the "
+                    "storage for a space that has it"
+                )
+
+    def _warn(self, lanes: Sequence[int]) -> None:
+        rewards = self._columns[REWARD][lanes]
+        strange = np.argwhere(~np.isfinite(rewards))
+        if len(strange) and not self._has_warned:
+            self._has_warned, lane = True, int(strange[0, 0])
+            got = rewards[tuple(strange[0])]
+            warn_caller(
+                f"rewards must be finite, got {got} of environment {lanes[lane]}: a batch that has such "
+                "a row spoils the networks that learn from it. It is stored as it is, and this is said "
+                "once."
+            )
+
+
+def _each(column: NDArray[Any]) -> list[NDArray[Any]]:
+    """Returns views `[E]` of all numbers of a column `[E, *shape]`."""
+    places = np.ndindex(*column.shape[1:])
+    return [np.moveaxis(column, 0, -1)[place] for place in places]
+
+
+def _limits(choices: Choices) -> list[tuple[int, int]]:
+    """Returns the first and the last choice of each number of an action."""
+    first, number = np.broadcast_arrays(*choices)
+    return [*zip(first.ravel().tolist(), (first + number - 1).ravel().tolist(), strict=True)]
