@@ -6,7 +6,7 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -107,6 +107,8 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
         if arguments.generator("generator", generator) is not None:
             for storage in storages:
                 storage.set_rng(generator)
+        # How many samples each storage gives, for the size and the shares of the last batch.
+        self._split: tuple[Any, list[int]] = (None, [])
         # The order of the rows of a batch and their storages, for the counts and the device of the last.
         self._order: tuple[Any, torch.Tensor, torch.Tensor] = (None, torch.empty(0), torch.empty(0))
 
@@ -148,8 +150,11 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
             batch_size = self._batch_size
         if batch_size is None:
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        return num_of_each(batch_size, self._shares)
+        split_for = batch_size, self._shares
+        if self._split[0] != split_for:
+            arguments.integer("batch_size", batch_size, at_least=1)
+            self._split = split_for, num_of_each(*split_for)
+        return self._split[1]
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share.
@@ -162,23 +167,36 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
 
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         counts = self._counts(batch_size)
+        generators = {storage._rng or torch.default_generator for storage in self._storages}
+        states = [(generator, generator.get_state()) for generator in generators]
+        progress = [progress_of_draws(storage.sampler) for storage in self._storages]
+        drawn: dict[int, Part] = {}
+        names = {keys.BUFFER_IDS}
+        try:
+            for number, count in enumerate(counts):
+                if count:
+                    drawn[number], info = self._draw(number, count)
+                    names.update(info)
+            batch = self._joined(drawn, counts, names)
+        except BaseException as error:
+            for generator, state in states:
+                generator.set_state(state)
+            for storage, before in zip(self._storages, progress, strict=True):
+                resume_draws(storage.sampler, before)
+            self._check_shares(counts, error)
+            raise
+        if not return_info:
+            return batch
+        return batch, {name: batch.get(name) for name in sorted(names)}
+
+    def _check_shares(self, counts: list[int], error: BaseException) -> None:
+        """Raises a RuntimeError if a storage can't give its share, which is why there was an error."""
         for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
             if count and not storage.can_sample(count):
                 raise RuntimeError(
                     f"storage {number} of the ensemble must give {count} samples, but it holds "
                     f"{len(storage)} rows and can't: write to it, or set its share to 0."
-                )
-        names: set[str] = set()
-        with self._as_before_on_error():
-            drawn = {}
-            for number, count in enumerate(counts):
-                if count:
-                    drawn[number], info = self._draw(number, count)
-                    names |= info.keys()
-            batch = self._joined(drawn, counts)
-        if not return_info:
-            return batch
-        return batch, {name: batch.get(name) for name in sorted({*names, keys.BUFFER_IDS})}
+                ) from error
 
     def _draw(self, number: int, count: int) -> tuple[Part, dict[str, Any]]:
         """Draws from one storage, with weights that are not normalised."""
@@ -188,30 +206,21 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
         with storage._replay_lock, weights:
             return storage._sample_part(count)
 
-    @contextmanager
-    def _as_before_on_error(self) -> Iterator[None]:
-        """Puts generators and phases back if the batch can't be made."""
-        generators = [storage._rng or torch.default_generator for storage in self._storages]
-        states = [(generator, generator.get_state()) for generator in generators]
-        progress = [progress_of_draws(storage.sampler) for storage in self._storages]
-        try:
-            yield
-        except BaseException:
-            for generator, state in states:
-                generator.set_state(state)
-            for storage, before in zip(self._storages, progress, strict=True):
-                resume_draws(storage.sampler, before)
-            raise
+    def _joined(self, drawn: dict[int, Part], counts: list[int], names: set[str]) -> TensorDictBase:
+        """Makes one batch of those of the storages, by their numbers.
 
-    def _joined(self, drawn: dict[int, Part], counts: list[int]) -> TensorDictBase:
-        """Makes one batch of those of the storages, by their numbers."""
-        num_steps = self._num_steps(drawn, counts)
-        said = [key for key in _WITHOUT if any(_has(part, key) for part in drawn.values())]
-        for part in drawn.values():
+        Args:
+            drawn: the rows of each storage that gives some.
+            counts: samples of each storage.
+            names: of what the samplers said.
+        """
+        parts = [*drawn.values()]
+        num_steps = _num_steps(parts, [count for count in counts if count])
+        said = [key for key in _WITHOUT if key in names and any(_has(part, key) for part in parts)]
+        for part in parts if said else ():
             for key in said:
                 if not _has(part, key):
                     part[key] = _WITHOUT[key](part[keys.INDEX])
-        parts = [*drawn.values()]
         order, ids = self._order_of(counts, num_steps, parts[0][keys.INDEX].device)
         views = [part for part in parts if isinstance(part, RowView)]
         batch = joined(views, order) if len(views) == len(parts) else None
@@ -239,18 +248,6 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
                 "(DTypeCastTransform)."
             )
         return _join([*batches.values()], order)
-
-    def _num_steps(self, drawn: dict[int, Part], counts: list[int]) -> int:
-        """Returns S."""
-        sizes = {number: part.batch_size for number, part in drawn.items()}
-        rows = {size[0] / counts[number] for number, size in sizes.items() if len(size) == 1}
-        if len(rows) != 1 or any(len(size) != 1 for size in sizes.values()):
-            raise ValueError(
-                "the storages of an ensemble must give equally many rows a sample, in one dimension, got "
-                f"batches {[list(size) for size in sizes.values()]} of {[c for c in counts if c]} "
-                "samples: give all of them one sample_unit, or none."
-            )
-        return int(rows.pop())
 
     def _order_of(
         self, counts: list[int], num_steps: int, device: torch.device
@@ -398,6 +395,21 @@ def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict:
             _join(values, order) if is_nested else torch.cat(values).index_select(0, order)
         )
     return new_tensordict(joined, torch.Size([len(order), *first.batch_size[1:]]), first.device)
+
+
+def _num_steps(parts: Sequence[Part], counts: Sequence[int]) -> int:
+    """Returns S, of parts that are so many samples each."""
+    sizes = [part.batch_size for part in parts]
+    rows = {
+        size[0] / count if len(size) == 1 else 0 for size, count in zip(sizes, counts, strict=True)
+    }
+    if len(rows) > 1 or 0 in rows:
+        raise ValueError(
+            "the storages of an ensemble must give equally many rows a sample, in one dimension, got "
+            f"batches {[list(size) for size in sizes]} of {[*counts]} samples: give all of them one "
+            "sample_unit, or none."
+        )
+    return int(rows.pop())
 
 
 def _has(part: Part, key: NestedKey) -> bool:

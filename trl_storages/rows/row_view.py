@@ -227,13 +227,14 @@ def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
     pieces = [view._stored.packed() for view in views]
     if pieces[0] is None:
         return None
-    (layout, first), entries, blocks = pieces[0], views[0]._entries, []
-    for view, piece in zip(views, pieces, strict=True):
+    (layout, first), entries = pieces[0], views[0]._entries
+    blocks = [first]
+    for view, piece in zip(views[1:], pieces[1:], strict=True):
         if piece is None or piece[0] != layout or piece[1].device != first.device:
             return None
-        blocks.append(piece[1])
-        if view is not views[0] and not _are_alike(view._entries, entries):
+        if not _are_alike(view._entries, entries):
             return None
+        blocks.append(piece[1])
     batch = layout.tensordict(torch.cat(blocks).index_select(0, order))
     for key in entries:
         entry = torch.cat([view._entries[key] for view in views])
