@@ -4,8 +4,9 @@ from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
 from trl_storages.rows.frames import FrameStack, stacked_observations
 from trl_storages.rows.layout import Field, Layout
-from trl_storages.rows.packed import Moved, PackedStorage, check_writable, files_of
+from trl_storages.rows.packed import PackedStorage, check_writable, files_of
 from trl_storages.rows.row_view import RowView
+from trl_storages.rows.saved_rows import Moved
 from trl_storages.rows.stacks import Evicted, Stacks
 from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
 from trl_storages.rows.stock_rows import StockRows, rows_part

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl import torchrl_logger
@@ -26,8 +25,7 @@ from trl_storages.disk.files import check_platform
 from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
-from trl_storages.kernels import backend
-from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, TIP_BIT, SideTable, header_dtype
+from trl_storages.kernels.sharing import SideTable, header_dtype
 from trl_storages.kernels.zeros import zeros
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
@@ -35,18 +33,17 @@ from trl_storages.ring.index import Kept
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
+from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import stage
-from trl_storages.saved import SavedPart, SavedState, copy_in_pieces
+from trl_storages.saved import SavedPart, copy_in_pieces
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import Commits, NewRows, RowTable
+    from trl_storages.kernels import NewRows, RowTable
 
-__all__ = ["Moved", "PackedStorage", "check_writable", "files_of"]
+__all__ = ["PackedStorage", "check_writable", "files_of"]
 
 Batch = TypeVar("Batch")
-
-_PIECE = 1 << 24  # bytes that are loaded at once
 
 _NO_EPISODES = (
     "the rows of a directory are written by an EpisodeWriter, which keeps their episodes: pass "
@@ -65,25 +62,6 @@ _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
     "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
 )
-
-
-class Moved(NamedTuple):
-    """Rows that are loaded to other slots than those that they were saved from."""
-
-    episodes: EpisodeIndex
-    """Of the rows, where they are to lie."""
-    saved: EpisodeIndex
-    """Of the rows, where they were saved."""
-    num_slots_saved: int
-    """As many as were saved."""
-    old: torch.Tensor
-    """`[n]` int64, the slots of the live rows as they were saved."""
-    new: torch.Tensor
-    """`[n]` int64, where they are to lie."""
-    write_count: int
-    """Rows written, as TorchRL's writers count them."""
-    trajectories: np.ndarray
-    """`[E]` the collector's number of each lane's last trajectory."""
 
 
 class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
@@ -499,7 +477,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
         commits = None if self._reader is None else self._reader.words.commits
-        self.table = _table_of(layout.framed, rows, self._side, self.episodes, commits)
+        self.table = table_of(layout.framed, rows, self._side, self.episodes, commits)
         self._storage = layout.framed.stored_tensordict(rows)
         if layout.stacks:
             if self.stacks is not None and not self.is_durable:
@@ -835,33 +813,21 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
-        past = {} if self.stacks is None else {"past": self.stacks.past}
-        state = past | {
+        state: dict[str, Any] = {
             "layout": None if self.layout is None else self.layout.to_json(),
             "_storage": self.rows,
             "initialized": self.initialized,
             "_len": self._len,
         }
-        return state if self._side is None else {**state, "side": self._side_values()}
-
-    def _side_values(self) -> torch.Tensor:
-        """Returns the entries that rows name."""
-        if not self.is_durable:
-            return self._side.taken  # type: ignore[union-attr]
-        sharing, values = self.layout.framed.sharing, self._side.values  # type: ignore[union-attr]
-        words, episodes = sharing.shared_words, self.episodes  # type: ignore[union-attr]
-        num_tips = NUM_TIPS * episodes.num_envs  # type: ignore[union-attr]
-        headers = sharing.headers(self.rows)  # type: ignore[union-attr, arg-type]
-        named = (headers >> ENTRY_BIT).clamp(num_tips, len(values) - 1)
-        values = values[: int(named.max()) + 1, :words].clone()
-        if self.reader is not None:
-            # The tips may be of further rows by now.
-            newest = self.episodes.newest_slots()[self.episodes.ring.fill > 0]  # type: ignore[union-attr]
-            tips = headers[newest] >> TIP_BIT & NUM_TIPS
-            lanes = newest % self.episodes.num_envs  # type: ignore[union-attr]
-            entries = 1 + (tips - 1) * self.episodes.num_envs + lanes  # type: ignore[union-attr]
-            values[entries] = self.table.pick(newest)[:, :words]  # type: ignore[union-attr]
-        return values
+        if self.stacks is not None:
+            state["past"] = self.stacks.past
+        if self._side is not None:
+            state["side"] = self._side.taken
+            if self.is_durable:
+                table, known = self.table if self.reader else None, (self.layout, self.rows)
+                named: Any = (*known, self._side.values, self.episodes, table)
+                state["side"] = named_entries(*named)
+        return state
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -880,39 +846,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
-        keys = ("layout", "_storage", "initialized", "_len")
-        saved = SavedState(state_dict, "the saved PackedStorage", keys, ("moved", "side", "past"))
-        if saved["layout"] is None:
-            if saved.flag("initialized") or saved["_storage"] is not None:
-                raise saved.error("layout", "that of the rows, as there are some", None)
-            saved.integer("_len", 0, 0)
-            return {}
-        if not saved.flag("initialized"):
-            raise saved.error("initialized", "True, as there is a layout", False)
-        saved.integer("_len", 0, self.max_size)
-        layout = Layout.from_json(saved["layout"])
-        self._check_layout(layout)
-        num_rows = self.max_size if self.directory is None else len(self.directory.words.rows)
-        if "moved" in saved:
-            num_rows = saved["moved"].num_slots_saved
-        shape, sharing = (num_rows, layout.stored_words), layout.framed.sharing
-        hint = "the size of the storage must be that of the saved one"
-        rows = saved.tensor("_storage", torch.int64, shape, hint)
-        if sharing is not None:
-            SavedState(state_dict, "the saved PackedStorage", (*keys, "side"), ("moved", "past"))
-            side = saved.tensor("side", torch.int64)
-            if side.ndim != 2 or side.shape[1] != sharing.shared_words:
-                raise saved.error("side", f"[*, {sharing.shared_words}]", list(side.shape))
-            entries = sharing.headers(rows) >> ENTRY_BIT
-            if not bool(((entries >= 0) & (entries < len(side))).all()):
-                raise saved.error("_storage", f"of rows that name {len(side)} entries", "others")
-        if layout.stacks:
-            SavedState(state_dict, "the saved PackedStorage", (*keys, "past"), ("moved", "side"))
-            if self.episodes is None:
+        return self._saved_rows(state_dict).fields
+
+    def _saved_rows(self, state: Any) -> SavedRows:
+        """Returns what was saved, all of it checked."""
+        saved = SavedRows(state, self.max_size)
+        if saved.layout is not None:
+            self._check_layout(saved.layout)
+            if saved.layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_STACKS)
-            past_shape = Stacks.past_shape(layout, self.episodes.num_envs)
-            saved.tensor("past", torch.int64, past_shape, hint)
-        return tensors_of(layout.framed.stored_tensordict(rows))
+            num_slots = self.max_size if self.directory is None else len(self.directory.words.rows)
+            saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
+        return saved
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
@@ -945,63 +890,52 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             RuntimeError: it is not told where in a directory the rows are to lie.
             OSError: the disk is full. Nothing has changed then.
         """
-        fields, moved = self.read_state(state), state.get("moved")
+        saved = self._saved_rows(state)
         self.check_writable()
-        if moved is None and (self.is_durable or self.share_next or "side" in state):
+        if saved.moved is None and (self.is_durable or self.share_next or saved.shares):
             where = self.scratch_dir or "a storage with share_next=True"
             raise RuntimeError(
                 f"the rows in {where} are saved and loaded together with their episodes: load what a "
                 "ReplayStorage saved into a ReplayStorage, by its loads() or load_state_dict()."
             )
-        if fields and self.rows is None:
-            layout = Layout.from_json(state["layout"])
-            self._allocate(self._layout_of(layout.declared, layout.nested))
+        if saved.layout is not None and self.rows is None:
+            self._allocate(self._layout_of(saved.layout.declared, saved.layout.nested))
         if self.directory is not None:
-            self._replace(moved, state, progress=progress)  # type: ignore[arg-type]
-        elif fields and moved is not None:
-            self._fill(state, self.table, progress=progress)  # type: ignore[arg-type]
+            self._replace(saved, progress=progress)
+        elif saved.layout is not None and saved.moved is not None:
+            self._put(saved, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
             target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr]
-            copy_in_pieces(fields, target, progress=progress)
-        if fields and self.stacks is not None and self.directory is None:
-            self.stacks.past.copy_(state["past"])
+            copy_in_pieces(saved.fields, target, progress=progress)
+        if saved.layout is not None and self.stacks is not None and self.directory is None:
+            self.stacks.past.copy_(saved.past)  # type: ignore[arg-type]
         self._len = state["_len"]
         self._bump_mutation_revision()
 
-    def _fill(self, state: dict[str, Any], table: RowTable, *, progress: bool = False) -> None:
-        """Copies the rows of a saved state to where they are to lie."""
-        if state["layout"] is None:
+    def _put(self, saved: SavedRows, table: RowTable, *, progress: bool) -> None:
+        """Copies saved rows to where they are to lie."""
+        if saved.layout is None:
             return
-        saved, moved, rows = Layout.from_json(state["layout"]), state["moved"], state["_storage"]
-        saved, framed = saved.framed, self.layout.framed  # type: ignore[union-attr]
-        values = state.get("side")
-        if self.share_next and table is self.table and rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
-            # What is loaded are the rows of this storage themselves.
-            rows, values = rows.clone(), values.clone()  # type: ignore[union-attr]
-        if self.episodes is not None and table is self.table:
-            self.forget_links(self.episodes.num_slots_reached)
-        side = None if values is None else SideTable.of(values)
-        source = _table_of(saved, rows, side, moved.saved)
-        piece = max(_PIECE // saved.row_nbytes, 1)
-        old, new = moved.old.to(rows.device), moved.new.to(self.device)
-        pieces = [*zip(old.split(piece), new.split(piece), strict=True)]
-        for some, slots in tracker("loading rows", progress)(pieces):
-            fields = framed.fit(saved.views(source.pick(some)), some.shape)
-            put = table.new_rows(
-                fields, framed.places, len(some), framed.num_words, None, self.device
-            )
-            table.put(slots, put, moved.episodes.ring)
+        if table is self.table:
+            if self.share_next and saved.rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
+                # What is loaded are the rows of this storage themselves.
+                saved.copy()
+            if self.episodes is not None:
+                self.forget_links(self.episodes.num_slots_reached)
+        saved.put(self.layout.framed, table, self.device, progress=progress)  # type: ignore[union-attr]
 
-    def _replace(self, moved: Moved, state: dict[str, Any], *, progress: bool) -> None:
+    def _replace(self, saved: SavedRows, *, progress: bool) -> None:
         """Puts other rows in the place of those of a directory, at once."""
         directory: Directory = self.directory  # type: ignore[assignment]
+        moved: Moved = saved.moved  # type: ignore[assignment]
         words, layout = directory.words, directory.description.layout
 
         def fill(new: Words) -> None:
-            table = _table_of(layout.framed, new.rows, new.side, moved.episodes)
-            self._fill(state, table, progress=progress)
-            if layout.stacks and "past" in state:
-                Stacks(layout, moved.episodes, new.rows).take_past(state["past"], moved.saved)
+            table = table_of(layout.framed, new.rows, new.side, moved.episodes)
+            self._put(saved, table, progress=progress)
+            if layout.stacks and saved.layout is not None:
+                past: torch.Tensor = saved.past  # type: ignore[assignment]
+                Stacks(layout, moved.episodes, new.rows).take_past(past, moved.saved)
 
         try:
             directory.replace(moved.episodes, moved.write_count, moved.trajectories, fill)
@@ -1062,21 +996,3 @@ def check_writable(storage: Storage) -> None:
     """Raises a RuntimeError if rows are in a directory that this process may not write."""
     if (files := files_of(storage)) is not None:
         files.check_writable()
-
-
-def _table_of(
-    layout: Layout,
-    rows: torch.Tensor,
-    side: SideTable | None,
-    episodes: EpisodeIndex | None,
-    commits: Commits | None = None,
-) -> RowTable:
-    """Returns what copies rows of a layout, of which an index says how they follow one another.
-
-    The others are as in `SharedTable`.
-    """
-    kernels = backend(rows.device)
-    if layout.sharing is None:
-        return kernels.RowTable(rows)
-    ring = episodes.ring  # type: ignore[union-attr]
-    return kernels.SharedTable(rows, layout.sharing, side, ring, commits)  # type: ignore[arg-type]
