@@ -4,8 +4,11 @@ The disk is simulated: of everything that was written since a sync, chance decid
 """
 
 import pytest
-from disk.power import cut_at_random
-from disk.rows import KINDS, stored_as
+from disk.acts import write
+from disk.history import History
+from disk.moments import files_in, put_back
+from disk.power import cut_at_random, opens_after_cut
+from disk.rows import KINDS, abandon, found, make, stored_as
 
 
 @pytest.mark.requirement("persistence")
@@ -21,3 +24,38 @@ def test_power_cut_twice(tmp_path, seed):
 def test_power_cut_again_and_again(tmp_path, stored, seed):
     """Two thousand hybrids of each kind."""
     assert cut_at_random(tmp_path, seed, num_acts=25, cuts=2, depth=4) == 200
+
+
+def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(tmp_path):
+    """Where the first cut took rows that had been flushed once and overwritten since."""
+    with stored_as("shared"):
+        storage, history = make(tmp_path / "rows", size=5), History(1, 5)
+        for _ in range(8):
+            history = written(storage, history)
+        storage.flush()
+        history.flush()
+        left = files_in(tmp_path / "rows")
+        # The mark of the last row is that of one that was written over it.
+        left["marks.1.bin"] = left["marks.1.bin"][: 7 * 16] + bytes(
+            len(left["marks.1.bin"]) - 7 * 16
+        )
+        left["commits.1.bin"] = bytes(len(left["commits.1.bin"]))
+        abandon(storage)
+        put_back(left, tmp_path / "rows")
+        with pytest.warns(RuntimeWarning, match="loss of power"):
+            storage = make(tmp_path / "rows", size=5)
+        history.adopt(found(storage))
+        assert history.cursors == [7]
+        for _ in range(2):
+            history = written(storage, history)
+        now = files_in(tmp_path / "rows")
+        abandon(storage)
+        for name in ("rows.1.bin", "marks.1.bin", "commits.1.bin"):
+            now[name] = left[name]
+        opens_after_cut(now, tmp_path / "cut", history, 5)
+
+
+def written(storage, history):
+    act = write(history, 1)
+    act.do(storage)
+    return act.after

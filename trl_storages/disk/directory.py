@@ -103,10 +103,13 @@ class Directory:
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
             state, num_lost = recover(path, words, description, check, track)
-            words.take_up_side(state, np.array(description.flushed))
+            # What was flushed and overwritten since may be gone.
+            words.take_up_side(state, np.minimum(description.flushed, state.cursors))
             remove_other_files(path, description)
             directory = cls(path, lock, description, words)
             if num_lost is not None:
+                # What was written to tips must be there before they are counted on.
+                words.flush()
                 directory._begin(state)
                 warnings.warn(
                     f"{path} was not closed, and what was written last is not whole, as after a loss of "
