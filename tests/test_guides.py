@@ -287,7 +287,8 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
     task = {"env": "BitFlipping-v0", "algo": "dqn", "bits": 3, "steps": 576}
     monkeypatch.setattr(script, "TASKS", {"3 bits": task})
     monkeypatch.setattr(script, "TESTS", 2)
-    parts = {name: script.PARTS[name] for name in ("hindsight alone", "with all")}
+    names = "hindsight alone", "with all", "with all, in sequences"
+    parts = {name: script.PARTS[name] for name in names}
     monkeypatch.setattr(script, "PARTS", parts)
     storages = []
 
@@ -299,15 +300,22 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
     path = tmp_path / "results.jsonl"
     options = ["--results", str(path), "--seeds", "0"]
     script.main(options)
-    alone, together = storages
+    alone, *together = storages
     assert not hasattr(alone, "alpha")
-    assert (together.n_step, together.alpha, together.eta) == (3, 0.6, 0.996)
+    for storage in together:
+        assert (storage.n_step, storage.alpha, storage.eta) == (3, 0.6, 0.996)
+    single, sequences = (storage.sample() for storage in together)
+    assert len(single) == len(sequences) == 256
+    assert single.get("sequence_id", None) is None
+    of_four = sequences.reshape(-1, 4)
+    for key in ("sequence_id", "goal_index", "desired_goal"):
+        assert (of_four[key] == of_four[key][:, :1]).all()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["part"] for line in lines] == [*parts]
     assert all(0 <= line["mean"] <= 1 and line["curve"][-1][0] >= 576 for line in lines)
     printed = capsys.readouterr().out
     script.main(options)
-    assert len(storages) == 2
+    assert len(storages) == 3
     assert capsys.readouterr().out == printed
 
 
@@ -329,9 +337,11 @@ def test_what_is_switched_on_differs_surely_or_not(guide):
         line.split("|")[2].strip() for line in script.tables(runs, finished).split("\n") if line
     ]
     assert firsts == [
-        *("25 bits, DQN", "---", "0.30 ± 0.10", "0.40 ± 0.10", "0.30 ± 0.26", "0.20", "-"),
+        *("25 bits, DQN", "---", "0.30 ± 0.10", "0.40 ± 0.10", "0.30 ± 0.26", "0.20"),
+        *("-", "-", "-"),
         # Of -0.1, 0.2, -0.1 the deviation is 0.3 / 3^0.5, and 4.303 times a third of 0.3 is 0.43.
-        *("25 bits, DQN", "---", "**+0.10 ± 0.00**", "+0.00 ± 0.43", "0.00", "-"),
+        *("25 bits, DQN", "---", "**+0.10 ± 0.00**", "+0.00 ± 0.43", "0.00"),
+        *("-", "-", "-"),
     ]
 
 
