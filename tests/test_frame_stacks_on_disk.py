@@ -124,6 +124,17 @@ def test_a_closed_directory_whose_frames_are_damaged_says_so(tmp_path):
         ReplayStorage.open(tmp_path)
 
 
+def test_damaged_frames_of_evicted_rows_are_found(tmp_path):
+    life, storage = Life(), make(tmp_path)
+    for _ in range(20):
+        life.step(storage)
+    index, reader = storage.episodes, ReplayStorage.open(tmp_path, mode="r")
+    storage.storage.rows[(index.host_tails.item() - 3) % index.ring_steps, 1] += 1
+    for held in (storage, reader):
+        with pytest.raises(RuntimeError, match=r"1 rows in .* do not match"):
+            held.validate()
+
+
 def test_frames_before_the_beginning_of_an_episode_may_be_gone(tmp_path):
     life, storage = Life(), make(tmp_path)
     for step in range(20):

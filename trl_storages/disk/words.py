@@ -323,6 +323,8 @@ class Words:
             cursors: `[E]` the steps after the newest ones.
         """
         num_lanes, most = len(tails), self._description.past_steps
+        if not most:
+            return tails
         step = tails[:, None] - np.arange(most + 1)
         slots = step % self._description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
         _, marked_step, there, begins, _ = unpack_marks(self.marks[torch.from_numpy(slots), 0])
@@ -330,6 +332,10 @@ class Words:
         # Of the row that begins the episode, or of the last one that there may be.
         back = np.where(is_first.any(1), is_first.argmax(1), most)
         return np.where(tails < cursors, np.maximum(tails - back, 0), tails)
+
+    def lenders(self, tails: np.ndarray, cursors: np.ndarray) -> torch.Tensor:
+        """Returns the slots `[n]` of rows before the live ones with whose frames these are seen."""
+        return self._slots(self.seen_from(tails, cursors), tails)
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """Returns the slots of steps of all lanes, from `[E]` on up to `[E]`."""

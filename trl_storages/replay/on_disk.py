@@ -121,11 +121,11 @@ def check_rows(storage: Storage, progress: bool) -> None:
     if (files := files_of(storage)) is None:
         return
     episodes, words = storage.episodes, files.words
-    slots = episodes.live_slots()
-    pieces = tracker("checking rows", progress)(slots.split(_PIECE))
+    bounds, is_writer = (episodes.host_tails, episodes.host_steps), files.reader is None
+    slots = torch.cat([episodes.live_slots(), words.lenders(*bounds)])
+    pieces = tracker("checking rows", progress)(torch.split(slots, _PIECE))
     found = [piece[~words.marked.check(piece)] for piece in pieces]
     # A reader can't hold on to what is next of the newest rows.
-    bounds, is_writer = (episodes.host_tails, episodes.host_steps), files.reader is None
     bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
     files.note(slots)
     if len(bad):
