@@ -243,13 +243,14 @@ def _ask_for(table: Any, start: int, size: int) -> None:
 @inlined
 def _entry_of(header: int) -> int:
     """Returns the entry that a row names for the next values of the row before it."""
-    return header >> ENTRY_BIT
+    # Addresses are made of it, which headers of 4 bytes have no room for.
+    return np.int64(header) >> ENTRY_BIT
 
 
 @inlined
 def _tip_of(header: int, lane: int, num_lanes: int) -> int:
     """Returns the entry of the tip that a row of a lane has, 0 if it has none."""
-    tip = (header >> TIP_BIT) & NUM_TIPS
+    tip = (np.int64(header) >> TIP_BIT) & NUM_TIPS
     return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
 
 
