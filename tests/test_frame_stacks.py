@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import FrameStackObservation
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.collectors import Collector
@@ -465,8 +465,88 @@ def test_dumps_and_copies_go_on_where_they_were(share_next: bool, tmp_path: Path
     for storage in (plain, other):
         storage.extend(data)
     assert_same(plain[:], other[:])
-    with pytest.raises(ValueError, match="saved rows"):
-        plain.loads(tmp_path / "dump")
+
+
+@given(
+    kind=st.sampled_from(sorted(SHAPES)),
+    num_frames=st.integers(2, 5),
+    padding=st.sampled_from(["same", "constant"]),
+    num_envs=st.integers(1, 3),
+    writes=st.lists(st.integers(1, 9), min_size=0, max_size=4),
+    seed=st.integers(0, 100),
+    share_next=st.booleans(),
+)
+@settings(max_examples=30)
+def test_dumps_of_whole_stacks_and_of_single_frames_are_loaded_into_one_another(
+    kind: str,
+    num_frames: int,
+    padding: str,
+    num_envs: int,
+    writes: list[int],
+    seed: int,
+    share_next: bool,
+) -> None:
+    stack, shape = of_kind(kind, num_frames, padding)
+    options: dict[str, Any] = {"size": 7 * num_envs, "num_envs": num_envs}
+    saved = both(stack, shape, **options, share_next=share_next)
+    loaded = both(stack, shape, **options, share_next=not share_next)
+    lanes = streams(stack, kind, num_envs, seed)
+    for num_steps in writes:
+        data = torch.stack([lane.steps(num_steps) for lane in lanes])
+        for storage in saved:
+            storage.extend(data if num_envs > 1 else data[0])
+    plain, framed = loaded
+    plain.load_state_dict(saved[1].state_dict())
+    framed.load_state_dict(saved[0].state_dict())
+    if writes:
+        assert_same(saved[0][:], plain[:])
+        assert_same_storages(plain, framed)
+    data = torch.stack([lane.steps(5) for lane in lanes])
+    for storage in (saved[0], plain, framed):
+        storage.extend(data if num_envs > 1 else data[0])
+    assert_same(saved[0][:], plain[:])
+    assert_same_storages(plain, framed)
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+def test_directories_take_dumps_of_whole_stacks_and_give_them(
+    share_next: bool, tmp_path: Path
+) -> None:
+    stack, shape = of_kind("last", 4, "same")
+    plain, _ = both(stack, shape, 24, 2)
+    fields = {**plain._storage.layout.declared, "pixels": (torch.uint8, shape, stack)}
+    storage = ReplayStorage(
+        storage=PackedStorage(24, scratch_dir=tmp_path, fields=fields, share_next=share_next),
+        writer=EpisodeWriter(2, on_gap="ignore"),
+    )
+    lanes = streams(stack, "last", 2, 5)
+    for num_steps in (9, 7):
+        plain.extend(torch.stack([lane.steps(num_steps) for lane in lanes]))
+    before = plain[:]
+    storage.load_state_dict(plain.state_dict())
+    assert_same(before, storage[:])
+    storage.validate()
+    data = torch.stack([lane.steps(5) for lane in lanes])
+    storage.extend(data)
+    plain.load_state_dict(storage.state_dict())
+    assert_same(plain[:], storage[:])
+    plain.validate()
+    storage.close()
+
+
+def test_whole_stacks_that_do_not_continue_one_another_stay_whole() -> None:
+    stack, shape = of_kind("last", 4, "same")
+    plain, framed = both(stack, shape, 24)
+    stream = streams(stack, "last", 1, 5)[0]
+    framed.extend(stream.steps(5))
+    before = framed[:]
+    data = stream.steps(6)
+    data["pixels"][3] += 1
+    plain.extend(data)
+    with pytest.raises(ValueError, match=r"do not continue one another.*without FrameStack"):
+        framed.load_state_dict(plain.state_dict())
+    assert_same(before, framed[:])
+    framed.validate()
 
 
 @pytest.mark.parametrize(

@@ -850,13 +850,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _saved_rows(self, state: Any) -> SavedRows:
         """Returns what was saved, all of it checked."""
-        saved = SavedRows(state, self.max_size)
+        saved, own = SavedRows(state, self.max_size), self.layout
         if saved.layout is not None:
-            self._check_layout(saved.layout)
+            if not (is_restacked := saved.is_restacked(own)):
+                self._check_layout(saved.layout)
             if saved.layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_STACKS)
             num_slots = self.max_size if self.directory is None else len(self.directory.words.rows)
             saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
+            if is_restacked:
+                saved.restack(own)  # type: ignore[arg-type]
         return saved
 
     def _check_layout(self, layout: Layout) -> None:

@@ -5,6 +5,7 @@ Letters: N rows, S words of 8 bytes of what is next of a row, n live rows, E lan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.entries import tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import Stacks
+from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedState
 
 if TYPE_CHECKING:
@@ -128,6 +130,69 @@ class SavedRows:
             return {}
         return tensors_of(self.layout.framed.stored_tensordict(self.rows))
 
+    def is_restacked(self, wanted: Layout | None) -> bool:
+        """Whether the rows are as wanted, but for stacks of frames that one of the two stores whole."""
+        layout = self.layout
+        if layout is None or wanted is None or self.moved is None:
+            return False
+        are_others = bool(layout.stacks) != bool(wanted.stacks)
+        return are_others and layout.described == wanted.described
+
+    def restack(self, wanted: Layout) -> None:
+        """Lays the rows out with stacks of frames, if they were saved without, or the other way.
+
+        Args:
+            wanted: the layout of the storage that takes them, with the same fields.
+
+        Raises:
+            ValueError: stacks do not continue one another, so that no frame can be stored once.
+        """
+        layout, episodes = Layout(wanted.declared, wanted.nested), self.moved.saved  # type: ignore[union-attr]
+        slots = self.moved.old.cpu()  # type: ignore[union-attr]
+        rows = torch.zeros(len(self.rows), layout.stored_words, dtype=torch.int64)
+        table, read = table_of(layout.framed, rows, None, episodes), self._reader(episodes)
+        pieces = slots.split(max(_PIECE // layout.row_nbytes, 1))
+        for some in pieces:
+            table.put(some, stage(layout, read(some), some.shape, rows.device))
+        past = None
+        if layout.stacks:
+            stacks = Stacks(layout, episodes, rows)
+            oldest = slots[episodes.ring.steps(slots) == episodes.ring.oldest(slots)]
+            if len(oldest):
+                first = stage(layout, read(oldest), oldest.shape, rows.device).seen
+                stacks.take_past_of(first.words(), oldest % episodes.num_envs)  # type: ignore[union-attr]
+            for some in pieces:
+                found, kept = stacks.read(table, some, layout.stacks), read(some)
+                if wrong := [
+                    key for key, value in found.items() if not _are_same(value, kept[key])
+                ]:
+                    raise ValueError(
+                        f"the saved rows hold stacks {wrong} that do not continue one another, so that "
+                        "their frames can't be stored once: load them into a storage without FrameStack "
+                        "(frame_stack). Nothing was changed."
+                    )
+            past = stacks.past
+        self.layout, self.rows, self.side, self.past = layout, rows, None, past
+
+    def _reader(
+        self, episodes: EpisodeIndex
+    ) -> Callable[[torch.Tensor], dict[NestedKey, torch.Tensor]]:
+        """Returns what reads the fields `[B, ...]` of rows as they are seen, on the CPU."""
+        layout: Layout = self.layout  # type: ignore[assignment]
+        side = None if self.side is None else SideTable.of(self.side.cpu())
+        rows = self.rows.cpu()
+        if not layout.stacks:
+            table = table_of(layout, rows, side, episodes)
+            return lambda slots: layout.views(table.pick(slots))
+        # Where there are spare rows, the past is put among them.
+        rows = rows.clone()
+        table, stacks = (
+            table_of(layout.framed, rows, side, episodes),
+            Stacks(layout, episodes, rows),
+        )
+        stacks.take_past(self.past.cpu(), episodes)  # type: ignore[union-attr]
+        return lambda slots: layout.views(stacks.gather(table, slots, None))
+
     def copy(self) -> None:
         """Takes memory of its own, as what is saved may be what is overwritten."""
         self.rows = self.rows.clone()
@@ -152,6 +217,12 @@ class SavedRows:
             fields, width = layout.fit(saved.views(source.pick(some)), some.shape), layout.num_words
             rows = table.new_rows(fields, layout.places, len(some), width, None, device)
             table.put(places, rows, moved.episodes.ring)
+
+
+def _are_same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether tensors are the same bit for bit."""
+    one, another = (it.contiguous().view(-1).view(torch.uint8) for it in (value, other))
+    return torch.equal(one, another)
 
 
 def named_entries(

@@ -47,12 +47,16 @@ class NewRows:
 
     @classmethod
     def of_block(
-        cls, words: torch.Tensor, places: np.ndarray, done: torch.Tensor, device: torch.device
+        cls,
+        words: torch.Tensor,
+        places: np.ndarray,
+        done: torch.Tensor | None,
+        device: torch.device,
     ) -> NewRows:
         """Returns rows that are laid out already, see `kernels.host.writing.NewRows`."""
         rows = cls([], places[:0], len(words), 0, None, device)
         rows.places, rows._words = places, words.to(device)
-        rows.done = done.reshape(-1).to(device)
+        rows.done = None if done is None else done.reshape(-1).to(device)
         return rows
 
     def words(self) -> torch.Tensor:
@@ -70,7 +74,7 @@ class NewRows:
         words = torch.zeros(
             (self.num_rows, num_words), dtype=torch.int64, device=self._words.device
         )
-        rows = self.of_block(words, parts[:, 2:], self.done, words.device)  # type: ignore[arg-type]
+        rows = self.of_block(words, parts[:, 2:], self.done, words.device)
         rows._whole = self, parts
         return rows
 
