@@ -193,6 +193,31 @@ def test_what_was_kept_in_memory_goes_on_in_a_directory(tmp_path, padding):
     life.assert_held(back, 9)
 
 
+@pytest.mark.parametrize("size", [2, 12])
+def test_priorities_of_rows_with_frames_are_loaded(tmp_path, size):
+    """Also where a lane has more spare steps than others."""
+    life, storage = Life(), make(tmp_path, size, alpha=0.6)
+    for _ in range(5):
+        life.step(storage)
+    batch = storage.sample()
+    batch["td_error"] = 1 + batch["index"].float()
+    storage.update_tensordict_priority(batch)
+    memory = make(None, size, alpha=0.6)
+    memory.load_state_dict(storage.state_dict())
+    life.assert_held(memory, min(size, 5))
+    ranks = torch.arange(len(memory))
+    before, after = (
+        it.sampler.priorities[it.episodes.slots_by_age(ranks)] for it in (storage, memory)
+    )
+    assert torch.equal(before, after)
+    state = storage.state_dict()
+    saved = state["_sampler"]
+    saved["priorities"] = torch.cat([saved["priorities"], saved["priorities"]])
+    with pytest.raises(ValueError, match="slots"):
+        memory.load_state_dict(state)
+    life.assert_held(memory, min(size, 5))
+
+
 @pytest.mark.parametrize("keep_steps", [0, 1, 4])
 def test_rows_that_were_forgotten_lend_their_frames(tmp_path, keep_steps):
     life, storage = Life(), make(tmp_path)
