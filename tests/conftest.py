@@ -1,4 +1,4 @@
-"""One profile of hypothesis, one thread of torch and one skip of missing GPUs for all tests."""
+"""One profile of hypothesis, one thread of torch and the skips of what is missing, for all tests."""
 
 import gc
 import os
@@ -9,6 +9,7 @@ import torch
 import torch.multiprocessing
 from hypothesis import HealthCheck, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
 torch.set_num_threads(1)
 
@@ -29,11 +30,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    if SumSegmentTreeFp32 is None:
+        missing["native"] = "TorchRL's compiled part does not load with this torch"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

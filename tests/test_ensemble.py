@@ -506,14 +506,18 @@ def test_storages_that_do_not_fit():
     for wrong in ((), (storage, storage)):
         with pytest.raises(ValueError, match="different ones, at least one"):
             ReplayStorageEnsemble(*wrong)
-    theirs = ReplayStorage(storage=LazyTensorStorage(40), sampler=PrioritizedSampler(40, 1.0, 1.0))
-    with pytest.raises(ValueError, match="PERSampler, got PrioritizedSampler"):
-        ReplayStorageEnsemble(storage, theirs)
     for shares in ((0.5, 0.6), (1.0,), (0.5, 0.25, 0.25)):
         with pytest.raises(ValueError, match="2 numbers, one for each storage, which add up to 1"):
             ReplayStorageEnsemble(storage, make(20), shares=shares)
     with pytest.raises(RuntimeError, match="batch_size must be given"):
         ReplayStorageEnsemble(storage).sample()
+
+
+@pytest.mark.native
+def test_priorities_of_torchrl_do_not_fit():
+    theirs = ReplayStorage(storage=LazyTensorStorage(40), sampler=PrioritizedSampler(40, 1.0, 1.0))
+    with pytest.raises(ValueError, match="PERSampler, got PrioritizedSampler"):
+        ReplayStorageEnsemble(make(20), theirs)
 
 
 # Care

@@ -15,7 +15,6 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers.samplers import prioritized
 
 from trl_storages.rows import PackedStorage, read_fields
 from trl_storages.writing import EpisodeWriter
@@ -277,13 +276,7 @@ class TestDropIn:
             RandomSampler,
             SamplerWithoutReplacement,
             lambda: SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False),
-            pytest.param(
-                lambda: PrioritizedSampler(20, 0.6, 0.4),
-                marks=pytest.mark.skipif(
-                    prioritized.SumSegmentTreeFp32 is None,
-                    reason="TorchRL's native trees do not load with this torch",
-                ),
-            ),
+            pytest.param(lambda: PrioritizedSampler(20, 0.6, 0.4), marks=pytest.mark.native),
         ],
         ids=["random", "without replacement", "slices", "prioritized"],
     )

@@ -105,6 +105,13 @@ MAKERS = {
     "drawn ahead": over(PackedStorage, UniformSampler, prefetch=2),
     "counting generations": over(PackedStorage, UniformSampler, tracks=True),
 }
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.native) if kind == "priorities of TorchRL's" else kind
+        for kind in MAKERS
+    ],
+)
 
 
 def filled(make, num_steps, **options):
@@ -183,7 +190,7 @@ def is_harmless(name):
     )
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@each_kind
 def test_each_entry_of_a_state(kind):
     make = MAKERS[kind]
     state, walk = filled(make, 8).state_dict(), Walk(lambda: filled(make, 3))
@@ -197,7 +204,7 @@ def test_each_entry_of_a_state(kind):
 WALKED_WHOLE = ("all of them", "over TorchRL's rows")
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@each_kind
 def test_each_file_of_a_dump(kind, tmp_path):
     make, dump, known = MAKERS[kind], tmp_path / "dump", set()
     filled(make, 8).dumps(dump)

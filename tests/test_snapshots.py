@@ -75,6 +75,7 @@ def test_batches_drawn_ahead_are_seen_to_change():
         assert_unchanged(before, storage)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 def test_over_stock_parts(kind):
     storage = ReplayStorage(

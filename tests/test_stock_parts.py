@@ -20,7 +20,6 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
@@ -38,9 +37,6 @@ SAMPLERS = {
     "hindsight over recency": lambda capacity: HERSampler(base=ERESampler(0.999, c_min=5)),
     "hindsight over priorities": lambda capacity: HERSampler(base=PERSampler(capacity)),
 }
-needs_native_part = pytest.mark.skipif(
-    prioritized.SumSegmentTreeFp32 is None, reason="TorchRL's own priorities need its native part"
-)
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)
 each_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 each_wrapped_history = pytest.mark.parametrize(
@@ -133,7 +129,7 @@ class TestInAStockBuffer:
         drawn = batch["index"].unique()
         assert torch.equal(buffer.sampler.priorities[drawn], (drawn + 1).float())
 
-    @needs_native_part
+    @pytest.mark.native
     @each_storage
     def test_in_the_prioritized_buffer_s_place(self, storage_type):
         """What a loop over TensorDictPrioritizedReplayBuffer does, it does over ours."""
@@ -234,7 +230,7 @@ class TestStockPartsInAReplayStorage:
                     range(13)
                 )
 
-    @needs_native_part
+    @pytest.mark.native
     def test_stock_priorities(self):
         history = HISTORIES["just full"]
         sampler = HERSampler(base=PrioritizedSampler(13, 1.0, 1.0))

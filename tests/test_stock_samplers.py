@@ -438,7 +438,7 @@ class TestUnequalFill:
             epoch += [storage.sample(1)["index"].item() for _ in range(size - size // 2)]
             assert sorted(epoch) == sorted(oracle.live())
 
-    @pytest.mark.skipif(SumSegmentTreeFp32 is None, reason="needs TorchRL's native part")
+    @pytest.mark.native
     @pytest.mark.parametrize("history", UNEQUAL, ids=["two lanes", "three lanes"])
     @each_storage
     @each_wrap
@@ -576,7 +576,9 @@ class TestFragmented:
     "build",
     [
         lambda: {"sampler": SamplerWithoutReplacement()},
-        lambda: {"sampler": PrioritizedSampler(24, 0.6, 0.4)},
+        pytest.param(
+            lambda: {"sampler": PrioritizedSampler(24, 0.6, 0.4)}, marks=pytest.mark.native
+        ),
         lambda: {"sampler": SliceSampler(num_slices=2)},
         lambda: {"sampler": HERSampler(base=SamplerWithoutReplacement())},
     ],

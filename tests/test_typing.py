@@ -132,22 +132,10 @@ def code_of_users(directory: Path) -> list[Path]:
     written = []
     for guide in guides:
         blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
-        file = directory / f"{guide.stem.lower()}.py"
+        file = directory / f"{guide.stem.lower()}_blocks.py"
         file.write_text("\n".join(blocks))
         written += [file] if blocks else []
     return written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checker", [by_mypy_of_users, by_pyright])
-def test_code_of_readme_and_guides_passes(checker, tmp_path):
-    assert checker(*code_of_users(tmp_path)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checker", [by_mypy_of_users, by_pyright])
-def test_tutorials_pass(checker):
-    assert checker(*sorted((ROOT / "tutorials").glob("*.py"))) == []
 
 
 def told(command: list[str]) -> list[str]:
@@ -159,14 +147,32 @@ def told(command: list[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if " error: " in line]
 
 
+def right_and_wrong(directory: Path) -> tuple[Path, set[int]]:
+    """Writes a file, and returns it with its lines that have errors."""
+    right, wrong = HEADER + RIGHT, WRONG.strip().splitlines()
+    file = directory / "right_and_wrong.py"
+    file.write_text("\n".join([right, *wrong, ""]))
+    first = len(right.splitlines()) + 2
+    return file, {*range(first, first + len(wrong))}
+
+
+def lines_of(errors: list[str]) -> set[int]:
+    return {int(line.split(".py:")[1].split(":")[0]) for line in errors}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", [by_mypy, by_pyright])
-def test_what_is_right_passes_and_what_is_wrong_does_not(checker, tmp_path):
-    right = HEADER + RIGHT
-    first = len(right.splitlines()) + 1
-    wrong = [line for line in WRONG.splitlines() if line]
-    file = tmp_path / "snippet.py"
-    file.write_text(right + "\n".join(wrong) + "\n")
-    errors = checker(file)
-    lines = {int(line.split(".py:")[1].split(":")[0]) for line in errors}
-    assert lines == {*range(first, first + len(wrong))}, errors
+def test_what_is_right_passes_the_strict_options_and_what_is_wrong_does_not(tmp_path):
+    file, wrong = right_and_wrong(tmp_path)
+    errors = by_mypy(file)
+    assert lines_of(errors) == wrong, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", [by_mypy_of_users, by_pyright])
+def test_code_of_readme_guides_and_tutorials_passes_and_what_is_wrong_does_not(checker, tmp_path):
+    """At once, as a checker reads torch for longer than all of it."""
+    file, wrong = right_and_wrong(tmp_path)
+    tutorials = sorted((ROOT / "tutorials").glob("*.py"))
+    errors = checker(file, *code_of_users(tmp_path), *tutorials)
+    assert [error for error in errors if file.name not in error] == []
+    assert lines_of(errors) == wrong, errors
