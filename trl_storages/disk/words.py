@@ -25,6 +25,7 @@ from trl_storages.kernels.sharing import (
     OWNED,
     TIP_BIT,
     SideTable,
+    tips_of,
 )
 from trl_storages.ring import EpisodeIndex
 
@@ -272,21 +273,17 @@ class Words:
         Returns:
             False if it has no tip.
         """
-        num_lanes, side = self._description.num_lanes, self.side
-        after, tip = (
-            (slot + num_lanes) % len(self.rows),
-            int(self._header(slot)) >> TIP_BIT & NUM_TIPS,
-        )
-        header, size = int(self._header(after)), side.values.shape[1] - 1  # type: ignore[union-attr]
-        known = side.values[header >> ENTRY_BIT, :-1]  # type: ignore[union-attr]
+        num_lanes, values = self._description.num_lanes, self.side.values  # type: ignore[union-attr]
+        at, after = torch.tensor([slot]), (slot + num_lanes) % len(self.rows)
+        tip = tips_of(self._header(at), at % num_lanes, num_lanes)
+        header = int(self._header(after))
+        known = values[header >> ENTRY_BIT, :-1]
         if header & CONTINUES:
-            known = self.rows[after, :size]
-        if tip:
-            target = side.values[1 + (tip - 1) * num_lanes + slot % num_lanes]  # type: ignore[union-attr]
-            target[:-1] = known
-            at = torch.tensor([slot])
-            target[-1:] = backend("cpu").checksums(target[None, :-1], self.marks[at, 0], at)
-        return tip > 0
+            known = self.rows[after, : len(known)]
+        if tip > 0:
+            values[tip, :-1] = known
+            values[tip, -1] = backend("cpu").checksums(known[None], self.marks[at, 0], at)
+        return bool(tip > 0)
 
     # What rows are seen with
 

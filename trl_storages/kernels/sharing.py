@@ -40,6 +40,7 @@ __all__ = [
     "Sharing",
     "SideTable",
     "header_dtype",
+    "tips_of",
 ]
 
 #: Of a header.
@@ -85,6 +86,18 @@ def header_dtype(num_rows: int) -> torch.dtype:
 def _is_lazy(device: torch.device) -> bool:
     """Returns whether memory that was never written to takes none."""
     return device.type == "cpu"
+
+
+def tips_of(headers: torch.Tensor, lanes: torch.Tensor, num_lanes: int) -> torch.Tensor:
+    """Returns the entries of the tips that rows have; 0 where they have none.
+
+    Args:
+        headers: `[n]` of the rows.
+        lanes: `[n]` int64, of the rows.
+        num_lanes: E.
+    """
+    tip = headers >> TIP_BIT & NUM_TIPS
+    return torch.where(tip > 0, 1 + (tip - 1) * num_lanes + lanes, 0)
 
 
 class SideTable:

@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.kernels import backend
-from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, TIP_BIT, SideTable
+from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, SideTable, tips_of
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.entries import tensors_of
@@ -248,8 +248,8 @@ def named_entries(
     if table is not None:
         # The tips may be of further rows by now.
         newest = episodes.newest_slots()[episodes.ring.fill > 0]
-        tips = headers[newest] >> TIP_BIT & NUM_TIPS
-        values[1 + (tips - 1) * num_lanes + newest % num_lanes] = table.pick(newest)[:, :words]
+        tips = tips_of(headers[newest], newest % num_lanes, num_lanes)
+        values[tips] = table.pick(newest)[:, :words]
     return values
 
 

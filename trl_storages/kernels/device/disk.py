@@ -29,7 +29,7 @@ from trl_storages.kernels.marks import (
     pack_marks,
     unpack_marks,
 )
-from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, NUM_TIPS, TIP_BIT
+from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, tips_of
 from trl_storages.kernels.tree_tables import ABSENT
 
 __all__ = [
@@ -151,9 +151,7 @@ class MarkedRows:
     def _named(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
         """Returns the entries that rows name, see `check_next`."""
         headers = self._headers[slots].long()
-        tip = headers >> TIP_BIT & NUM_TIPS
-        of_tips = torch.where(tip > 0, 1 + (tip - 1) * num_lanes + slots % num_lanes, 0)
-        return of_tips if tips else headers >> ENTRY_BIT
+        return tips_of(headers, slots % num_lanes, num_lanes) if tips else headers >> ENTRY_BIT
 
     def check_next(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
         """Returns whether the next values that rows name are whole, `[n]` bool.

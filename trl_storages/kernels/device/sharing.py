@@ -29,6 +29,7 @@ from trl_storages.kernels.sharing import (
     TIP_BIT,
     Sharing,
     SideTable,
+    tips_of,
 )
 
 if TYPE_CHECKING:
@@ -171,8 +172,7 @@ class SharedTable(RowTable):
 
     def _tips(self, headers: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
         """Returns the entries of the tips that rows of lanes have; 0 where they have none."""
-        tip = headers >> TIP_BIT & NUM_TIPS
-        return torch.where(tip > 0, 1 + (tip - 1) * self._num_lanes + lane, 0)
+        return tips_of(headers, lane, self._num_lanes)
 
     # Writing
 
