@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.kernels import backend, device, host
+from trl_storages.kernels.block import Block
 from trl_storages.rows import Layout, pairs_of, stage
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def test_rows_that_do_not_continue_the_row_before_them(kernels, data):
     last = {}
     for _ in range(before):
         entries, done, made = new(3)
-        slots = ring.append(made, 1, table=table)
+        slots = ring.append(made, Block(1), table)
         last = {"slots": slots, "done": done}
     lanes = torch.randperm(3, generator=generator)[:num_lanes]
     entries, done, made = new(num_lanes * num_steps)
@@ -138,7 +139,7 @@ def test_rows_that_do_not_continue_the_row_before_them(kernels, data):
     cut = torch.randint(0, 4, (num_lanes, num_steps), generator=generator) == 0
     pairs = pairs_of(LAYOUT, ["seen", "kept"])
     there = table if last else None
-    found = ring.find_gaps(made, num_steps, pairs, cut, lanes, order, there)
+    found = ring.find_gaps(made, Block(num_steps, lanes.tolist(), order, cut), pairs, there)
     found = torch.zeros_like(cut) if found is None else found
     places = torch.arange(len(done)).view(cut.shape) if order is None else order
     stored = LAYOUT.views(rows)

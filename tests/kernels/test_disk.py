@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.kernels import device, host
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.host import disk as host_disk
 from trl_storages.kernels.marks import pack_marks, unpack_marks
 
@@ -26,7 +27,7 @@ def append(ring, done, cut, lanes):
     """Takes steps of which nothing is stored; returns their slots as `[L, S]`."""
     kernels = host if isinstance(ring, host.Ring) else device
     rows = kernels.NewRows([], np.zeros((0, 2), np.int64), done.numel(), 0, done, done.device)
-    return ring.append(rows, done.shape[1], cut, lanes).view(done.shape)
+    return ring.append(rows, Block(done.shape[1], lanes, cut=cut)).view(done.shape)
 
 
 def splitmix(state):

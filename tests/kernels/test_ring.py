@@ -13,6 +13,7 @@ from oracles import RingOracle
 from scipy import stats
 
 from trl_storages.kernels import device, host
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_KINDS, GOAL_STRATEGIES
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
@@ -26,7 +27,7 @@ def append(ring, done, cut, lanes=None):
     places = np.zeros((0, 2), np.int64)
     rows = kernels.NewRows([], places, done.numel(), 0, done, done.device)
     cut = None if cut is None else cut.contiguous()
-    return ring.append(rows, done.shape[1], cut, lanes).view(done.shape)
+    return ring.append(rows, Block(done.shape[1], lanes, cut=cut)).view(done.shape)
 
 
 def flags(rows):
@@ -215,7 +216,6 @@ TestRingMachine.settings = settings(max_examples=50, stateful_step_count=8)
 def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered):
     """Over the end of the ring, and of more steps than find room the newest only."""
     ring, table = kernels.Ring(13, 3, CPU), torch.zeros(13, 2, dtype=torch.int64)
-    which = None if lanes is None else torch.tensor(lanes)
     expected = table.clone()
     for num_steps in (1, 3, 2, 6):
         rows = torch.randint(99, (len(lanes or "all"), num_steps, 2))
@@ -226,7 +226,7 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered)
             order = torch.randperm(done.numel()).view(done.shape)
             slots = torch.full((done.numel(),), -1)
         to = kernels.RowTable(table)
-        slots = ring.append(new, num_steps, None, which, order, to, slots)
+        slots = ring.append(new, Block(num_steps, lanes, order), to, slots)
         kept = slots >= 0
         assert kept.sum() == min(num_steps, 4) * len(rows)
         expected[slots[kept]] = rows.flatten(0, 1)[kept]

@@ -1,6 +1,6 @@
 """Where the arguments of a step, nested as they may be, hold the fields of a transition."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, unravel_key
@@ -82,9 +82,18 @@ class TreeReader:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+        # Names, and which of them stand for dictionaries; None of a mere value.
+        self._names: list[str] | None = None
+        self._below: list[tuple[int, TreeReader]] = []
         #: The leaves, in the order of what is read.
-        self.leaves: list[Leaf] = [*_leaves(tree)]
+        self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
+        if isinstance(tree, dict):
+            self._names = [*tree]
+            branches = [TreeReader(branch) for branch in tree.values()]
+            self.leaves = [leaf for branch in branches for leaf in branch.leaves]
+            below = [(at, it) for at, it in enumerate(branches) if it._names is not None]
+            # From the last one on, so that places stay what they are while these are read.
+            self._below = below[::-1]
 
     def read(self, values: Any, argument: str) -> list[Any]:
         """Returns the value of each leaf.
@@ -94,43 +103,30 @@ class TreeReader:
             TypeError: a value is not a dictionary where the tree has one.
             ValueError: there are entries that the tree does not have.
         """
-        if isinstance(self._tree, Leaf):
+        names = self._names
+        if names is None:
             return [values]
-        found: list[Any] = []
-        _gather(self._tree, values, argument, found)
-        return found
-
-
-def _leaves(tree: Tree) -> Iterator[Leaf]:
-    if isinstance(tree, Leaf):
-        yield tree
-        return
-    for branch in tree.values():
-        yield from _leaves(branch)
-
-
-def _gather(tree: dict[str, Any], value: Any, argument: str, found: list[Any]) -> None:
-    # To ask for a mapping takes longer than to read one.
-    if type(value) is not dict and not isinstance(value, Mapping):
-        raise TypeError(
-            f"{argument} must be a dictionary with the keys {sorted(tree)}, "
-            f"got {type(value).__name__}"
-        )
-    for name, branch in tree.items():
-        if name not in value:
-            raise KeyError(
-                f"{argument} must have the key {name!r}; there are {sorted(map(str, value))}"
+        # To ask for a mapping takes longer than to read one.
+        if type(values) is not dict and not isinstance(values, Mapping):
+            raise TypeError(
+                f"{argument} must be a dictionary with the keys {sorted(names)}, "
+                f"got {type(values).__name__}"
             )
-        if type(branch) is Leaf:
-            found.append(value[name])
-        else:
-            _gather(branch, value[name], argument, found)
-    if len(value) > len(tree):
-        extra = sorted(str(name) for name in value if name not in tree)
-        raise ValueError(
-            f"{argument} must have the keys {sorted(tree)} only, got {extra} too; "
-            "leave them out, or make the storage for a space that has them"
-        )
+        if not all(map(values.__contains__, names)):
+            missing = next(name for name in names if name not in values)
+            raise KeyError(
+                f"{argument} must have the key {missing!r}; there are {sorted(map(str, values))}"
+            )
+        if len(values) > len(names):
+            extra = sorted(str(name) for name in values if name not in names)
+            raise ValueError(
+                f"{argument} must have the keys {sorted(names)} only, got {extra} too; "
+                "leave them out, or make the storage for a space that has them"
+            )
+        found = [*map(values.__getitem__, names)]
+        for at, branch in self._below:
+            found[at : at + 1] = branch.read(found[at], argument)
+        return found
 
 
 class StepLayout(NamedTuple):

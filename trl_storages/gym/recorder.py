@@ -184,16 +184,13 @@ class GymRecorder(SavedPart):
             *layout.observations.read(next_observations, "next_observations"),
         )
         desk = self._desk_for(layout, rows, values[3])
-        block = desk.block
-        columns = block.columns
+        block, columns, array = desk.block, desk.block.columns, np.ndarray
         for (target, dtype, shape, numbers, place), value in zip(
             desk.targets[is_vector], values, strict=True
         ):
             # Most values are arrays of just the right kind, or numbers.
             kind = type(value)
-            if (kind is np.ndarray and value.dtype is dtype and value.shape == shape) or (
-                kind in numbers
-            ):
+            if (kind is array and value.dtype is dtype and value.shape == shape) or kind in numbers:
                 target[...] = value
             else:
                 key, column, name, label = place
@@ -300,8 +297,9 @@ class GymRecorder(SavedPart):
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension, as the flags tell most surely."""
-        # NumPy takes long to count the dimensions of a mere number.
-        if type(terminateds) is bool or not np.ndim(terminateds):
+        # NumPy takes long to count the dimensions of what may be no array.
+        kind = type(terminateds)
+        if kind is bool or not (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
             if self.num_envs > 1:
                 raise ValueError(
                     f"terminateds must hold {self.num_envs} flags, one for each environment, got "

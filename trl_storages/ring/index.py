@@ -19,6 +19,7 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.kernels import backend
+from trl_storages.kernels.block import Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes
@@ -191,25 +192,22 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if cut is not None:
             cut = cut.to(self.device).contiguous()
         named = None if lanes is None else self.named_lanes(lanes)
-        slots: torch.Tensor = self.write(rows, done.shape[1], cut, named)  # type: ignore[assignment]
+        slots: torch.Tensor = self.write(rows, Block(done.shape[1], named, cut=cut))  # type: ignore[assignment]
         return slots.view(done.shape)
 
     def write(
         self,
         rows: NewRows,
-        num_steps: int,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | None = None,
-        order: torch.Tensor | None = None,
+        block: Block,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PLACES,
     ) -> torch.Tensor | None:
         """Takes steps of lanes that are named, and copies their rows; see `kernels.host.Ring.append`."""
         if not self._on_host:
-            self.host_steps[slice(None) if lanes is None else [*lanes]] += num_steps
+            self.host_steps[block.which] += block.num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        return self._ring.append(rows, num_steps, cut, lanes, order, table, slots, pairs)
+        return self._ring.append(rows, block, table, slots, pairs)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None

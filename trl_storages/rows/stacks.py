@@ -6,7 +6,7 @@ of slots, L lanes and S steps written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.kernels import backend
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.stack_fields import NUM_COLUMNS
 from trl_storages.keys import next_key
 from trl_storages.ring import EpisodeIndex
@@ -190,36 +191,19 @@ class Stacks:
 
     # Writing
 
-    def find_breaks(
-        self,
-        rows: NewRows,
-        num_steps: int,
-        lanes: Sequence[int] | None,
-        order: torch.Tensor | None,
-        cut: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+    def find_breaks(self, rows: NewRows, block: Block) -> torch.Tensor | None:
         """Finds rows whose stacks can't be put together from single frames; see `FrameTable`."""
-        which = None if lanes is None else torch.tensor(lanes, device=self._past.device)
-        ring = self._episodes.ring
-        return self._table.find_breaks(ring, rows, num_steps, cut, which, order)
+        return self._table.find_breaks(self._episodes.ring, rows, block)
 
-    def evicted(
-        self,
-        rows: NewRows,
-        num_steps: int,
-        lanes: Sequence[int] | None,
-        order: torch.Tensor | None,
-    ) -> Evicted | None:
+    def evicted(self, rows: NewRows, block: Block) -> Evicted | None:
         """Returns the frames that become the past with a write; None if there are none.
 
         Args:
             rows: that are written, with their newest frames.
-            num_steps: S.
-            lanes: L of them; None is all.
-            order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
+            block: which of them are which steps.
         """
-        episodes = self._episodes
-        lane = np.arange(episodes.num_envs) if lanes is None else np.asarray(lanes)
+        episodes, (num_steps, _, order, _) = self._episodes, block
+        lane = np.arange(episodes.num_envs)[block.which]
         cursor, tail = episodes.host_steps[lane], episodes.host_tails[lane]
         new_tail = cursor + num_steps - episodes.steps_per_lane
         # In the ring they are already, but for those that find no room.

@@ -16,6 +16,7 @@ from torchrl.data import Storage
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.kernels import backend
+from trl_storages.kernels.block import Block
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities.table import LateError
 from trl_storages.ring import EpisodeIndex
@@ -111,10 +112,7 @@ class GapWatch:
         storage: Storage,
         rows: NewRows,
         layout: Layout,
-        num_steps: int,
-        lanes: Sequence[int] | None,
-        order: torch.Tensor | None,
-        cut: torch.Tensor | None,
+        block: Block,
     ) -> torch.Tensor | None:
         """Finds the gaps among rows that are to be written; see `kernels.host.Ring`.
 
@@ -122,22 +120,22 @@ class GapWatch:
             storage: where the rows before them are.
             rows: of which at least those fields are known that are compared.
             layout: of these rows.
-            num_steps: T.
-            lanes: L of them; None is all.
-            order: `[L, T]`, which of the rows these steps are.
-            cut: `[L, T]` bool, rows that begin an episode anyway.
+            block: which of them are which steps.
 
         Returns:
             `[L, T]` bool; None may stand for none.
         """
-        table, is_ring = None, isinstance(storage, PackedStorage)
-        if is_ring:
-            table = storage.table
-        elif storage.initialized:
-            table = self._rows_before(storage, layout, lanes)
-        found: torch.Tensor | None = storage.episodes.ring.find_gaps(
-            rows, num_steps, self.pairs(layout), cut, lanes, order, table, is_ring=is_ring
-        )
+        pairs, ring = self.pairs(layout), storage.episodes.ring
+        if not len(pairs):
+            return None
+        found: torch.Tensor | None
+        if isinstance(storage, PackedStorage):
+            found = ring.find_gaps(rows, block, pairs, storage.table)
+        else:
+            before = (
+                self._rows_before(storage, layout, block.lanes) if storage.initialized else None
+            )
+            found = ring.find_gaps(rows, block, pairs, before, is_ring=False)
         return found
 
     def pairs(self, layout: Layout) -> np.ndarray:
@@ -162,33 +160,25 @@ class GapWatch:
         rows = stage(layout, before, newest.shape, episodes.device)
         return backend(episodes.device).RowTable(rows.words())
 
-    def warn(self, gaps: Sequence[torch.Tensor]) -> bool:
+    def warn(self, gaps: Sequence[torch.Tensor]) -> None:
         """Warns of gaps in rows that are about to be written, if there are any.
 
         On a GPU this is late: nothing waits for the device, and a later call of `warn_late` warns.
 
         Args:
             gaps: `[L, T]` bool each, rows that are gaps.
-
-        Returns:
-            whether it did; `has_warned` is for the writer to set, once the rows are written.
         """
-        if not gaps:
-            return False
         device = gaps[0].device
-        if device.type == "cpu":
-            if not any(gap.any() for gap in gaps):
-                return False
+        if device.type != "cpu":
+            self._late = self._late or LateError(device)
+            for gap in gaps:
+                self._late.note(gap.any())
+        elif any(gap.any() for gap in gaps):
             warn_caller(
                 "a row does not begin with the observation that the row before it in its lane led to, "
                 f"and is taken for its continuation all the same. {_REMEDY}"
             )
-            return True
-        if self._late is None:
-            self._late = LateError(device)
-        for gap in gaps:
-            self._late.note(gap.any())
-        return False
+            self.has_warned = True
 
     def warn_of_tears(self) -> None:
         """Warns that episodes are torn to pieces, in rows that are about to be written."""

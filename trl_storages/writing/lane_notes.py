@@ -1,19 +1,21 @@
 """What a writer remembers of each lane, and where that cuts an episode.
 
-Letters: E lanes (environments).
+Letters: E lanes (environments), L lanes written now, T steps of each.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.writing.routing import route
-from trl_storages.writing.steps import Block, Steps
+from trl_storages.writing.steps import Steps
 
 __all__ = ["LaneNotes"]
 
@@ -23,12 +25,19 @@ _MANY = 256
 class LaneNotes:
     """Remembers which trajectory each lane holds, when it was written last, and by which process.
 
+    An episode that was going on when a directory was closed, or its writer killed, goes on if the next
+    row of its lane shows what its last row led to. Otherwise the environment was reset in between, and
+    the next row begins another one.
+
     Args:
         episodes: the index of the lanes.
+        are_reopened: whether their rows were there when a directory was opened.
     """
 
-    def __init__(self, episodes: EpisodeIndex) -> None:
+    def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
         self._episodes = episodes
+        # `[E]` bool, of which it is not known whether their episode goes on; None if there is none.
+        self._unsure = episodes.is_open if are_reopened and episodes.is_open.any() else None
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
         # When each lane was written last, in rows written.
@@ -42,6 +51,15 @@ class LaneNotes:
     def are_shared(self) -> bool:
         """Whether several processes write."""
         return self._process is not None
+
+    @property
+    def are_unsure(self) -> bool:
+        """Whether there is a lane of which it is not known whether its episode goes on."""
+        return self._unsure is not None
+
+    def forget_reopened(self) -> None:
+        """Notes that the rows are no longer those which were there when a directory was opened."""
+        self._unsure = None
 
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
@@ -78,15 +96,41 @@ class LaneNotes:
         if steps.trajectory is not None:
             now = block.arranged(steps.trajectory)
             before = self.trajectory[block.which].unsqueeze(1)
-            cut = now != torch.cat([before, now[:, :-1]], 1)
-            block = block._replace(cut=cut, last_trajectory=now[:, -1])
+            block = block.cut_at(now != torch.cat([before, now[:, :-1]], 1))
         if self._process is not None:
-            is_other = self._process[block.which] != os.getpid()
-            cut = torch.zeros(len(is_other), block.num_steps, dtype=torch.bool)
-            cut[:, 0] = is_other
-            cut = cut.to(self._episodes.device)
-            block = block._replace(cut=cut if block.cut is None else cut | block.cut)
+            block = self._cut_first(block, self._process[block.which] != os.getpid())
         return block
+
+    def cut_where_reset(self, block: Block, gap: torch.Tensor | None, *, is_known: bool) -> Block:
+        """Cuts where an episode does not go on that was there when a directory was opened.
+
+        Args:
+            block: as `cut` returned it.
+            gap: `[L, T]` bool, rows that do not show what the row before them led to; None for none.
+            is_known: whether rows tell that; otherwise no episode goes on.
+        """
+        unsure = self._unsure[block.which]  # type: ignore[index]
+        if is_known:
+            unsure = torch.zeros_like(unsure) if gap is None else unsure & gap[:, 0]
+        return self._cut_first(block, unsure)
+
+    def may_begin(self, block: Block) -> torch.Tensor:
+        """Returns where steps may begin an episode by that, `[L, T]` bool."""
+        unsure = self._unsure[block.which].unsqueeze(1)  # type: ignore[index]
+        return unsure & (torch.arange(block.num_steps) == 0)
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        """Notes of steps that count: of their lanes it is known whether episodes go on."""
+        for block in blocks:
+            self._unsure[block.which] = False  # type: ignore[index]
+        if not self._unsure.any():  # type: ignore[union-attr]
+            self._unsure = None
+
+    def _cut_first(self, block: Block, begins: torch.Tensor) -> Block:
+        """Cuts off the first rows of some of the lanes, `[L]` bool."""
+        cut = torch.zeros(len(begins), block.num_steps, dtype=torch.bool)
+        cut[:, 0] = begins
+        return block.cut_at(cut.to(self._episodes.device))
 
     def tears(self, steps: Steps, block: Block) -> bool:
         """Whether a trajectory goes on that was left for another one, which has not ended either.
@@ -120,19 +164,19 @@ class LaneNotes:
             self._left.append((at, old))
         return False
 
-    def note(self, block: Block, write_count: int) -> None:
+    def note(self, steps: Steps, block: Block, write_count: int) -> None:
         """Remembers that steps were written, as the last ones of so many rows."""
         if len(self._written_at) > 1:
             self._written_at[block.which] = write_count
-        if block.last_trajectory is not None:
-            self.trajectory[block.which] = block.last_trajectory
+        if steps.trajectory is not None:
+            self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
         if self._process is not None:
             self._process[block.which] = os.getpid()
-            if block.last_trajectory is not None:
+            if steps.trajectory is not None:
                 # Others may write before this process does so again.
                 goes_on = self._episodes.is_open[block.which]
                 number = torch.arange(len(self.trajectory))[block.which][goes_on]
-                left = block.last_trajectory[goes_on]
+                left = self.trajectory[number]
                 self._left.extend(zip(number.tolist(), left.tolist(), strict=True))
 
 

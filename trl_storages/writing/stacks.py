@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
 from trl_storages.rows import Layout, PackedStorage, Stacks
-from trl_storages.writing.steps import Block, Steps
+from trl_storages.writing.steps import Steps
 
 __all__ = ["checked_stacks"]
 
@@ -38,7 +39,7 @@ def checked_stacks(
         # Nothing is written yet, so that there is nothing to continue.
         words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)  # type: ignore[union-attr]
         stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
-    breaks = stacks.find_breaks(rows, *block[:4])  # type: ignore[arg-type]
+    breaks = stacks.find_breaks(rows, block)  # type: ignore[arg-type]
     if breaks is not None and steps.rows.is_compact:
         # What comes next is not known yet.
         breaks = torch.where(breaks % _KINDS == NOT_SHIFTED, 0, breaks)
@@ -46,8 +47,7 @@ def checked_stacks(
         return block
     is_gap = (breaks % _KINDS == NOT_CONTINUED) & cuts
     if bool(is_gap.any()):
-        cut = is_gap if block.cut is None else block.cut | is_gap
-        return checked_stacks(storage, steps, block._replace(cut=cut), cuts=False)
+        return checked_stacks(storage, steps, block.cut_at(is_gap), cuts=False)
     raise _error(layout, block, breaks)  # type: ignore[arg-type]
 
 

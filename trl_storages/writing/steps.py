@@ -1,12 +1,12 @@
-"""What is about to be written: rows made of a TensorDict, and the lanes that they are steps of.
+"""What is about to be written: rows made of a TensorDict.
 
-Letters: n rows, L lanes, T steps of each.
+Letters: n rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -29,7 +29,7 @@ from trl_storages.writing.gaps import GapWatch
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows
 
-__all__ = ["Block", "Fields", "Steps"]
+__all__ = ["Fields", "Steps"]
 
 
 class Steps(NamedTuple):
@@ -43,29 +43,6 @@ class Steps(NamedTuple):
     """`[n]` int64 on the device of the index."""
     data: TensorDictBase | None = None
     """`[n]`, for a storage of TorchRL's own."""
-
-
-class Block(NamedTuple):
-    """`[L, T]` of the rows that are the next steps of L lanes, and what is known of them."""
-
-    num_steps: int
-    lanes: Sequence[int] | None
-    """None for all of them."""
-    order: torch.Tensor | None = None
-    """`[L, T]` which of the rows these are; None for all of them, in order."""
-    cut: torch.Tensor | None = None
-    """`[L, T]` bool, which begin an episode whatever came before; None for none."""
-    last_trajectory: torch.Tensor | None = None
-    """`[L]` int64."""
-
-    @property
-    def which(self) -> Any:
-        """Which entries of a table of all lanes are theirs."""
-        return slice(None) if self.lanes is None else [*self.lanes]
-
-    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns those of n numbers that belong to these steps, `[L, T]`."""
-        return flat.view(-1, self.num_steps) if self.order is None else flat[self.order]
 
 
 class Fields:

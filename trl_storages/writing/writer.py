@@ -19,6 +19,7 @@ from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
+from trl_storages.kernels.block import Block
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
@@ -31,9 +32,8 @@ from trl_storages.writing.compact import warn_of_lost_ends
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
 from trl_storages.writing.lane_notes import LaneNotes
-from trl_storages.writing.reopened import Reopened
 from trl_storages.writing.stacks import checked_stacks
-from trl_storages.writing.steps import Block, Fields, Steps
+from trl_storages.writing.steps import Fields, Steps
 
 __all__ = ["EpisodeWriter"]
 
@@ -46,7 +46,7 @@ _NO_EPISODES = (
 Then = Callable[[torch.Tensor], object]
 
 
-_ONE_STEP = Block(1, None)
+_ONE_STEP = Block(1)
 _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
@@ -115,8 +115,6 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
-        # Of a directory that was opened again.
-        self._reopened: Reopened | None = None
         # Whether it was said that rows come without the observations that episodes end with.
         self._has_warned_of_ends = False
         # Whether the storage is ours, whose rows are copied together with the index.
@@ -164,12 +162,11 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
             storage.episodes = index = _new_index(storage, self.num_envs)
-        self._lanes, self._reopened = LaneNotes(index), None
         if isinstance(storage, PackedStorage):
             storage.keep_episodes(index)
-            if storage.directory is not None:
-                self._reopened = Reopened(storage)
-                self._take_up()
+        self._lanes = LaneNotes(index, are_reopened=self._directory is not None)
+        if self._directory is not None:
+            self._take_up()
 
     @property
     def _directory(self) -> Directory | None:
@@ -242,14 +239,12 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
 
     def takes(self, layout: Layout) -> bool:
         """Whether `append` takes rows of just this layout."""
-        if not self._is_packed or self._storage.layout is not layout:
-            return False
-        if layout is not self._taken:
-            others = (self.traj_key, default_keys.MASK)
-            if self.done_key != default_keys.DONE or any(key in layout for key in others):
-                return False
-            self._taken = layout
-        return True
+        if layout is self._taken and layout is self._storage.layout:
+            return True
+        others = (self.traj_key, default_keys.MASK)
+        fits = self.done_key == default_keys.DONE and not any(key in layout for key in others)
+        self._taken = layout if fits and self._is_packed else None
+        return self._taken is not None and self._storage.layout is layout
 
     def append(self, block: StepBlock, then: Then) -> torch.Tensor:
         """Writes one step that is laid out already.
@@ -301,19 +296,23 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             block: some of them.
             gaps: gets `[L, T]` bool, rows to be warned of.
         """
-        if self._reopened is not None and self._reopened.is_unsure:
-            block = block._replace(cut=self._reopened.cut_where_reset(steps.rows, *block[:4]))
-        cuts, is_known = self.gaps.on_gap == "cut", not steps.rows.is_compact
-        if steps.layout is not None and is_known and self.gaps.is_looking:
-            gap = self.gaps.find(self._storage, steps.rows, steps.layout.framed, *block[:4])
-            if gap is not None and cuts:
-                block = block._replace(cut=gap if block.cut is None else block.cut | gap)
-            elif gap is not None:
+        lanes, watch = self._lanes, self.gaps
+        cuts = watch.on_gap == "cut"
+        looks = watch.is_looking and steps.layout is not None and not steps.rows.is_compact
+        if looks or lanes.are_unsure:
+            framed = steps.layout.framed  # type: ignore[union-attr]
+            gap = watch.find(self._storage, steps.rows, framed, block)
+            if lanes.are_unsure:
+                block = lanes.cut_where_reset(block, gap, is_known=bool(len(watch.pairs(framed))))
+                gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
+            if gap is not None and looks and cuts:
+                block = block.cut_at(gap)
+            elif gap is not None and looks:
                 gaps.append(gap)
         if steps.rows.seen is not None:
             where: bool | torch.Tensor = cuts
-            if self._reopened is not None and self._reopened.is_unsure:
-                where = cuts | self._reopened.may_begin(*block[:2])
+            if lanes.are_unsure:
+                where = cuts | lanes.may_begin(block)
             block = checked_stacks(self._storage, steps, block, cuts=where)
         return block
 
@@ -332,47 +331,57 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             shape: in which the slots are wanted; None is `[n]`.
             then: called with the slots, as a part of the write.
         """
-        storage, pairs, evicted, has_warned = self._storage, _NO_PAIRS, [None], False
-        if steps.trajectory is not None or self._lanes.are_shared:
-            blocks = [self._lanes.cut(steps, block) for block in blocks]
-            if self.gaps.warns_of_tears and any(self._lanes.tears(steps, it) for it in blocks):
-                self.gaps.warn_of_tears()
+        storage, lanes, watch = self._storage, self._lanes, self.gaps
+        gaps: list[torch.Tensor] = []
+        evicted: list[Evicted | None] = [None] * len(blocks)
+        if steps.trajectory is not None or lanes.are_shared:
+            blocks = [lanes.cut(steps, block) for block in blocks]
+            if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
+                watch.warn_of_tears()
         can_look = self._is_packed and storage.looks and not steps.rows.is_compact
-        if len(blocks) == 1 and can_look and self.gaps.is_looking:
+        if can_look and len(blocks) == 1 and watch.is_looking:
             # As a rule there is no gap, and nothing else to be known before.
-            pairs = self.gaps.pairs(steps.layout)  # type: ignore[arg-type]
-        while True:
-            if not len(pairs):
-                gaps: list[torch.Tensor] = []
-                blocks = [self._checked(steps, block, gaps) for block in blocks]
-                if self._is_packed and not storage.initialized:
-                    # There may be no space for them.
-                    storage.lay_out(steps.layout)
-                if self._is_packed:
-                    storage.make_room(steps.rows.num_rows)
-                # The frames of rows that steps evict, while those that stay need them.
-                stacks = storage.stacks if self._is_packed else None
-                evicted = [stacks and stacks.evicted(steps.rows, *block[:3]) for block in blocks]
-                has_warned = self.gaps.warn(gaps)
-            counters = storage.episodes.counters()
-            count = self._write_count + steps.rows.num_rows
-            try:
-                slots = self._append(steps, blocks, evicted, shape, count, then, pairs)
-            except BaseException as error:
-                act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
-                recount = partial(self._episodes.recount, counters)
-                if not complete(error, act, recount) and self._directory is not None:
-                    # Marks may be missing that a later commit would count on.
-                    recount()
-                    storage.go_back()
-                    self._take_up()
-                raise
+            pairs = watch.pairs(steps.layout)  # type: ignore[arg-type]
+            slots = self._append_whole(steps, blocks, evicted, shape, then, pairs)
             if slots is not None:
-                break
-            pairs = _NO_PAIRS
-        if has_warned:
-            self.gaps.has_warned = True
-        return slots
+                return slots
+        blocks = [self._checked(steps, block, gaps) for block in blocks]
+        if gaps:
+            watch.warn(gaps)
+        if self._is_packed:
+            # There may be no space for them.
+            storage.lay_out(steps.layout)
+            storage.make_room(steps.rows.num_rows)
+            if storage.stacks is not None:
+                # The frames of rows that steps evict, while those that stay need them.
+                evicted = [storage.stacks.evicted(steps.rows, block) for block in blocks]
+        written: torch.Tensor = self._append_whole(steps, blocks, evicted, shape, then)  # type: ignore[assignment]
+        return written
+
+    def _append_whole(
+        self,
+        steps: Steps,
+        blocks: Sequence[Block],
+        evicted: Sequence[Evicted | None],
+        shape: torch.Size | None,
+        then: Then | None,
+        pairs: np.ndarray = _NO_PAIRS,
+    ) -> torch.Tensor | None:
+        """Writes steps that were checked as a whole, also where an interrupt comes in between."""
+        count = self._write_count + steps.rows.num_rows
+        written = steps, blocks, evicted, shape, count, then, pairs
+        counters = self._episodes.counters()
+        try:
+            return self._append(*written)
+        except BaseException as error:
+            act = partial(self._append, *written)
+            recount = partial(self._episodes.recount, counters)
+            if not complete(error, act, recount) and self._directory is not None:
+                # Marks may be missing that a later commit would count on.
+                recount()
+                self._storage.go_back()
+                self._take_up()
+            raise
 
     def _append(
         self,
@@ -398,28 +407,27 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block, frames in zip(blocks, evicted, strict=True):
-            num_steps, lanes, order, cut, _ = block
+            num_steps, lanes = block.num_steps, block.lanes
             if directory is not None:
                 directory.begin(episodes, num_steps, lanes)
             if frames is not None:
                 storage.stacks.keep(frames)
             if not is_packed:
                 self._put(steps, block)
-            slots = episodes.write(rows, num_steps, cut, lanes, order, table, slots, pairs)
+            slots = episodes.write(rows, block, table, slots, pairs)
             if slots is None:
                 return None
             if directory is not None:
                 directory.seal(episodes, num_steps, lanes)
             is_over = is_over or num_steps > room
-            self._lanes.note(block, count)
+            self._lanes.note(steps, block, count)
         # The names of attributes are looked at when they are set.
         self._write_count_value.get_obj().value = count
         self._count(lanes)
         if directory is not None:
             self._commit()
-            if self._reopened is not None and self._reopened.is_unsure:
-                for block in blocks:
-                    self._reopened.settle(block.lanes)
+            if self._lanes.are_unsure:
+                self._lanes.settle(blocks)
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
             marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
@@ -664,7 +672,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
-        self._reopened = None
+        self._lanes.forget_reopened()
         if len(self._episodes):
             self._count()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED, SIZE
 
@@ -104,18 +105,10 @@ class FrameTable:
             found.masked_fill((back > depth.unsqueeze(1)).unsqueeze(2), 0) if is_constant else found
         )
 
-    def find_breaks(
-        self,
-        ring: Ring,
-        rows: NewRows,
-        num_steps: int,
-        cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
         """Finds rows whose stacks are none that can be put together from single frames."""
-        lanes = ring._named(lanes)
-        words, done = rows.steps(len(lanes), order)
+        lanes, cut = ring.named(block.lanes), block.cut
+        words, done = rows.steps(block)
         now, newest = words.view(torch.uint8), ring.cursors[lanes] - 1
         goes_on = torch.cat([ring.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
         if cut is not None:

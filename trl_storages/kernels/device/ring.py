@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.ring_tables import GOAL_KINDS, RingTables, take
@@ -27,18 +28,15 @@ class Ring(RingTables):
     def find_gaps(
         self,
         rows: NewRows,
-        num_steps: int,
+        block: Block,
         pairs: np.ndarray,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
         table: RowTable | None = None,
         *,
         is_ring: bool = True,
     ) -> torch.Tensor | None:
         """Finds rows that do not begin with what the row before them led to, bit for bit."""
-        lanes = self._named(lanes)
-        words, done = rows.steps(len(lanes), order)
+        lanes, cut = self.named(block.lanes), block.cut
+        words, done = rows.steps(block)
         now = words.view(torch.uint8)
         before = torch.zeros_like(now[:, 0])
         if table is not None:
@@ -61,17 +59,14 @@ class Ring(RingTables):
     def append(
         self,
         rows: NewRows,
-        num_steps: int,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
+        block: Block,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
         pairs: np.ndarray | None = None,
     ) -> torch.Tensor | None:
-        """Takes S further steps of L lanes, and copies their rows to where they belong."""
-        lanes = self._named(lanes)
-        words, done = rows.steps(len(lanes), order)
+        """Takes further steps of some lanes, and copies their rows to where they belong."""
+        lanes, (num_steps, _, order, cut) = self.named(block.lanes), block
+        words, done = rows.steps(block)
         room, found, lane = (
             self.steps_per_lane,
             self.next_slots(lanes, num_steps),
@@ -109,7 +104,7 @@ class Ring(RingTables):
         slots[order] = found
         return slots
 
-    def _named(self, lanes: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
+    def named(self, lanes: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
         """Returns `[L]` the lanes that are meant."""
         if lanes is None:
             return torch.arange(self.num_envs, device=self.device)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
+
 __all__ = ["NewRows"]
 
 
@@ -83,12 +85,9 @@ class NewRows:
         words = self.words()[places]
         return self.of_block(words, self.places, torch.zeros(len(words), 1), words.device)
 
-    def steps(
-        self, num_lanes: int, order: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows `[L, S, W]` and flags `[L, S]` of some steps, in this order."""
-        done: torch.Tensor = self.done  # type: ignore[assignment]
-        if order is None:
-            shape = num_lanes, self.num_rows // num_lanes
-            return self.words().view(*shape, self._words.shape[1]), done.view(shape)
-        return self.words()[order], done[order]
+    def steps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows `[L, S, W]` and flags `[L, S]` of some steps."""
+        words, done = self.words(), block.arranged(self.done)  # type: ignore[arg-type]
+        if block.order is None:
+            return words.view(*done.shape, words.shape[1]), done
+        return words[block.order], done

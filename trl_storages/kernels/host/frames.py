@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import not_found
@@ -42,7 +43,6 @@ _WORD = 8  # bytes
 _ADDRESS, _STRIDE = 0, 1
 _LINE = 64  # bytes that memory delivers at once
 _MOST_AHEAD = 512  # bytes of a frame that are asked for early, the processor goes on by itself
-_NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
 
 
 class FrameTable:
@@ -92,44 +92,29 @@ class FrameTable:
         if wrong >= 0:
             raise not_found(at[wrong], len(self._rows))
 
-    def find_breaks(
-        self,
-        ring: Ring,
-        rows: NewRows,
-        num_steps: int,
-        cut: torch.Tensor | None = None,
-        lanes: torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
         """Finds rows whose stacks are none that can be put together from single frames.
 
         Args:
             ring: of the rows.
             rows: that are to be written, as they are seen.
-            num_steps: S.
-            cut: `[L, S]` bool: this row begins an episode anyway; or None.
-            lanes: `[L]` int64; None is all of them.
-            order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
+            block: which of them are which steps.
 
         Returns:
             `[L, S]` int64: 0, or the place of the field times 4 and what is wrong with it, as
             `kernels.stack_fields` says. None may stand for zeros.
         """
-        written = ring._all_lanes if lanes is None else lanes.numpy()
-        breaks = np.empty((len(written), num_steps), np.int64)
+        given = ring.given(rows, block)
+        breaks = np.empty((len(given[0]), block.num_steps), np.int64)
         found = _find_breaks(
             *ring._arrays,
             ring.ring_steps,
+            *given,
+            rows.sources,
             self._rows,
             self._past,
             self._zeros.ctypes.data,
             self._fields,
-            written,
-            num_steps,
-            rows.sources,
-            *rows.ends,
-            _NO_CUTS if cut is None else cut.numpy(),
-            _NO_ORDER if order is None else order.numpy(),
             breaks,
         )
         return torch.from_numpy(breaks) if found else None
@@ -258,17 +243,17 @@ def _find_breaks(
     spans: Any,
     lanes: Any,
     room: int,
+    written: Any,
+    num_steps: int,
+    cut: Any,
+    order: Any,
+    first_end: int,
+    end_stride: int,
+    sources: Any,
     rows: Any,
     past: Any,
     zeros: int,
     stacks: Any,
-    written: Any,
-    num_steps: int,
-    sources: Any,
-    first_end: int,
-    end_stride: int,
-    cut: Any,
-    order: Any,
     breaks: Any,
 ) -> bool:
     found, num_lanes = False, len(lanes)

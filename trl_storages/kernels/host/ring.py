@@ -10,15 +10,16 @@ compared and subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from trl_storages.kernels.block import Block
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.writing import NewRows, append_steps, find_gaps
+from trl_storages.kernels.host.writing import Before, Given, NewRows, append_steps, find_gaps
 from trl_storages.kernels.ring_tables import (
     BOUNDARIES,
     CURSOR,
@@ -42,6 +43,7 @@ _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 _SAMPLES_AHEAD = 8
 _NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
 _NO_TABLE, _NO_PAIRS = np.zeros((0, 0), np.int64), np.zeros((0, 2), np.int64)
+_NO_ROWS: Before = (_NO_TABLE, np.zeros(0, np.int64), _NO_TABLE, 0)
 
 
 class Ring(RingTables):
@@ -68,14 +70,22 @@ class Ring(RingTables):
         # They would be pickled as copies.
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
+    def given(self, rows: NewRows, block: Block) -> Given:
+        """Returns steps that are to be written as the loops take them."""
+        _, lanes, order, cut = block
+        return (
+            self._all_lanes if lanes is None else np.asarray(lanes),
+            block.num_steps,
+            _NO_CUTS if cut is None else cut.numpy(),
+            _NO_ORDER if order is None else order.numpy(),
+            *rows.ends,
+        )
+
     def find_gaps(
         self,
         rows: NewRows,
-        num_steps: int,
+        block: Block,
         pairs: np.ndarray,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
         table: RowTable | None = None,
         *,
         is_ring: bool = True,
@@ -86,50 +96,46 @@ class Ring(RingTables):
 
         Args:
             rows: that are to be written, as `append` takes them.
-            num_steps: as in `append`.
+            block: as in `append`.
             pairs: `[p, 2]` int64, of each field that is compared: its place in a row, and that of the
                 field which tells what the row led to.
-            cut: as in `append`, as `lanes`, `order`.
-            lanes: likewise.
-            order: likewise.
             table: where the rows before are; None where no lane has an open episode.
             is_ring: whether it holds all rows of the ring; otherwise those before only, `[L, W]`.
 
         Returns:
             `[L, S]` bool; None may stand for none.
         """
-        written = self._all_lanes if lanes is None else np.asarray(lanes)
-        gaps = np.empty((len(written), num_steps), bool)
-        cuts = _NO_CUTS if cut is None else cut.numpy()
-        places = _NO_ORDER if order is None else order.numpy()
-        steps = (written, num_steps, rows.sources, *rows.ends, cuts, places)
-        if is_ring and table is not None:
-            found = table.find_gaps(self, steps, pairs, gaps)
-        else:
-            before = _NO_TABLE if table is None else table.array
-            known = self._arrays[2], self.ring_steps
-            found = find_gaps(*(*known, *steps, before, False, pairs, gaps))
+        given = self.given(rows, block)
+        return self._find_gaps(rows, given, pairs, table, is_ring=is_ring)
+
+    def _find_gaps(
+        self,
+        rows: NewRows,
+        given: Given,
+        pairs: np.ndarray,
+        table: RowTable | None,
+        *,
+        is_ring: bool = True,
+    ) -> torch.Tensor | None:
+        gaps = np.empty((len(given[0]), given[1]), bool)
+        before = _NO_ROWS if table is None else table.before
+        known = self._arrays[2], self.ring_steps
+        found = find_gaps(*known, *given, rows.sources, pairs, is_ring, *before, gaps)
         return torch.from_numpy(gaps) if found else None
 
     def append(
         self,
         rows: NewRows,
-        num_steps: int,
-        cut: torch.Tensor | None = None,
-        lanes: Sequence[int] | torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
+        block: Block,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-        pairs: np.ndarray | None = None,
+        pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
-        """Takes S further steps of L lanes, and copies their rows to where they belong.
+        """Takes further steps of some lanes, and copies their rows to where they belong.
 
         Args:
-            rows: n of them, the S of the first lane first.
-            num_steps: S.
-            cut: `[L, S]` bool: this row does not continue the row before it in its lane; or None.
-            lanes: the L lanes, distinct; None is all of them.
-            order: `[L, S]` int64, which of the rows these steps are; None is all of them, in order.
+            rows: n of them.
+            block: which of them are which steps.
             table: of M or more rows, where rows go; None if they are elsewhere.
             slots: `[n]` int64 to be filled; -1 for rows of other steps than these.
             pairs: what `find_gaps` compares; nothing is written if there is a gap. Only for tables that
@@ -139,30 +145,17 @@ class Ring(RingTables):
             `[n]` int64 slots; -1 for steps that find no room, as more than T are written. None if there
             is a gap.
         """
-        written = self._all_lanes if lanes is None else np.asarray(lanes)
+        given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
-        places, sources = _NO_ORDER if order is None else order.numpy(), rows.sources
-        cuts = _NO_CUTS if cut is None else cut.numpy()
         if table is not None:
-            compared = _NO_PAIRS if pairs is None else pairs
-            linked = table.sources(rows, self, num_steps, written, places, cuts, compared)
-            if linked is None:
-                return None
-            sources, pairs = linked, pairs if table.is_plain else None
-        if append_steps(
-            *self._arrays,
-            self.steps_per_lane,
-            self.ring_steps,
-            written,
-            num_steps,
-            sources,
-            *rows.ends,
-            cuts,
-            places,
-            _NO_TABLE if table is None else table.array,
-            _NO_PAIRS if pairs is None else pairs,
-            found,
-        ):
+            if len(pairs) and not table.is_plain:
+                # Before they are linked.
+                if self._find_gaps(rows, given, pairs, table) is not None:
+                    return None
+                pairs = _NO_PAIRS
+            to, sources = table.array, table.sources(rows, self, given)
+        most_live, room = self.steps_per_lane, self.ring_steps
+        if append_steps(*self._arrays, most_live, room, *given, sources, pairs, to, found):
             return None
         return torch.from_numpy(found) if slots is None else slots
 

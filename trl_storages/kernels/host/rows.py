@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, prefetch
 from trl_storages.kernels.host.memory import copy_bytes
-from trl_storages.kernels.host.writing import NewRows, find_gaps, put_rows
+from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
@@ -27,7 +27,7 @@ _LINE = 64  # bytes that memory delivers at once
 # Rows are asked for so many rows ahead, and no more bytes of each: the processor goes on by itself.
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
-_NO_SPANS = np.zeros((0, 2), np.int64)
+_NO_SPANS, _NO_HEADERS = np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
 
 
 class RowTable:
@@ -48,6 +48,8 @@ class RowTable:
         #: `[N, W]` int64.
         self.array = rows.numpy()
         self._num_words = rows.shape[1]
+        #: The rows as `find_gaps` looks for what they led to.
+        self.before: Before = (self.array, _NO_HEADERS, _NO_SPANS, 0)
 
     def pick(
         self,
@@ -116,47 +118,16 @@ class RowTable:
         if (wrong := _pick(self.array, flat, start, size, out, pitch)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
-    def find_gaps(
-        self, ring: Ring, steps: tuple[Any, ...], pairs: np.ndarray, gaps: np.ndarray
-    ) -> bool:
-        """Finds rows that do not begin with what the row before them led to, see `Ring.find_gaps`.
-
-        Args:
-            ring: of the rows that are there, as `append` finds it.
-            steps: what is written: lanes, number, sources and ends of rows, cuts and order.
-            pairs: `[p, 2]` int64, the fields that are compared.
-            gaps: `[L, S]` bool, the answer.
-
-        Returns:
-            whether there is one.
-        """
-        before = self.array, True
-        return find_gaps(*(ring._arrays[2], ring.ring_steps, *steps, *before, pairs, gaps))
-
-    def sources(
-        self,
-        rows: NewRows,
-        ring: Ring,
-        num_steps: int,
-        written: np.ndarray,
-        order: np.ndarray,
-        cut: np.ndarray,
-        pairs: np.ndarray,
-    ) -> np.ndarray | None:
+    def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
         """Returns where what is stored of new rows comes from, and where it belongs.
 
         Args:
             rows: n of them.
             ring: of the rows that are there, as `append` finds it.
-            num_steps: S.
-            written: `[L]` the lanes of the rows.
-            order: `[L, S]` which row is which step; empty if they come as they are written.
-            cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
-            pairs: as in `find_gaps`; empty if nobody looks for gaps.
+            given: the steps that they are, by `Ring.given`.
 
         Returns:
-            `[*, 4]` int64, as `NewRows.sources`. None if rows that are not `is_plain` have a gap; nothing
-            has changed then.
+            `[*, 4]` int64, as `NewRows.sources`.
         """
         return rows.sources
 

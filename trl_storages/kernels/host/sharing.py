@@ -16,7 +16,7 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import RowTable, not_found
-from trl_storages.kernels.host.writing import NewRows
+from trl_storages.kernels.host.writing import Given, NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
     COMMITTED,
@@ -78,6 +78,7 @@ class SharedTable(RowTable):
         self._num_words += sharing.shared_words
         # Fields lie so many bytes further on in a row as it is seen.
         self._next_bytes = sharing.shared_words * _WORD
+        self.before = self.array, self._headers, self._values, self._next_bytes
         # The sources of the rows written last, the headers of these, and where what is stored comes from:
         # a step is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
@@ -151,50 +152,28 @@ class SharedTable(RowTable):
         """Notes up to where rows count, `[E]` int64, if that is not what the ring says."""
         self._side[2][:, COMMITTED] = cursors
 
-    def find_gaps(
-        self, ring: Ring, steps: tuple[Any, ...], pairs: np.ndarray, gaps: np.ndarray
-    ) -> bool:
-        """Finds rows that do not begin with what the row before them led to; see `RowTable.find_gaps`."""
-        table = self.array, self._headers, self._values, self._next_bytes
-        return _find_gaps(*(ring._arrays[2], ring.ring_steps, *steps, *table, pairs, gaps))
-
-    def sources(
-        self,
-        rows: NewRows,
-        ring: Ring,
-        num_steps: int,
-        written: np.ndarray,
-        order: np.ndarray,
-        cut: np.ndarray,
-        pairs: np.ndarray,
-    ) -> np.ndarray | None:
+    def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
         if rows.sources is not self._known[0]:
             headers = np.zeros(rows.num_rows, self._headers.dtype)
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
         _, headers, sources = self._known
-        is_linked = _link(
+        _link(
             ring._arrays[2],
             ring.steps_per_lane,
             ring.ring_steps,
-            written,
-            num_steps,
+            *given,
             rows.sources,
-            order,
             rows.is_compact,
-            *rows.ends,
-            cut,
             self.array,
             self._headers,
             self._values,
             *self._side,
             self._sharing.num_shared,
             self._sharing.shared_bytes,
-            self._next_bytes,
-            pairs,
             headers,
         )
-        return sources if is_linked else None
+        return sources
 
     def _stored(self, seen: np.ndarray, headers: np.ndarray) -> np.ndarray:
         """Returns where what is stored of rows comes from, and where it belongs."""
@@ -371,69 +350,6 @@ def _pick(
     return -1
 
 
-@compiled
-def _find_gaps(
-    lanes: Any,
-    room: int,
-    written: Any,
-    num_steps: int,
-    sources: Any,
-    first_end: int,
-    end_stride: int,
-    cut: Any,
-    order: Any,
-    table: Any,
-    headers: Any,
-    values: Any,
-    moved: int,
-    pairs: Any,
-    gaps: Any,
-) -> bool:
-    """Does what `find_gaps` does; what is next of the newest rows is in their tips.
-
-    Args:
-        lanes: as in `_link`, as all that is not named here.
-        room: likewise.
-        written: likewise.
-        num_steps: likewise.
-        sources: likewise.
-        first_end: likewise.
-        end_stride: likewise.
-        cut: likewise.
-        order: likewise.
-        table: likewise.
-        headers: likewise.
-        values: likewise.
-        moved: likewise.
-        pairs: `[p, 2]` fields whose value comes back under another one of the row before.
-        gaps: `[L, S]` bool, the answer.
-    """
-    found = False
-    for i in range(len(written)):
-        lane, previous = written[i], 0
-        goes_on = lanes[lane, OPEN] != 0
-        newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane
-        own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
-        tip = _tip_of(headers[newest], lane, len(lanes))
-        after = values.ctypes.data + tip * values.shape[1] * _WORD
-        for s in range(num_steps):
-            row = order[i, s] if order.size > 0 else i * num_steps + s
-            gaps[i, s] = False
-            if goes_on and not (cut.size > 0 and cut[i, s]):
-                for p in range(len(pairs)):
-                    now, led_to = pairs[p, 0], pairs[p, 1]
-                    start = sources[led_to, _START]
-                    end = sources[led_to, _ADDRESS] + previous * sources[led_to, _STRIDE]
-                    if s == 0:
-                        end = start + (after if start < moved else own)
-                    value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
-                    if not are_same_bytes(value, end, sources[now, _SIZE]):
-                        gaps[i, s] = found = True
-            goes_on = not is_set(first_end + row * end_stride)
-            previous = row
-    return found
-
-
 @inlined
 def _take_entry(free: Any, counts: Any) -> int:
     """Returns an entry that is in use from now on."""
@@ -480,12 +396,12 @@ def _link(
     room: int,
     written: Any,
     num_steps: int,
-    sources: Any,
+    cut: Any,
     order: Any,
-    is_compact: bool,
     first_end: int,
     end_stride: int,
-    cut: Any,
+    sources: Any,
+    is_compact: bool,
     table: Any,
     headers: Any,
     values: Any,
@@ -494,10 +410,8 @@ def _link(
     held: Any,
     num_shared: int,
     shared_bytes: int,
-    moved: int,
-    pairs: Any,
     new: Any,
-) -> bool:
+) -> None:
     """Finds out which rows continue the rows before them, and gives the others an entry.
 
     It is done before the rows are written, and may be done again before they count.
@@ -508,12 +422,12 @@ def _link(
         room: R.
         written: `[L]` the lanes.
         num_steps: S.
-        sources: `[f, 4]` of the rows as they are seen: the m next values, what they come back as, others.
+        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
         order: `[L, S]` which row is which step; empty if they come as they are written.
-        is_compact: whether next values are not known, and a row goes on unless its episode ends.
         first_end: the address of the first flag that ends an episode.
         end_stride: how far it is to the next one.
-        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
+        sources: `[f, 4]` of the rows as they are seen: the m next values, what they come back as, others.
+        is_compact: whether next values are not known, and a row goes on unless its episode ends.
         table: `[N, *]`.
         headers: `[N]` of these rows.
         values: of the side table, as the three that follow.
@@ -522,33 +436,8 @@ def _link(
         held: its `lanes`.
         num_shared: m.
         shared_bytes: what their values take.
-        moved: bytes by which fields lie further on in a row as it is seen.
-        pairs: as in `_find_gaps`; empty if nobody looks for gaps.
         new: `[n]` the answer, the headers of the new rows.
-
-    Returns:
-        False if there is a gap. Nothing has changed then.
     """
-    if len(pairs) > 0:
-        gaps = np.empty((len(written), num_steps), np.bool_)
-        if _find_gaps(
-            lanes,
-            room,
-            written,
-            num_steps,
-            sources,
-            first_end,
-            end_stride,
-            cut,
-            order,
-            table,
-            headers,
-            values,
-            moved,
-            pairs,
-            gaps,
-        ):
-            return False
     num_lanes = len(lanes)
     # Of more than T steps, the last T find room.
     first = max(num_steps - most_live, 0)
@@ -619,7 +508,6 @@ def _link(
             if not continues:
                 entry = _take_entry(free, counts)
                 _copy_next(sources, row, values, entry, num_shared)
-    return True
 
 
 @compiled

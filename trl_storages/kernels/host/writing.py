@@ -18,8 +18,14 @@ import torch
 from trl_storages.kernels.host.compiling import compiled
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.ring_tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
+from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
 
-__all__ = ["NewRows", "append_steps", "find_gaps", "put_rows"]
+__all__ = ["Before", "Given", "NewRows", "append_steps", "find_gaps", "put_rows"]
+
+#: Steps that are written, as loops take them: see `find_gaps`, from `written` to `end_stride`.
+Given = tuple[Any, Any, Any, Any, Any, Any]
+#: Rows that may be the ones before: see `find_gaps`, from `table` to `moved`.
+Before = tuple[Any, Any, Any, int]
 
 _WORD = 8  # bytes
 # Columns of the sources of rows: where the first value of a field is, how far it is to that of the next
@@ -135,14 +141,17 @@ def find_gaps(
     room: int,
     written: Any,
     num_steps: int,
-    sources: Any,
-    first_end: int,
-    end_stride: int,
     cut: Any,
     order: Any,
-    table: Any,
-    is_ring: bool,
+    first_end: int,
+    end_stride: int,
+    sources: Any,
     pairs: Any,
+    is_ring: bool,
+    table: Any,
+    headers: Any,
+    values: Any,
+    moved: int,
     gaps: Any,
 ) -> bool:
     """Finds rows that continue an episode, and do not begin with what the row before them led to.
@@ -152,14 +161,17 @@ def find_gaps(
         room: R.
         written: `[L]` the lanes.
         num_steps: S.
-        sources: `[f, 4]` of the rows.
-        first_end: the address of the first flag that ends an episode.
-        end_stride: how far it is to the next one.
         cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
         order: `[L, S]` which row is which step; empty if they come as they are written.
-        table: `[*, W]` of the rows before.
-        is_ring: whether these are those of the ring; otherwise they are `[L, W]`.
+        first_end: the address of the first flag that ends an episode.
+        end_stride: how far it is to the next one.
+        sources: `[f, 4]` of the rows.
         pairs: `[p, 2]` fields whose value comes back under another one of the row before.
+        is_ring: whether the rows before are those of the ring; otherwise they are `[L, *]`.
+        table: `[*, *]` of the rows before, as they are stored.
+        headers: `[*]` of these, if they share next values; what is next of the newest is in a tip then.
+        values: `[*, *]` the side table.
+        moved: bytes by which fields lie further on in a row as it is seen; 0 of rows that share nothing.
         gaps: `[L, S]` bool, the answer.
 
     Returns:
@@ -167,25 +179,28 @@ def find_gaps(
     """
     found = False
     for i in range(len(written)):
-        lane = written[i]
+        lane, previous = written[i], 0
         goes_on = lanes[lane, OPEN] != 0
         newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane if is_ring else i
-        before = table.ctypes.data + newest * table.shape[1] * _WORD
-        previous = 0
+        own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
+        after = own
+        if moved > 0:
+            tip = (headers[newest] >> TIP_BIT) & NUM_TIPS
+            entry = 1 + (tip - 1) * len(lanes) + lane if tip > 0 else 0
+            after = values.ctypes.data + entry * values.shape[1] * _WORD
         for s in range(num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
-            differs = False
+            gaps[i, s] = False
             if goes_on and not (cut.size > 0 and cut[i, s]):
                 for p in range(len(pairs)):
                     now, led_to = pairs[p, 0], pairs[p, 1]
-                    value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
+                    start = sources[led_to, _START]
                     end = sources[led_to, _ADDRESS] + previous * sources[led_to, _STRIDE]
                     if s == 0:
-                        end = before + sources[led_to, _START]
+                        end = start + (after if start < moved else own)
+                    value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
                     if not are_same_bytes(value, end, sources[now, _SIZE]):
-                        differs = True
-            gaps[i, s] = differs
-            found = found or differs
+                        gaps[i, s] = found = True
             goes_on = not is_set(first_end + row * end_stride)
             previous = row
     return found
@@ -200,13 +215,13 @@ def append_steps(
     room: int,
     written: Any,
     num_steps: int,
-    sources: Any,
-    first_end: int,
-    end_stride: int,
     cut: Any,
     order: Any,
-    table: Any,
+    first_end: int,
+    end_stride: int,
+    sources: Any,
     pairs: Any,
+    table: Any,
     slots: Any,
 ) -> bool:
     """Takes steps into the index, and copies their rows to where they belong, unless there is a gap.
@@ -216,16 +231,16 @@ def append_steps(
         spans: likewise.
         lanes: likewise.
         most_live: T.
-        room: as in `find_gaps`, as all up to `order`.
+        room: as in `find_gaps`, as all up to `end_stride`.
         written: likewise.
         num_steps: likewise.
-        sources: likewise.
-        first_end: likewise.
-        end_stride: likewise.
         cut: likewise.
         order: likewise.
+        first_end: likewise.
+        end_stride: likewise.
+        sources: `[*, 4]` of what is stored of the rows.
+        pairs: as in `find_gaps`, of rows that share nothing; empty if nobody looks for gaps.
         table: `[*, W]` where rows go; empty if they are elsewhere.
-        pairs: as in `find_gaps`, of rows in the table; empty if nobody looks for gaps.
         slots: `[n]` the answer, -1 for steps that find no room.
 
     Returns:
@@ -238,14 +253,17 @@ def append_steps(
             room,
             written,
             num_steps,
-            sources,
-            first_end,
-            end_stride,
             cut,
             order,
-            table,
-            True,
+            first_end,
+            end_stride,
+            sources,
             pairs,
+            True,
+            table,
+            slots,
+            table,
+            0,
             gaps,
         ):
             return True
