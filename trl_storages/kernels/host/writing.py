@@ -185,7 +185,7 @@ def find_gaps(
         own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
         after = own
         if moved > 0:
-            tip = (headers[newest] >> TIP_BIT) & NUM_TIPS
+            tip = (np.int64(headers[newest]) >> TIP_BIT) & NUM_TIPS
             entry = 1 + (tip - 1) * len(lanes) + lane if tip > 0 else 0
             after = values.ctypes.data + entry * values.shape[1] * _WORD
         for s in range(num_steps):
