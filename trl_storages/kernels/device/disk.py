@@ -241,7 +241,8 @@ class Commits:
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
-        number = self.number + 1
+        # As 64 bits wrap around: a damaged file may hold the largest number.
+        number = (self.number + 1 + 2**63) % 2**64 - 2**63
         table = self._tables[number & 1]
         if len(words) != len(table) - 1:
             raise ValueError("as many words must be published as a table holds")
