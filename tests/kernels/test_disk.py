@@ -271,7 +271,9 @@ def test_rows_are_held_with_those_before_them_in_their_episode(kernels, num_lane
     # Steps 0 to 4 are an episode, 5 to 9 another one; those from 6 on are live.
     for step in range(10):
         done = torch.full((num_lanes, 1), step == 4)
-        ring.append(kernels.NewRows([], np.zeros((0, 2), np.int64), num_lanes, 0, done, CPU), 1)
+        ring.append(
+            kernels.NewRows([], np.zeros((0, 2), np.int64), num_lanes, 0, done, CPU), Block(1)
+        )
         marked.seal(ring, 1, 1)
     whole = marks.clone()
     lane = num_lanes - 1

@@ -21,6 +21,8 @@ from trl_storages.kernels.ring_tables import GOAL_KINDS, RingTables, take
 
 __all__ = ["Ring"]
 
+_NO_PAIRS = np.zeros((0, 2), np.int64)
+
 
 class Ring(RingTables):
     """See `kernels.host.Ring`: the same methods, the same answers bit for bit."""
@@ -62,7 +64,7 @@ class Ring(RingTables):
         block: Block,
         table: RowTable | None = None,
         slots: torch.Tensor | None = None,
-        pairs: np.ndarray | None = None,
+        pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Takes further steps of some lanes, and copies their rows to where they belong."""
         lanes, (num_steps, _, order, cut) = self.named(block.lanes), block
