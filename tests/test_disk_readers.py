@@ -12,8 +12,17 @@ import torch
 from disk.following import EVENTS, PATIENCE, follow
 from disk.history import History
 from disk.rows import KINDS, abandon, found, is_torn, make, with_frames
+from tensordict import TensorDict
 
-from trl_storages import PERSampler, ReplayStorage, UniformSampler
+from trl_storages import (
+    EpisodeWriter,
+    GoalRelabel,
+    PackedStorage,
+    PERSampler,
+    ReplayStorage,
+    UniformSampler,
+)
+from trl_storages.saved import write_state
 
 pytestmark = [
     pytest.mark.requirement("disk-workers"),
@@ -160,6 +169,52 @@ class TestFollowing:
 
         assert not is_torn(reader_of(tmp_path, transform=overtake).sample()).any()
         assert len(calls) == 2
+
+    @pytest.mark.parametrize("stored", KINDS, indirect=True)
+    def test_rows_that_are_replaced_while_they_are_saved(self, tmp_path, stored, monkeypatch):
+        storage, history = filled(tmp_path / "rows")
+        reader, dump, times = reader_of(tmp_path / "rows"), tmp_path / "dump", [1]
+
+        def overtaken(*args, **kwargs):
+            write_state(*args, **kwargs)
+            if times[0]:
+                times[0] -= 1
+                for _ in range(3):  # more than the spare steps
+                    write(storage, history, 20)
+
+        monkeypatch.setattr("trl_storages.replay.container.write_state", overtaken)
+        reader.dumps(dump)
+        copied = make(None, with_priorities=False)
+        copied.loads(dump)
+        assert not times[0]
+        assert found(copied) == history.live
+        monkeypatch.setattr("trl_storages.disk.reader._PATIENCE", 0.0)
+        times[0] = 10
+        with pytest.raises(RuntimeError, match="overwritten faster"):
+            reader.dumps(dump)
+        assert not list(dump.iterdir())
+
+    def test_rows_that_are_replaced_while_rewards_are_compared(self, tmp_path):
+        def steps(first):
+            reached = torch.arange(first, first + 20.0).unsqueeze(-1)
+            after = {"achieved_goal": reached, "desired_goal": reached, "reward": reached}
+            done = torch.zeros(20, 1, dtype=torch.bool)
+            return TensorDict({"next": {**after, "done": done}}, [20])
+
+        rows = PackedStorage(24, scratch_dir=tmp_path)
+        storage, calls = ReplayStorage(storage=rows, writer=EpisodeWriter()), []
+        storage.extend(steps(0))
+
+        def overtake(achieved, desired, transition):
+            calls.append(achieved[0].item())
+            if len(calls) == 1:
+                for first in (20, 40, 60):
+                    storage.extend(steps(first))
+            return achieved
+
+        audit = GoalRelabel(overtake).audit(ReplayStorage.open(tmp_path, mode="r"), num_rows=5)
+        assert audit.passed
+        assert calls == [19.0, 79.0]
 
     @pytest.mark.parametrize("stored", KINDS, indirect=True)
     def test_rows_that_are_replaced_within_the_spare_steps_are_whole(self, tmp_path, stored):

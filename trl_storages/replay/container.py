@@ -38,7 +38,7 @@ from trl_storages.replay.saving import Parts, fit_drawn_ahead, read_generator, s
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
-from trl_storages.saved import read_state, write_state
+from trl_storages.saved import forget_state, read_state, write_state
 from trl_storages.signatures import SettledStorage
 from trl_storages.stock_parts import check_part, draw, expand, take_in_rows
 from trl_storages.transforms import apply_transforms, parts_of, transform_batch
@@ -725,10 +725,21 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         Raises:
             TypeError: a part of others has a state that is not of tensors and plain values. Nothing is
                 written then.
+            RuntimeError: the rows lie in a directory whose writer overwrites them faster than this
+                process copies them. No dump is left in `path` then.
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with self._capture_prefetch_state(clone_queue=False) as drawn_ahead:
-            write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
+            try:
+                self._write_dump(path, drawn_ahead, progress)
+            except RuntimeError:
+                forget_state(path)
+                raise
+
+    @on_disk.intact
+    def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> None:
+        on_disk.note_all(self._storage)
+        write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. All of it is read and checked before anything is changed.

@@ -21,7 +21,16 @@ from trl_storages.replay.saving import Parts
 from trl_storages.rows import check_writable, files_of
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
-__all__ = ["check_rows", "close", "flush", "intact", "renew_locks_of", "resume", "without_rows"]
+__all__ = [
+    "check_rows",
+    "close",
+    "flush",
+    "intact",
+    "note_all",
+    "renew_locks_of",
+    "resume",
+    "without_rows",
+]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -116,18 +125,31 @@ def without_rows(sampler: Any) -> Sampler:
     return copied
 
 
+def note_all(storage: Storage) -> torch.Tensor:
+    """Notes all rows of files as read, within a method that is `intact`.
+
+    Returns:
+        int64 slots: of the live rows, and of those that lend them next observations; none in memory.
+    """
+    if (files := files_of(storage)) is None:
+        return torch.zeros(0, dtype=torch.int64)
+    episodes = storage.episodes
+    lenders = files.words.lenders(episodes.host_tails, episodes.host_steps)
+    files.note(slots := torch.cat([episodes.live_slots(), lenders]))
+    return slots
+
+
 def check_rows(storage: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
     if (files := files_of(storage)) is None:
         return
-    episodes, words = storage.episodes, files.words
-    bounds, is_writer = (episodes.host_tails, episodes.host_steps), files.reader is None
-    slots = torch.cat([episodes.live_slots(), words.lenders(*bounds)])
+    episodes, words, is_writer = storage.episodes, files.words, files.reader is None
+    slots = note_all(storage)
     pieces = tracker("checking rows", progress)(torch.split(slots, _PIECE))
     found = [piece[~words.marked.check(piece)] for piece in pieces]
     # A reader can't hold on to what is next of the newest rows.
+    bounds = episodes.host_tails, episodes.host_steps
     bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
-    files.note(slots)
     if len(bad):
         raise RuntimeError(
             f"{len(bad)} rows in {files.scratch_dir} do not match their checksums, those in the slots "

@@ -22,7 +22,7 @@ from trl_storages import arguments
 from trl_storages.progress_bar import tracker
 from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, parse_json
 
-__all__ = ["copy_in_pieces", "read_state", "write_state"]
+__all__ = ["copy_in_pieces", "forget_state", "read_state", "write_state"]
 
 _PIECE = 1 << 26  # bytes that are copied at once
 _STATE = "state.json"
@@ -61,10 +61,7 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
     tensors: list[torch.Tensor] = []
     text = json.dumps(_described(state, tensors), allow_nan=False)
     path.mkdir(parents=True, exist_ok=True)
-    # Without it there is no saved state, should this be interrupted.
-    (path / _STATE).unlink(missing_ok=True)
-    for old in path.glob("*.tensor"):
-        old.unlink()
+    forget_state(path)
     pieces = [
         (number, piece) for number, tensor in enumerate(tensors) for piece in _pieces_of(tensor)
     ]
@@ -75,6 +72,14 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
         with (path / _file_of(number)).open("ab") as file:
             piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
     (path / _STATE).write_text(text)
+
+
+def forget_state(path: Path) -> None:
+    """Deletes what `write_state` saved in a directory."""
+    # Without it there is no saved state, should this be interrupted.
+    (path / _STATE).unlink(missing_ok=True)
+    for old in path.glob("*.tensor"):
+        old.unlink()
 
 
 def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
-from trl_storages.rows import RowView, read_fields
+from trl_storages.rows import RowView, files_of, read_fields
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit", "gym_reward", "own_rewards"]
@@ -228,6 +229,10 @@ class GoalRelabel(ReplayTransform):
                 "there is no reward_fn to audit, this GoalRelabel leaves the rewards."
             )
         storage = getattr(storage, "storage", storage)
+        compare = partial(self._compare, storage, num_rows)
+        return compare() if (files := files_of(storage)) is None else files.read_intact(compare)
+
+    def _compare(self, storage: Any, num_rows: int) -> RelabelAudit:
         episodes = episodes_of(storage)
         if not len(episodes):
             raise RuntimeError("there are no rows to audit: write transitions first.")
