@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
 torch.set_num_threads(1)
+# The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # Derandomised: a run says something about the code, never about its luck. The "search" profile
 # (HYPOTHESIS_PROFILE=search) looks for new counterexamples instead.
