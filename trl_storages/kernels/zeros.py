@@ -14,6 +14,10 @@ __all__ = ["zeros"]
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 # Smaller tables take their memory whatever is written to them.
 _LEAST_SPARSE = 1 << 18  # bytes
+# Windows knows none of them.
+_ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
+    getattr(mmap, name, None) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE", "MADV_NOHUGEPAGE")
+)
 
 
 def zeros(
@@ -30,21 +34,21 @@ def zeros(
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    if sparse and num_bytes >= _LEAST_SPARSE and hasattr(mmap, "MAP_ANONYMOUS"):
-        return _untouched(num_bytes).view(dtype).view(shape)
+    if sparse and num_bytes >= _LEAST_SPARSE and _ANONYMOUS and _PRIVATE:
+        return _untouched(num_bytes, _ANONYMOUS | _PRIVATE).view(dtype).view(shape)
     # Unlike torch's, they take no memory before they are written to, as a rule, and the kernel is asked
     # for huge pages: a seventh of a gather's time is the look-up of small ones.
     return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
 
 
-def _untouched(num_bytes: int) -> torch.Tensor:
+def _untouched(num_bytes: int, flags: int) -> torch.Tensor:
     """Returns zeros that take memory page by page, as they are written to, and no huge pages."""
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"there must be {num_bytes:,} bytes of memory, got {error}") from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+    if _SMALL_PAGES is not None:
         # There are kernels without huge pages.
         with suppress(OSError):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            memory.madvise(_SMALL_PAGES)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -150,9 +150,8 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
             batch_size = self._batch_size
         if batch_size is None:
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
-        split_for = batch_size, self._shares
+        split_for = arguments.integer("batch_size", batch_size, at_least=1), self._shares
         if self._split[0] != split_for:
-            arguments.integer("batch_size", batch_size, at_least=1)
             self._split = split_for, num_of_each(*split_for)
         return self._split[1]
 
