@@ -16,7 +16,7 @@ from oracles import RingOracle
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 
 import trl_storages
-from trl_storages import HERReplayStorage, UniformReplayStorage, gym_reward
+from trl_storages import HERReplayStorage, UniformReplayStorage, gym_reward, keys
 
 OBSERVATIONS = spaces.Dict(
     {
@@ -604,3 +604,61 @@ class TestEpisodes:
         assert len(storage) == 0
         storage.extend(long[..., :6])
         assert storage.is_full
+
+
+# Names that sampling sets in batches
+
+
+def test_all_that_sampling_sets_is_known():
+    whole = make(alpha=0.5, n_step=2, sample_unit=trl_storages.EpisodeSequence(2))
+    whole.extend(rows(12))
+    both = trl_storages.ReplayStorageEnsemble(whole, batch_size=4)
+    found = {
+        key
+        for batch in (whole.sample(4), whole.sample_episodes(2), both.sample())
+        for key in batch.keys(include_nested=True, leaves_only=True)
+    }
+    # TorchRL's own transforms write the same under these, and NStep refuses rows that hold its one.
+    may_be_stored = {keys.IS_INIT, keys.STEPS_TO_NEXT_OBS}
+    assert found == FIELDS | may_be_stored | {*keys.SET_BY_SAMPLING}
+
+
+def _space(key):
+    *branches, name = keys.key_path(key)
+    space = spaces.Dict({name: spaces.Box(-1, 1, (2,))})
+    for branch in reversed(branches):
+        space = spaces.Dict({branch: space})
+    return space
+
+
+@pytest.mark.parametrize("key", [*keys.SET_BY_SAMPLING, ("index", "inner"), "collector"])
+def test_names_that_sampling_sets_are_refused(key, tmp_path):
+    box, spec = spaces.Box(-1, 1, (2,)), Composite({key: Unbounded((2,))})
+    plain = {"observations": box, "actions": ACTIONS}
+    for given in (
+        {"observations": _space(key)},
+        {"observations": spec},
+        {"actions": Composite({key: Unbounded((2,)), "action": Unbounded((2,))})},
+        {"info_keys": [key]},
+        {"info_keys": {key: box}},
+        {"extra_fields": {key: (torch.float32, (2,))}},
+    ):
+        with pytest.raises(ValueError, match=rf"got {re.escape(repr(key))}, .*rename it in its"):
+            make("UniformReplayStorage", **{**plain, **given}, path=tmp_path / "rows")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_names_that_torchrl_writes_too_may_be_stored():
+    for key in (keys.IS_INIT, keys.STEPS_TO_NEXT_OBS, ("next", "index")):
+        storage = make("UniformReplayStorage", extra_fields={key: (torch.int64, (1,))})
+        storage.extend(rows(6).set(key, torch.arange(6).unsqueeze(1)))
+        batch = storage.sample(9)
+        assert torch.equal(batch[key].squeeze(1), batch["index"])
+
+
+def test_sampled_batches_are_written_again():
+    one, other = make(alpha=0.5), make(alpha=0.5, on_gap="ignore")
+    one.extend(rows(6))
+    other.extend(one.sample(5), lanes=[0])
+    assert len(other) == 5
+    assert {*other[:].keys(True, True)} == FIELDS

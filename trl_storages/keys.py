@@ -23,7 +23,9 @@ __all__ = [
     "PRIORITY_WEIGHT",
     "REWARD",
     "SEQUENCE_ID",
+    "SET_BY_SAMPLING",
     "STEPS_TO_NEXT_OBS",
+    "STEP_IN_SEQUENCE",
     "TERMINATED",
     "TRAJECTORY_IDS",
     "TRUNCATED",
@@ -57,9 +59,26 @@ PRIORITY_STAMP: NestedKey = "priority_stamp"
 ANCHOR_INDEX: NestedKey = "anchor_index"
 VALIDITY_MASK: NestedKey = "validity_mask"
 LEARNING_MASK: NestedKey = "learning_mask"
-IS_INIT: NestedKey = "is_init"
 SEQUENCE_ID: NestedKey = "sequence_id"
+STEP_IN_SEQUENCE: NestedKey = "step_in_sequence"
 BUFFER_IDS: NestedKey = "buffer_ids"
+#: No stored field may have these names: it would be replaced in batches.
+SET_BY_SAMPLING: tuple[NestedKey, ...] = (
+    INDEX,
+    MASK,
+    GOAL_INDEX,
+    HER_MASK,
+    PRIORITY_WEIGHT,
+    PRIORITY_STAMP,
+    ANCHOR_INDEX,
+    VALIDITY_MASK,
+    LEARNING_MASK,
+    SEQUENCE_ID,
+    STEP_IN_SEQUENCE,
+    BUFFER_IDS,
+)
+# TorchRL's InitTracker and MultiStep write the same, so that these may be stored as well.
+IS_INIT: NestedKey = "is_init"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 

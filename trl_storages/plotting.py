@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import layers_of, prioritized_of
 
@@ -234,7 +234,7 @@ def plot_episode(
     _check(storage)
     explained = storage.explain(batch)
     num_samples = batch.shape[0]
-    if batch.ndim == 1 and (place := batch.get("step_in_sequence", None)) is not None:
+    if batch.ndim == 1 and (place := batch.get(keys.STEP_IN_SEQUENCE, None)) is not None:
         # The rows of sequences come one after another.
         num_samples //= int(place.max()) + 1
     columns = {

@@ -22,6 +22,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, choices_of, transition_fields
+from trl_storages.gym.fields import check_storable
 from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -105,7 +106,8 @@ class UniformReplayStorage(ReplayStorage):
 
     Raises:
         ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range, or does
-            nothing without another one.
+            nothing without another one, or a field has a name that sampling sets in batches, such as
+            `index`.
         TypeError: a space is of a kind that rows cannot hold, an option of another one than it must
             be, or there is no such option.
 
@@ -178,6 +180,8 @@ class UniformReplayStorage(ReplayStorage):
         if taken := {*further} & {*stored} - {keys.REWARD}:
             raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
         stored |= further
+        for key in stored:
+            check_storable(key)
         for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
             stored[key] = (*fields[key], stack)
         fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])

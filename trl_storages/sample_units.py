@@ -131,7 +131,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         self._always = {
             keys.SEQUENCE_ID: _repeat(number, self.num_steps),
-            "step_in_sequence": step.repeat(num_anchors),
+            keys.STEP_IN_SEQUENCE: step.repeat(num_anchors),
             keys.LEARNING_MASK: learning.repeat(num_anchors),
         }
         self._made_for = made_for
