@@ -816,7 +816,7 @@ def datasets_of(storage: trl_storages.ReplayStorage) -> dict[str, dict[str, Any]
         action_space=buffer.action_space,
     )
     return {
-        "from_arrays": {"data": {**flat, "rewards": zeros}},
+        "from_arrays": {"data": {**flat, "rewards": zeros, "timeouts": zeros}},
         "from_minari": {"dataset": dataset},
         "from_stable_baselines3": {"buffer": buffer},
         # What is right there, Minari itself is asked about, in tests of its own.

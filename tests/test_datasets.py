@@ -3,6 +3,7 @@
 import builtins
 import enum
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -178,7 +179,6 @@ class StepType(enum.IntEnum):
         # garage
         ({"step_types": [StepType.FIRST, StepType.TERMINAL, 0, StepType.TIMEOUT]}, [1], [3]),
         ({"terminal": np.array([[0], [1], [0], [0]])}, [1], []),
-        ({}, [], []),
     ],
 )
 def test_flags_of_all_conventions(flags, terminated, truncated):
@@ -196,6 +196,57 @@ def test_flags_of_all_conventions(flags, terminated, truncated):
         {*terminated, *truncated}
     )
     assert rows["action"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("has_next", [False, True])
+@pytest.mark.parametrize("other", [{}, {"rewards": np.zeros(30)}, {"timeouts": np.zeros(30)}])
+def test_rows_that_are_not_valid_end_episodes(has_next, other):
+    at = np.arange(30)
+    data = {"observations": observed(at), "actions": observed(at), "rewards": np.zeros(30)}
+    data |= {"valids": at % 10 != 9, **other}
+    if has_next:
+        data["next_observations"] = observed(at + 1)
+    storage = from_arrays(data, on_gap="ignore", n_step=5)
+    steps, cut = at[at % 10 != 9], [False] * 8 + [True]
+    assert seen(storage) == (steps.tolist(), (steps + 1).tolist(), [False] * 27, cut * 3)
+    assert storage.episodes.episodes()["length"].tolist() == [9, 9, 9]
+    batch = storage.sample(100)
+    assert (batch["observation"] // 10 == batch["next", "observation"] // 10).all()
+
+
+def test_rows_that_are_not_valid_one_after_another():
+    data = {"observations": observed(range(7)), "actions": observed(range(7))}
+    data |= {"rewards": np.zeros(7), "valids": [0, 1, 1, 0, 0, 1, 0]}
+    assert seen(from_arrays(data)) == (
+        [1, 2, 5],
+        [2, 3, 6],
+        [False] * 3,
+        [False, True, True],
+    )
+
+
+ONE_FLAG = ("is_last", "episode_ends", "done_float", "step_type", "episode_ids", "infos/dones")
+
+
+@pytest.mark.parametrize("name", [None, *ONE_FLAG])
+def test_data_that_tell_no_ends_are_warned_of(name):
+    data = {"observations": observed(range(6)), "actions": observed(range(6))}
+    data |= {"rewards": np.zeros(6), "speed": np.ones(6)}
+    flags = np.arange(6) % 3 == 2
+    if name is not None:
+        data[name] = flags.astype(np.float32)
+    told = re.escape(f"It stores {[name]} as they are") if name else "one episode. Pass ends="
+    with pytest.warns(UserWarning, match=told) as warned:
+        storage = from_arrays(data)
+    assert len(warned) == 1
+    assert "np.zeros(N)" in str(warned[0].message)
+    assert warned[0].filename == __file__
+    assert not storage[:]["next", "done"].any()
+    # What the message offers is silent.
+    assert not from_arrays(data, np.zeros(6))[:]["next", "done"].any()
+    ended = from_arrays(data, flags if name is None else name)
+    assert ended.episodes.episodes()["length"].tolist() == [2, 2]
+    assert ended.episodes.episodes()["finished"].all()
 
 
 def test_a_goal_in_the_middle_of_a_trajectory_is_no_end_of_what_is_known():
@@ -580,6 +631,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
     ("arguments", "kind", "message"),
     [
         ({"ends": "nothing"}, KeyError, "'nothing'; there are.*'terminals'"),
+        ({"ends": "actions"}, KeyError, "'actions'; there are.*'terminals'"),
         ({"ends": [True]}, ValueError, "ends must be one flag for each of 9 steps"),
         ({"ends": np.linspace(0, 1, 9)}, ValueError, "ends must be flags, 0 or 1, got 0.125"),
         ({"recipe": HERReplayStorage, "reward_fn": print}, KeyError, "goal_fn"),
@@ -607,6 +659,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
 def test_arguments_that_do_not_fit(arguments, kind, message):
     with pytest.raises(kind, match=message):
         from_arrays(d4rl(), **arguments)
+
+
+def test_a_column_with_a_name_that_sampling_sets_is_refused(tmp_path):
+    for name in ("index", "her_mask", "collector/mask"):
+        with pytest.raises(ValueError, match=r"sampling sets in batches.*rename it"):
+            from_arrays(d4rl(**{name: np.arange(9)}), path=tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"\('index', 'a'\), where they have 'index'"):
+        from_arrays(d4rl(**{"index/a": np.arange(9)}), path=tmp_path / "rows")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_complex_numbers_are_refused_with_a_way_out():

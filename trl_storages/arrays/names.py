@@ -24,6 +24,8 @@ __all__ = [
     "check_flags",
     "ends_of",
     "last_rows",
+    "likely_ends",
+    "may_be_flags",
     "sort_entries",
     "whole_rows",
 ]
@@ -43,6 +45,14 @@ _ROLES: dict[str, tuple[str, ...]] = {
 }
 #: Name -> role.
 ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+# What these hold is no flag.
+_VALUES = ("observations", "next_observations", "actions", "rewards")
+# Words in names of entries that may tell where episodes end.
+_OF_ENDS = {
+    *("end", "ends", "first", "last", "final", "done", "dones", "reset", "resets", "step", "mask"),
+    *("terminal", "terminals", "terminated", "timeout", "timeouts", "truncated", "truncation"),
+    *("episode", "episodes", "traj", "trajectory", "path", "valid"),
+}
 # Without the needed ones nothing can be stored.
 _NEEDED = ("observations", "actions")
 _GOALS = {"achieved_goals": ACHIEVED_GOAL, "desired_goals": DESIRED_GOAL}
@@ -142,6 +152,22 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
     flags = {role: _array(value, f"{argument}[{names[role]!r}]") for role, value in roles.items()}
     _sort_goals(others, observations, after)
     return Entries(observations, after, actions, flags, others, names)
+
+
+def may_be_flags(data: Mapping[str, Any]) -> list[str]:
+    """Returns the names of all entries but those that are known to be no flags."""
+    return sorted((name for name in data if ROLE_OF.get(name) not in _VALUES), key=str)
+
+
+def likely_ends(data: Mapping[str, Any]) -> list[str]:
+    """Returns the names that sound as if their entries tell where episodes end.
+
+    >>> likely_ends({"rewards": 0, "is_last": 0, "infos/episode_ids": 0, "speed": 0})
+    ['infos/episode_ids', 'is_last']
+    """
+    return [
+        name for name in may_be_flags(data) if _OF_ENDS & {*name.split("/")[-1].lower().split("_")}
+    ]
 
 
 def _observations(value: Any, label: str) -> dict[NestedKey, Values]:
@@ -248,8 +274,9 @@ def ends_of(flags: Mapping[str, Any], ends: np.ndarray | None, num_rows: int) ->
         leads_nowhere = leads_nowhere if leads_nowhere.any() else ~masks
         terminated = terminated | ~masks
     if valids is not None:
-        # The row behind an end shows what the end led to.
+        # The row behind an end shows what the end led to, and is no step itself.
         leads_nowhere = ~valids
+        marked = marked | ~valids
     leads_nowhere = leads_nowhere.copy()
     leads_nowhere[-1:] = True
     return Ends(terminated, truncated | (marked & ~terminated), leads_nowhere)

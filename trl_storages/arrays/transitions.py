@@ -21,6 +21,7 @@ from trl_storages.arrays.names import (
     check_flags,
     ends_of,
     last_rows,
+    may_be_flags,
     sort_entries,
     whole_rows,
 )
@@ -62,8 +63,8 @@ class Transitions:
 
     Args:
         data: name -> `[N, ...]` array, as `sort_entries` knows them.
-        ends: `[N]` bool, where episodes end, or the name of the entry that says so; None looks for
-            entries of known names.
+        ends: `[N]` bool, where episodes end, or the name of the entry that says so, under whatever
+            name; None looks for entries of known names.
         argument: what messages call the data.
         float_dtype: what float64 entries become; None leaves them.
         goal_fn: what goal an observation has reached, for data without goals. The goal of a transition
@@ -88,16 +89,17 @@ class Transitions:
         fields: Mapping[NestedKey, Field] | None = None,
     ) -> None:
         data = as_dictionary(argument, data)
-        entries = sort_entries(data, argument)
-        num_rows = _num_rows(entries, argument)
         if isinstance(ends, str):
-            role = next((role for role, name in entries.names.items() if name == ends), None)
-            if role not in entries.flags:
+            if ends not in (names := may_be_flags(data)):
                 raise KeyError(
                     f"ends must be flags or the name of an entry with flags, got {ends!r}; there are "
-                    f"{sorted(entries.names[role] for role in entries.flags)}."
+                    f"{names}."
                 )
-            ends = entries.flags.pop(role)
+            data, ends = {name: data[name] for name in data if name != ends}, data[ends]
+        entries = sort_entries(data, argument)
+        num_rows = _num_rows(entries, argument)
+        #: Whether anything tells where episodes end.
+        self.has_ends = ends is not None or not {*entries.flags} <= {"rewards"}
         if ends is not None:
             ends = _ends("ends", ends, num_rows)
         if "rewards" not in entries.flags and goal_fn is None:
@@ -145,7 +147,7 @@ class Transitions:
         if self._goal_fn is not None:
             if goals := {ACHIEVED_GOAL, DESIRED_GOAL} & {*self._columns}:
                 raise ValueError(
-                    f"goal_fn is for data without goals, and there are {sorted(map(str, goals))}: leave "
+                    f"goal_fn is for data without goals, and there are {sorted(goals, key=str)}: leave "
                     "either out."
                 )
             self.observation_keys += [ACHIEVED_GOAL, DESIRED_GOAL]
@@ -290,7 +292,7 @@ def _num_rows(entries: Entries, argument: str) -> int:
     if len({*lengths.values()}) > 1:
         raise ValueError(
             f"the entries of {argument} must have one row for each step, got the lengths "
-            f"{ {str(key): length for key, length in lengths.items()} }; leave out what is not of steps."
+            f"{lengths}; leave out what is not of steps."
         )
     num_rows = next(iter(lengths.values()))
     for role, value in entries.flags.items():

@@ -13,8 +13,9 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.arrays.names import ROLE_OF, as_dictionary
+from trl_storages.arrays.names import ROLE_OF, as_dictionary, likely_ends
 from trl_storages.arrays.transitions import GoalOf
+from trl_storages.callers import warn_caller
 from trl_storages.datasets.filling import (
     Recipe,
     blocks_of,
@@ -49,6 +50,9 @@ def from_arrays(
     Without `next_observations` they are those of the following row: the last row of an episode then only
     says what the row before it led to. A last row that is terminal stays, for its reward.
 
+    Rows whose `valids` are 0 are no steps: the episode ends with the row before, which led to what they
+    observed.
+
     Of OGBench's data, `terminals` mark where episodes end, and `masks` which states are terminal; data
     of other origin whose `terminals` are no terminal states need `ends="terminals"`.
 
@@ -56,7 +60,7 @@ def from_arrays(
         data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each
             episode, where observations may be one more than actions.
         ends: `[N]` bool, where episodes end, or the name of an entry that says so; None looks for the
-            names above.
+            names above, and warns if there are none. Of a single trajectory it is `np.zeros(N)`.
         recipe: class of the storage, such as `HERReplayStorage`. It is given specs of the data, and
             `options`.
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (or a dictionary of them) have
@@ -90,6 +94,8 @@ def from_arrays(
         data, path_ends = join_paths(data)
         ends = path_ends if ends is None else ends
     transitions = Transitions(data, ends, float_dtype=float_dtype, goal_fn=goal_fn)
+    if not transitions.has_ends:
+        _warn_of_no_ends(data)
     return filled(
         recipe,
         transitions,
@@ -98,6 +104,16 @@ def from_arrays(
         longest_episode=transitions.longest_episode,
         options=options,
         progress=progress,
+    )
+
+
+def _warn_of_no_ends(data: Mapping[str, Any]) -> None:
+    names = likely_ends(data)
+    found = f" It stores {names} as they are, whatever they tell." if names else ""
+    warn_caller(
+        "data has no entry that is known to tell where episodes end (terminals, timeouts, dones...), so "
+        f"all its rows are one episode.{found} Pass ends=, one flag for each row, or the name of an "
+        "entry that is 1 at the last row of each episode; ends=np.zeros(N) for a single trajectory."
     )
 
 
