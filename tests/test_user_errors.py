@@ -1,5 +1,6 @@
 """What goes wrong in loops is said, with what to pass instead, and nothing is written."""
 
+import re
 import warnings
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 from trl_storages import (
     GoalRelabel,
     HERReplayStorage,
+    NStep,
     PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
@@ -419,6 +421,29 @@ class TestFirstTries:
         with refused(error, told):
             storage.record(**step | given)
         assert not len(storage)
+
+    @pytest.mark.parametrize("key", ["action", ("next", "truncated"), ("next", "done")])
+    def test_messages_name_keys_as_they_are_written(self, key):
+        storage, seen = UniformReplayStorage(*CART, storage_size=8), np.zeros(4, np.float32)
+        storage.record(seen, 0, 0.0, False, False, {}, seen)
+        rows = storage[:].exclude(key)
+        declared = ReplayStorage(storage=PackedStorage(8, fields={"force": None}))
+        agents = NStep(2, reward_key=("next", "agents", "reward"))
+        parts = ReplayStorage(storage=PackedStorage(8), transform=agents, batch_size=1)
+        parts.extend(storage[:])
+        for fails in (
+            lambda: storage.extend(rows),
+            lambda: parts.extend(rows),
+            lambda: parts.sample(),
+            lambda: declared.extend(storage[:]),
+            lambda: storage.storage.layout.field("force"),
+            lambda: storage.explain(rows),
+        ):
+            with pytest.raises(KeyError) as error:
+                fails()
+            said = str(error.value)
+            assert "('next', 'reward')" in said
+            assert not re.search(r"\\|the infos", said)
 
     def test_further_fields_of_a_loop_come_by_the_infos(self):
         state, seen = Box(-1, 1, (3,), np.float32), np.zeros(4, np.float32)

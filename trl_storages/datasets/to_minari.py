@@ -123,7 +123,7 @@ class _Episodes:
         if missing := [key for key in (REWARD, TERMINATED, TRUNCATED) if key not in fields]:
             raise ValueError(
                 f"storage must have the fields {missing} for Minari; its fields are "
-                f"{sorted(map(str, fields))}."
+                f"{sorted(fields, key=str)}."
             )
         roots = [key for key in fields if key_path(key)[0] not in ("next", "collector", "index")]
         #: Key -> field of what there is before and after each step.
@@ -139,7 +139,7 @@ class _Episodes:
         for name, found in (("observations", self.observations), ("actions", self.actions)):
             if not found:
                 raise ValueError(
-                    f"storage must have {name} for Minari; its fields are {sorted(map(str, fields))}."
+                    f"storage must have {name} for Minari; its fields are {sorted(fields, key=str)}."
                 )
 
     def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:

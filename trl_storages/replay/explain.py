@@ -126,7 +126,7 @@ def explain(
         ValueError: the index names slots that hold no row, such as those of another storage.
     """
     if batch.get(keys.INDEX, None) is None:
-        there = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+        there = sorted(batch.keys(include_nested=True, leaves_only=True), key=str)
         raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets; it has {there}.")
     slots: torch.Tensor = _column(batch, keys.INDEX, episodes)  # type: ignore[assignment]
     live = episodes.is_live(slots)

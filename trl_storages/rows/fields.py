@@ -278,5 +278,5 @@ def _names_of(rows: TensorDictBase) -> tuple[NestedKey, ...]:
 
 
 def _no_field(key: NestedKey, rows: TensorDictBase) -> KeyError:
-    there = sorted(map(str, _names_of(rows)))
+    there = sorted(_names_of(rows), key=str)
     return KeyError(f"the rows have no field {unravel_key(key)!r}; they have {there}.")

@@ -16,7 +16,18 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from trl_storages.kernels.sharing import Sharing
-from trl_storages.keys import next_key, shared_keys
+from trl_storages.keys import (
+    ACHIEVED_GOAL,
+    ACTION,
+    DESIRED_GOAL,
+    DONE,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    next_key,
+    shared_keys,
+)
 from trl_storages.rows.entries import Nested
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.views import Views
@@ -25,6 +36,10 @@ __all__ = ["Field", "Layout"]
 
 _WORD = 8  # bytes
 _dtype_of, _size_of = attrgetter("dtype"), torch.Tensor.size
+
+_SEEN = (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL)
+# What loops have without any infos.
+_OF_LOOPS = {*_SEEN, *map(next_key, _SEEN), ACTION, REWARD, DONE, TERMINATED, TRUNCATED}
 
 #: Key, dtype and shape of a field.
 _Described = tuple[NestedKey, torch.dtype, torch.Size]
@@ -277,7 +292,7 @@ class Layout:
         found = self._by_key.get(key)
         if found is None:
             raise KeyError(
-                f"the rows have no field {key!r}; they have {sorted(map(str, self.keys))}."
+                f"the rows have no field {key!r}; they have {sorted(self.keys, key=str)}."
             )
         return found
 
@@ -346,10 +361,15 @@ class Layout:
             if entry is None or (entry.dtype, entry.shape) != (field.dtype, shape):
                 break
         if entry is None:
+            remedy = "Add it to the data."
+            if key not in _OF_LOOPS:
+                remedy = (
+                    "A loop's record() takes it from the infos, if info_keys names it where the storage "
+                    "is made."
+                )
             raise KeyError(
                 f"the data lacks {key!r}, which every row holds as {field}; its keys are "
-                f"{sorted(map(str, entries))}. A loop's record() takes it from the infos, if info_keys "
-                "names it where the storage is made."
+                f"{sorted(entries, key=str)}. {remedy}"
             )
         if entry.dtype is not field.dtype:
             raise TypeError(
@@ -490,7 +510,7 @@ def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:
     if not shared:
         raise ValueError(
             "share_next=True shares observations with their next values, of the same dtype and shape "
-            f"under 'next', and there are none: the keys are {sorted(map(str, by_key))}. Leave "
+            f"under 'next', and there are none: the keys are {sorted(by_key, key=str)}. Leave "
             "share_next out, or store next observations."
         )
     twins = [next_key(key) for key in shared]

@@ -412,7 +412,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if missing:
             raise KeyError(
                 f"the first write must hold {missing}, whose dtype and shape it fixes; its keys are "
-                f"{sorted(map(str, described))}."
+                f"{sorted(described, key=str)}."
             )
         fields = {key: known or described[key] for key, known in self._declared.items()}
         return self._layout_of(fields, nested)

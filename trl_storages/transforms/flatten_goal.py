@@ -95,7 +95,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         )
         missing = [key for key in self.in_keys if key not in there]
         if missing:
-            raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(map(str, there))}.")
+            raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(there, key=str)}.")
         values = [torch.as_tensor(parts[key]) for key in self.in_keys]
         if batch_dims is None:
             is_tensordict = isinstance(parts, TensorDictBase)

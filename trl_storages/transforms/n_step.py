@@ -142,8 +142,8 @@ class NStep(ReplayTransform):
         if self.reward_key not in rows:
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
-                f"{sorted(map(str, rows.keys()))}. Name it by NStep(reward_key=...), as "
-                '("next", "agents", "reward") of several agents.'
+                f"{sorted(rows.keys(), key=str)}. Name it by NStep(reward_key=...), as "
+                "('next', 'agents', 'reward') of several agents."
             )
         rewards, last = further[self.reward_key], window[-1]
         size = rewards.shape[1:]

@@ -107,7 +107,7 @@ def end_flags(
     if flag is None:
         raise KeyError(
             f"the data lacks {key!r}, which ends episodes; its keys are "
-            f"{sorted(map(str, entries))}. Pass EpisodeWriter(done_key=...) if it has another name, "
+            f"{sorted(entries, key=str)}. Pass EpisodeWriter(done_key=...) if it has another name, "
             f"and make one for the lane where each agent has its own: {_one_for_all(key)}."
         )
     if flag.dtype is torch.bool and flag.numel() > num_rows:

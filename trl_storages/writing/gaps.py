@@ -87,7 +87,7 @@ class GapWatch:
                 if name not in keys:
                     raise KeyError(
                         f"the data lacks {name!r}, which tells where a lane goes on "
-                        f"(observation_keys); its keys are {sorted(map(str, keys))}."
+                        f"(observation_keys); its keys are {sorted(keys, key=str)}."
                     )
         return chosen
 
