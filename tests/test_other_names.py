@@ -55,3 +55,23 @@ def test_other_attributes_are_as_ever(storage):
     with pytest.raises(AttributeError, match="no part with n_step"):
         storage.n_step  # noqa: B018
     assert len(pickle.loads(pickle.dumps(copy.copy(storage)))) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("optimize_memory_usage", "called share_next here"),
+        ("ignore_obs_next", "called share_next here"),
+        ("stack_num", "called frame_stack here"),
+        ("handle_timeout_termination", r"called truncateds, an argument of record\(...\) here"),
+        *((part, rf"ReplayStorage\({part}=...\)") for part in ("sampler", "storage", "transform")),
+    ],
+)
+def test_options_of_others_and_parts(name, ours):
+    with pytest.raises(TypeError, match=f"no option '{name}': .*{ours}"):
+        trl_storages.UniformReplayStorage(Box(-9, 9, (3,)), Discrete(2), **{name: 1})
+
+
+def test_an_ensemble_says_how_it_is_called(storage):
+    with pytest.raises(TypeError, match=r"'p'. It is made of storages, .*shares="):
+        trl_storages.ReplayStorageEnsemble(storage, p=[1])

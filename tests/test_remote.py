@@ -24,6 +24,7 @@ from trl_storages import (
     HERSampler,
     PackedStorage,
     ReplayStorage,
+    UniformReplayStorage,
 )
 from trl_storages.replay.remote import in_actor
 
@@ -210,6 +211,22 @@ def on_ray(local_ray):
 
 
 class TestActors:
+    def test_parameters_are_set_through_clients(self, on_ray):
+        options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "n_step": 3}
+        client = on_ray(HERReplayStorage, *SPACES, **options).client()
+        assert client.parameters()["n_step"] == 3
+        assert client.parameters(beta=0.9, num_goals=2)["beta"] == 0.9
+        assert client.parameters()["num_goals"] == 2
+        with pytest.raises(AttributeError, match=r"the parameters \['alpha', .*, got \['eta'\]"):
+            client.parameters(beta=0.5, eta=0.9)
+        with pytest.raises(ValueError, match="beta must be"):
+            client.parameters(beta=-1)
+        assert client.parameters()["beta"] == 0.9
+
+    def test_options_that_do_not_fit_are_told(self, on_ray):
+        with pytest.raises(Exception, match="no option 'buffer_size': it is called storage_size"):
+            len(on_ray(UniformReplayStorage, *SPACES, buffer_size=3))
+
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}
         options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50, "share_next": True}

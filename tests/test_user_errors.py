@@ -1,8 +1,10 @@
 """What goes wrong in loops is said, with what to pass instead, and nothing is written."""
 
 import re
+import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 
 import gymnasium
 import numpy as np
@@ -11,13 +13,16 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
+from torchrl import torchrl_logger
 
+import trl_storages
 from trl_storages import (
     GoalRelabel,
     HERReplayStorage,
     NStep,
     PackedStorage,
     ReplayStorage,
+    ReplayStorageEnsemble,
     UniformReplayStorage,
     gym_reward,
 )
@@ -387,14 +392,19 @@ class TestFirstTries:
         with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
             UniformReplayStorage(*CART, storage_size=10**12)
 
-    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog):
+    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog, monkeypatch):
+        # Whatever was done to TorchRL's logger.
+        monkeypatch.setattr(torchrl_logger, "disabled", False)
+        monkeypatch.setattr(torchrl_logger, "propagate", False)
+        monkeypatch.setattr(torchrl_logger, "handlers", [caplog.handler])
+        caplog.set_level("INFO", torchrl_logger.name)
         storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
         loop(storage, gymnasium.make("CartPole-v1"), 3)
         storage.close()
         assert not caplog.messages
         assert len(UniformReplayStorage(*CART, storage_size=8, path=tmp_path)) == 3
         (told,) = caplog.messages
-        assert f"goes on with 3 rows that {tmp_path} holds; existsok=True, or another" in told
+        assert f"goes on with 3 rows that {tmp_path} holds; to begin with none call empty()" in told
 
     def test_spaces_of_all_environments(self):
         envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
@@ -508,3 +518,80 @@ class TestOtherFields:
         layout = PackedStorage(5, fields=named).layout
         text = layout.unlike({"a": None, "c": (torch.bool, ())})
         assert text == "'b' is int64 [2], got none; 'c' is missing, got bool []"
+
+
+class TestRemovedDirectories:
+    """A directory that is removed, or replaced, while a process writes it."""
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    @pytest.mark.parametrize("method", ["flush", "close", "empty"])
+    def test_it_is_said_and_the_rows_can_be_saved(self, tmp_path, method, replaced):
+        path, options = tmp_path / "rows", {"storage_size": 8}
+        storage = UniformReplayStorage(*CART, path=path, **options)
+        loop(storage, gymnasium.make("CartPole-v1"), 3)
+        shutil.rmtree(path)
+        other = UniformReplayStorage(*CART, path=path, **options) if replaced else None
+        before = sorted(file.read_bytes() for file in path.glob("*")) if other else []
+        with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
+            getattr(storage, method)()
+        assert len(storage) == 3
+        assert storage.storage.directory.is_writer == (method != "close")
+        # Who has closed a directory reads what there is.
+        if not (method == "close" and replaced):
+            storage.dumps(tmp_path / "dump")
+            loaded = UniformReplayStorage(*CART, path=tmp_path / "new", **options)
+            loaded.loads(tmp_path / "dump")
+            assert (loaded[:] == storage[:]).all()
+        if other:
+            assert sorted(file.read_bytes() for file in path.glob("*")) == before
+            loop(other, gymnasium.make("CartPole-v1"), 3)
+            other.close()
+
+    def test_it_is_deleted_already(self, tmp_path):
+        storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path / "rows")
+        shutil.rmtree(tmp_path / "rows")
+        other = UniformReplayStorage(*CART, storage_size=8, path=tmp_path / "rows")
+        storage.close(keep=False)
+        assert not storage.storage.directory.is_writer
+        loop(other, gymnasium.make("CartPole-v1"), 3)
+        other.close()
+
+
+@pytest.mark.parametrize("named", ["~", "~/rows", "~nobody-of-this-name/rows"])
+def test_a_directory_of_a_user(tmp_path, monkeypatch, named):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    storage = UniformReplayStorage(*CART, storage_size=8, path=named)
+    loop(storage, gymnasium.make("CartPole-v1"), 3)
+    storage.close()
+    there = str(tmp_path / "home") if named[1:2] in ("", "/") else "~nobody-of-this-name"
+    assert (tmp_path / there / named.partition("/")[2]).is_dir()
+    assert len(ReplayStorage.open(named, mode="r")) == 3
+    storage.dumps(named + "/dump")
+    UniformReplayStorage(*CART, storage_size=8).loads(named + "/dump")
+
+
+class TestHalfMade:
+    """An object whose constructor raised is shown, so that its error is what is told."""
+
+    @pytest.mark.parametrize("kind", [*map(vars(trl_storages).get, trl_storages.__all__)])
+    def test_it_is_shown(self, kind):
+        if not isinstance(kind, type) or is_dataclass(kind):
+            return
+        half = kind.__new__(kind)
+        assert kind.__name__ in repr(half)
+        if issubclass(kind, ReplayStorage | ReplayStorageEnsemble):
+            assert not half
+            assert len(half) == 0
+
+    def test_it_says_what_it_lacks(self):
+        half = UniformReplayStorage.__new__(UniformReplayStorage)
+        assert "<UniformReplayStorage, not whole: AttributeError(" in repr(half)
+
+
+def test_a_dump_of_other_transforms():
+    with_n_step, without = (UniformReplayStorage(*CART, storage_size=8, n_step=n) for n in (3, 1))
+    with refused(ValueError, r"transforms of this one, \[\], got others.*such as its n_step"):
+        without.load_state_dict(with_n_step.state_dict())
+    with refused(ValueError, r"transforms of this one, \['NStep'\], got others"):
+        with_n_step.load_state_dict(without.state_dict())

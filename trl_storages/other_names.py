@@ -23,6 +23,7 @@ OTHER_NAMES = _by_their_name(
         "close(keep=...)": "save_snapshot",
         "discount": "gamma",
         "eps": "epsilon prioritized_replay_eps",
+        "frame_stack": "save_only_last_obs stack_compress stack_num stack_size",
         "goal_selection_strategy": "strategy",
         "info_keys": "copy_info_dict",
         "loader(fetch_every=...)": "fetch_every",
@@ -37,10 +38,12 @@ OTHER_NAMES = _by_their_name(
         "path": "mmap_prefix replay_dir scratch_dir storage_dir",
         "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
         "seed": "random_seed",
+        "share_next": "ignore_obs_next next_of optimize_memory_usage",
         "storage_size": (
             "buffer_size capacity capacity_in_transitions max_capacity max_length max_size max_sz "
             "replay_capacity size size_in_transitions total_size"
         ),
+        "truncateds, an argument of record(...)": "handle_timeout_termination",
     }
 )
 

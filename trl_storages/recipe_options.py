@@ -123,6 +123,9 @@ _NEEDED = {
     "c_min": ("eta", 1),
 }
 
+#: What `ReplayStorage` is made of.
+_PARTS = ("recorder", "sampler", "storage", "transform", "writer")
+
 #: Each of them by name.
 OPTIONS: dict[str, Option] = {
     name: hint.__metadata__[0]
@@ -149,6 +152,11 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
             f"{made.__name__} has no option {useless[0]!r}: it draws whole episodes uniformly, and "
             f"shows them as they are stored. UniformReplayStorage({useless[0]}=...) has "
             "sample_episodes(n) too."
+        )
+    if parts := [name for name in given if name in _PARTS]:
+        raise TypeError(
+            f"{made.__name__} has no option {parts[0]!r}: it makes its parts of options. "
+            f"ReplayStorage({parts[0]}=...) is made of parts."
         )
     every = {name: option.default for name, option in OPTIONS.items()} | {**defaults, **given}
     checks = {name: option.check for name, option in OPTIONS.items()}

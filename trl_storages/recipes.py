@@ -69,7 +69,8 @@ class UniformReplayStorage(ReplayStorage):
         batch_size: B, transitions a sample.
         device: where batches arrive. The rows live there too, unless `path` is given.
         path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
-            and sampling go on where they were, and TorchRL's logger says so. None keeps them in memory.
+            and sampling go on where they were, and TorchRL's logger says so; `empty()` forgets them. None
+            keeps rows in memory.
         n_step: n of the n-step returns; 1 shows transitions as they are.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
         alpha: how strongly priorities count; 0 draws without priorities.

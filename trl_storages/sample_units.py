@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.sample_units import Sequence
 from trl_storages import arguments, keys
 from trl_storages.kernels.ring_tables import BOUNDARIES
 from trl_storages.ring import episodes_of
+from trl_storages.signatures import shown
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
@@ -136,6 +137,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         }
         self._made_for = made_for
 
+    @shown
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(length={self.length}, burn_in={self.burn_in}, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from torchrl.data import ReplayBuffer, Writer
@@ -20,6 +20,7 @@ __all__ = [
     "SettledStorage",
     "SettledWriter",
     "ShownSignature",
+    "shown",
 ]
 
 Made = TypeVar("Made")
@@ -65,6 +66,22 @@ class Setting(Generic[Value]):
     def _change(self, part: Any, value: Value) -> None:
         vars(part)[self._name] = value
         self._then(part)  # type: ignore[misc]
+
+
+def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Makes a `__repr__` one that never raises, such as that of an object whose constructor raised.
+
+    Debuggers, and Ray where it reports why an actor could not be made, show objects in any state.
+    """
+
+    @wraps(show)
+    def show_any(part: Any) -> str:
+        try:
+            return show(part)
+        except Exception as error:
+            return f"<{type(part).__name__}, not whole: {error!r}>"
+
+    return show_any
 
 
 class ShownSignature:
@@ -113,15 +130,9 @@ class _Settled(ShownSignature):
         super().__setattr__(name, value)
 
 
-class _SettlingSampler(_Settling, type(Sampler)):  # type: ignore[misc]
-    pass
+class _Telling(_Settling):
+    """And says how it is called where a constructor is given arguments too many, or not enough."""
 
-
-class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
-    pass
-
-
-class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
     def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
         try:
             return super().__call__(*args, **options)  # type: ignore[misc]
@@ -133,8 +144,22 @@ class _SettlingStorage(_Settling, type(ReplayBuffer)):  # type: ignore[misc]
             raise TypeError(f"{error}. {cls._made_by}") from None  # type: ignore[attr-defined]
 
 
-class SettledEnsemble(_Settled, metaclass=_Settling):
+class _SettlingSampler(_Settling, type(Sampler)):  # type: ignore[misc]
+    pass
+
+
+class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
+    pass
+
+
+class _SettlingStorage(_Telling, type(ReplayBuffer)):  # type: ignore[misc]
+    pass
+
+
+class SettledEnsemble(_Settled, metaclass=_Telling):
     """Several storages as one, whose attributes can't be misspelt when they are set."""
+
+    _made_by: ClassVar[str]
 
 
 class SettledSampler(_Settled, metaclass=_SettlingSampler):

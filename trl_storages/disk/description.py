@@ -122,7 +122,8 @@ class Description:
         if number >= MOST_HISTORIES or len(kept) * (self.num_lanes + 2) > _MOST_NUMBERS:
             raise RuntimeError(
                 f"the directory was opened and written {number} times, of which {len(kept)} left "
-                "rows: save them with dumps(), make it anew with existsok=True, and load them."
+                "rows: save them with dumps(), delete it by close(keep=False), make it anew, and load "
+                "them."
             )
         flushed = tuple(np.minimum(self.flushed, cursors).tolist())
         changes: Any = {"histories": tuple(kept), "flushed": flushed, "is_clean": False}

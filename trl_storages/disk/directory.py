@@ -248,7 +248,17 @@ class Directory:
         self._publish(state)
         self._has_begun = True
 
+    def _check_there(self) -> None:
+        """Raises a FileNotFoundError if the directory is gone."""
+        if not self._lock.is_there:
+            raise FileNotFoundError(
+                f"{self.path} was removed while this process wrote it, or another directory is in its "
+                "place: the rows are in this process alone, and end with it. Save them by "
+                "dumps(another path), and load them into a storage in another directory."
+            )
+
     def _say(self, description: Description) -> None:
+        self._check_there()
         description.write(self.path)
         self.description = description
 
@@ -294,6 +304,7 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.check_writable()
+        self._check_there()
         old, number = self.description, self.description.history + 1
         cursors, tails = (tuple(it.tolist()) for it in (index.host_steps, index.host_tails))
         histories: Any = ((number, *(max(tail - old.past_steps, 0) for tail in tails)),)
@@ -340,8 +351,10 @@ class Directory:
 
         Raises:
             OSError: the disk is full. What was written is there all the same.
+            FileNotFoundError: the directory is gone.
         """
         self.check_writable()
+        self._check_there()
         state, words, old = self.state, self.words, self.description
         if not np.array_equal(state.open, index.is_open.numpy()):
             self.commit(index, state.write_count, state.trajectories)
@@ -375,7 +388,8 @@ class Directory:
     def delete(self) -> None:
         """Removes the files, and the directory if nothing else is in it."""
         self.check_writable()
-        remove_files(self.path, and_directory=True)
+        if self._lock.is_there:
+            remove_files(self.path, and_directory=True)
         self._lock.release()
 
     @staticmethod

@@ -226,9 +226,9 @@ class WriterLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.is_held = False
+        self.is_held, self._path = False, directory / "lock"
         try:
-            descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -249,6 +249,14 @@ class WriterLock:
             raise RuntimeError(
                 f"{directory} was being deleted by its writer when it was opened: try once more."
             )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the directory that is held is still where it was."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def forget(self) -> None:
         """Leaves the lock to the processes that share it."""

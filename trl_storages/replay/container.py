@@ -39,7 +39,7 @@ from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import forget_state, read_state, write_state
-from trl_storages.signatures import SettledStorage
+from trl_storages.signatures import SettledStorage, shown
 from trl_storages.stock_parts import check_part, draw, expand, take_in_rows
 from trl_storages.transforms import apply_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
@@ -227,6 +227,8 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         return episodes_of(self.storage)
 
     def __len__(self) -> int:
+        if "_recorder" not in self.__dict__:
+            return 0  # its constructor raised, and what is told of that must not be hidden
         # A storage of TorchRL's counts the slots up to the last row, also those in between.
         with self._replay_lock:
             return len(self.episodes)
@@ -634,6 +636,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
 
         Raises:
             OSError: the disk is full. What was written is there all the same.
+            FileNotFoundError: somebody removed the directory; the message says how to save the rows.
         """
         with self._replay_lock, self._write_lock:
             on_disk.flush(Parts(self))
@@ -647,6 +650,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         Raises:
             RuntimeError: files shall be deleted that this process may not write.
             OSError: the disk is full. The rows are there all the same.
+            FileNotFoundError: as `flush`. Another writer may come all the same.
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
@@ -673,7 +677,8 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         `multiprocessing_context="fork"` asks for neither.
 
         Args:
-            num_workers: processes that draw; 0 draws in this one.
+            num_workers: processes that draw, and wait for the first rows; 0 draws in this one, which
+                raises as `sample` does where there are no rows yet.
             batch_size: B; None is the one given to the constructor.
             fetch_every: batches that a worker draws before it looks at new rows and priorities.
             pin_memory: whether batches arrive in pinned memory.
@@ -826,6 +831,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
             sampler.validate(self.episodes.live_slots())
         on_disk.check_rows(self._storage, progress)
 
+    @shown
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]
         parts += list(self._transform) if len(self._transform) else []

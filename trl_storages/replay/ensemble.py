@@ -23,7 +23,7 @@ from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
 from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, resume_draws
-from trl_storages.signatures import SettledEnsemble
+from trl_storages.signatures import SettledEnsemble, shown
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -80,6 +80,13 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
     >>> ensemble.sample()["buffer_ids"].tolist()
     [0, 0, 1, 0, 0, 0, 1, 0]
     """
+
+    _made_by = (
+        "It is made of storages, and of options by name: ReplayStorageEnsemble(offline, online, "
+        "shares=(0.5, 0.5), batch_size=256)."
+    )
+    # Whose constructor raised has none.
+    _storages: tuple[ReplayStorage, ...] = ()
 
     def __init__(
         self,
@@ -371,6 +378,7 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
         columns = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         return Explanation({"storage": ids, **columns}, len(self))
 
+    @shown
     def __repr__(self) -> str:
         lines = "".join(
             f"\n    {share:g} of {str(storage).replace(chr(10), chr(10) + '    ')},"

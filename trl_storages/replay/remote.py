@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 import torch
 from tensordict import TensorDictBase
 
+from trl_storages.samplers import layers_of
+from trl_storages.transforms import parts_of
+
 __all__ = ["in_actor"]
 
 
@@ -22,7 +25,8 @@ def in_actor(storage_class: type) -> type:
     - the rows of `extend` are a stretch of their own, unless `lanes` names the lanes that they go on
       with, which are then one process's;
     - `add` and `record`, which write single steps, raise;
-    - what is sampled or read crosses as one block of memory.
+    - what is sampled or read crosses as one block of memory;
+    - `parameters` sets what is an attribute elsewhere, as clients have methods only.
 
     Args:
         storage_class: a `ReplayStorage`.
@@ -58,6 +62,8 @@ class _InActor:
     _sends = True
 
     # Of ReplayStorage.
+    _sampler: Any
+    _transform: Any
     _replay_lock: Any
     _write_lock: Any
     episodes: Any
@@ -91,6 +97,30 @@ class _InActor:
     def __repr__(self) -> str:
         # Ray puts it before each line of the log.
         return type(self).__name__
+
+    def parameters(self, **values: Any) -> dict[str, Any]:
+        """Sets parameters of the parts, and returns all that there are.
+
+        What is set on a client, as in `client.beta = 1`, is an attribute of the client.
+
+        Args:
+            **values: as `storage.beta = value` takes them where the storage is.
+
+        Raises:
+            AttributeError: no part has one of that name. Nothing is changed then.
+            TypeError, ValueError: a value does not fit. Those before it are set.
+        """
+        with self._replay_lock:
+            parts: list[Any] = [*parts_of(self._transform), *layers_of(self._sampler)]
+            known = {name for part in parts for name in getattr(part, "live_parameters", ())}
+            if others := [name for name in values if name not in known]:
+                raise AttributeError(
+                    f"this storage has the parameters {sorted(known)}, got {others}: name what is "
+                    "missing where the storage is made."
+                )
+            for name, value in values.items():
+                setattr(self, name, value)
+            return {name: getattr(self, name) for name in sorted(known)}
 
     def add(self, data: TensorDictBase) -> NoReturn:
         _refuse("add")

@@ -17,6 +17,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.rows import Moved, PackedStorage, StockRows, check_writable, rows_part
 from trl_storages.samplers import prioritized_of
 from trl_storages.saved import SavedPart, SavedState, as_part
+from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = ["Parts", "fit_drawn_ahead", "read_generator", "saved_generator"]
@@ -206,6 +207,13 @@ class _Transforms(SavedPart):
 
     def check_state_dict(self, state_dict: Any) -> None:
         before = copy.deepcopy(self._module.state_dict())
+        if isinstance(state_dict, Mapping) and {*state_dict} != {*before}:
+            own_kinds = [type(part).__name__ for part in parts_of(self._module)]
+            raise ValueError(
+                f"the saved storage must have the transforms of this one, {own_kinds}, got others, with "
+                f"the entries {[*state_dict]}: make this one with those it was saved with, such as "
+                "its n_step. Nothing was changed."
+            )
         own = SavedState(state_dict, "the saved state of the transforms", [*before])
         try:
             for key, value in before.items():

@@ -37,6 +37,7 @@ from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedPart, copy_in_pieces
+from trl_storages.signatures import shown
 
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
@@ -253,8 +254,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if num_rows := len(self.episodes):
             # Of TorchRL's own storages in files, none would go on here.
             torchrl_logger.info(
-                f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; existsok=True, or "
-                "another directory, begins with none."
+                f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; to begin with "
+                "none call empty(), or choose another directory."
             )
         self._write_to(opened)
 
@@ -975,6 +976,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             past, self.stacks = self.stacks, None
             self._adopt(self.layout, self.rows, past)  # type: ignore[arg-type]
 
+    @shown
     def __repr__(self) -> str:
         where = self.device if self.scratch_dir is None else self.scratch_dir
         fields = "no layout yet" if self.layout is None else f"{len(self.layout.fields)} fields"

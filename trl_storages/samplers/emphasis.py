@@ -18,7 +18,7 @@ from trl_storages import arguments
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler
-from trl_storages.signatures import Setting
+from trl_storages.signatures import Setting, shown
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
@@ -229,6 +229,7 @@ class ERESampler(WrappingSampler):
         super().hear_of_rows()
         self._on_write()
 
+    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"
 

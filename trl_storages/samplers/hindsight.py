@@ -20,7 +20,7 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
-from trl_storages.signatures import Setting
+from trl_storages.signatures import Setting, shown
 from trl_storages.stock_parts import draw
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
@@ -198,6 +198,7 @@ class HERSampler(WrappingSampler):
             self._made_for = made_for
         return self._prepared
 
+    @shown
     def __repr__(self) -> str:
         more = f"discount={self.discount}, " if "geometric" in self._names else ""
         if self._goal_key != keys.DESIRED_GOAL:

@@ -23,7 +23,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved import SavedPart, SavedState
-from trl_storages.signatures import Setting, SettledSampler
+from trl_storages.signatures import Setting, SettledSampler, shown
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["REDUCTIONS", "ElsewhereSampler", "PERSampler", "prioritized_of"]
@@ -426,6 +426,7 @@ class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore
         self._table.load_state_dict(state)
         self._is_loaded = not self._table.refreshes
 
+    @shown
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._max_capacity}, alpha={self.alpha}, beta={self.beta}, "

@@ -14,6 +14,7 @@ from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
 from trl_storages import arguments, keys
+from trl_storages.signatures import shown
 
 __all__ = ["FlattenGoal"]
 
@@ -215,6 +216,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
             raise ValueError(f"both goals must have one shape, got {named}.")
         self._shapes = shapes
 
+    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(in_keys={self.in_keys}, out_key={self.out_keys[0]!r})"
 

@@ -16,7 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
 from trl_storages.rows import RowView
-from trl_storages.signatures import Setting
+from trl_storages.signatures import Setting, shown
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
@@ -224,5 +224,6 @@ class NStep(ReplayTransform):
             self._made, self._made_for = (backend(device).fold, weights), made_for
         return self._made
 
+    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"

@@ -18,6 +18,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, files_of, read_fields
+from trl_storages.signatures import shown
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit", "gym_reward", "own_rewards"]
@@ -119,6 +120,7 @@ class GoalRelabel(ReplayTransform):
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.truncated_key = arguments.key("truncated_key", truncated_key)
 
+    @shown
     def __repr__(self) -> str:
         named = {"terminated_fn": self.terminated_fn, "goal_key": self.goal_key}
         shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
@@ -438,6 +440,7 @@ class gym_reward:  # noqa: N801  (it is used as a function)
             )
         self.compute_reward = unwrapped.compute_reward
 
+    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self.compute_reward, '__self__', self.compute_reward)})"
 

@@ -25,7 +25,7 @@ from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
-from trl_storages.signatures import SettledWriter
+from trl_storages.signatures import SettledWriter, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_storage, end_flags, num_steps_of
 from trl_storages.writing.compact import warn_of_lost_ends
@@ -676,6 +676,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
         if len(self._episodes):
             self._count()
 
+    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
 
