@@ -606,3 +606,32 @@ def test_rows_whose_first_ones_were_evicted_are_each_drawn_once():
     storage.extend(TensorDict({"x": torch.arange(10.0).view(2, 5), "next": {"done": done}}, [2, 5]))
     storage.episodes.evict([3, 0])
     assert sorted(storage.sample()["x"].tolist()) == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+
+
+#: One stretch of rows without an end of an episode that another one follows.
+STRETCHES = {
+    "no end": History(50, 1, [([[False] * 10], None)]),
+    "one episode": History(50, 1, [([episode_flags([10])], None)]),
+    "a ring inside of an episode": History(8, 1, [([[False] * 10], None)]),
+    "a full ring": History(10, 1, [([episode_flags([10])], None)]),
+}
+
+
+@each_buffer
+@each_storage
+@pytest.mark.parametrize("stretch", STRETCHES)
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "Slice" in name])
+def test_slices_of_one_unbroken_stretch(name, stretch, storage_type, kind):
+    history, case = STRETCHES[stretch], SAMPLERS[name]
+    check(make(kind, storage_type, history, part(case, history.capacity)), history, case)
+
+
+@each_buffer
+@each_storage
+@pytest.mark.parametrize("stretch", STRETCHES)
+@pytest.mark.parametrize("name", ["Sequence", "Sequence, stop"])
+def test_sequences_of_one_unbroken_stretch(name, stretch, storage_type, kind):
+    history = STRETCHES[stretch]
+    buffer = make(kind, storage_type, history, unit=UNITS[name].make(0))
+    for batch, rows in drawn(buffer, history.write(buffer), 5):
+        assert_sequences(batch, rows)

@@ -360,6 +360,8 @@ def _check_ends(part: Any, storage: Any, traj_key: NestedKey | None, end_keys: A
     listed = episodes.episodes()
     last = episodes.shift(listed["first"], listed["length"] - 1)
     last = last[last != episodes.newest_slot()]
+    if not len(last):
+        return
     seen = torch.zeros(last.shape, dtype=torch.bool, device=last.device)
     if traj_key is not None:
         numbers, following = (
