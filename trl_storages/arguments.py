@@ -67,6 +67,8 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
     if whole is not None and not _is_bool(value) and at_least <= whole <= at_most:
         return whole
     kind = ValueError if _is_number(value) else TypeError
+    if isinstance(value, float) and value.is_integer():
+        raise kind(f"{name} must be an integer, got {value} (float): pass {int(value)}.")
     too_large = whole is not None and whole > at_most
     limits = f"from {at_least} to {at_most}" if too_large else f"of at least {at_least}"
     raise kind(f"{name} must be an integer {limits}, got {_shown(value)}.")

@@ -103,7 +103,8 @@ class UniformReplayStorage(ReplayStorage):
             in its lane led to, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
 
     `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
-    `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn.
+    `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn; with
+    `prefetch` so many are drawn already.
 
     Raises:
         ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range, or does

@@ -37,7 +37,8 @@ def drawn_priorities(
         `[B]` slots, priorities, and stamps or None. None at all for rows that were never drawn.
 
     Raises:
-        KeyError: the batch was drawn by priority, and holds none.
+        KeyError: the batch was drawn by priority, and holds none; or it lacks what says which rows it is
+            of.
         ValueError: the priorities are of the shape that broadcasting `[B]` with `[B, 1]` makes, or of
             another number; or the batch is not of whole sequences, one after another.
     """
@@ -51,6 +52,12 @@ def drawn_priorities(
             "temporal-difference errors."
         )
     anchor = data.get(keys.ANCHOR_INDEX, None)
+    for key in (keys.INDEX,) if anchor is None else (keys.VALIDITY_MASK, keys.LEARNING_MASK):
+        if data.get(key, None) is None:
+            raise KeyError(
+                f"the batch lacks its entry {key!r}, which says what was drawn; its keys are "
+                f"{sorted(map(str, data.keys()))}: pass it with all that sample() put into it."
+            )
     # A batch may have the size of its sequences, and their rows as a dimension of each entry.
     rows = data.batch_size if anchor is None else anchor.shape
     num_steps = 1 if anchor is None else sequence_length

@@ -41,7 +41,8 @@ class BatchSource:
         """Samples a batch.
 
         Args:
-            batch_size: B; None is the one given to the constructor.
+            batch_size: B; None is the one given to the constructor, the only one that `prefetch` draws
+                ahead.
             return_info: whether to return the samplers' entries as a dict as well.
 
         Returns:
@@ -60,6 +61,9 @@ class BatchSource:
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         raise NotImplementedError
 
+    # Errors of Python's own name what was called, not this class.
+    sample.__qualname__ = "sample"
+
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[TensorDictBase]:
@@ -77,3 +81,5 @@ class BatchSource:
         epochs = arguments.integer("epochs", epochs)
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
+
+    batches.__qualname__ = "batches"

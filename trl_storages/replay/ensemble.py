@@ -286,7 +286,11 @@ class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
         arguments.steps("data", data)
         ids = self._ids_of(data)
         key = keys.INDEX if data.get(keys.ANCHOR_INDEX, None) is None else keys.ANCHOR_INDEX
-        index = data.get(key)
+        if (index := data.get(key, None)) is None:
+            raise KeyError(
+                f"the batch lacks its entry {key!r}, which says which rows were drawn: pass what "
+                "sample() returned."
+            )
         self._check_rows(index, ids)
         for number, storage in enumerate(self._storages):
             # Slot -1 is left alone. To pick rows out would wait for the device.

@@ -16,6 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
 from trl_storages.samplers import layers_of
+from trl_storages.signatures import Setting
 from trl_storages.transforms import parts_of
 
 __all__ = [
@@ -180,13 +181,32 @@ def checked(
 
 Value = TypeVar("Value")
 
+_FOLDING = "n_step=3 (or any above 1) if it is ready-made, else with transform=NStep(n_steps)"
+_WEIGHING = "alpha=0.6 (or any above 0) if it is ready-made, else with sampler=PERSampler(capacity)"
+_NARROWING = "eta=0.996 (or any below 1) if it is ready-made, else with sampler=ERESampler(eta)"
+_RELABELLING = "hindsight: as HERReplayStorage, or with sampler=HERSampler() and GoalRelabel"
+
+#: How a storage gets a part that has a parameter.
+_MADE_WITH = {
+    "n_step": _FOLDING,
+    "discount": _FOLDING,
+    "alpha": _WEIGHING,
+    "beta": _WEIGHING,
+    "normalize": _WEIGHING,
+    "eps": _WEIGHING,
+    "eta": _NARROWING,
+    "c_min": _NARROWING,
+    "num_goals": _RELABELLING,
+    "strategy": _RELABELLING,
+}
+
 
 class Parameter(Generic[Value]):
     """An attribute of a storage that is one of its sampler's or transform's.
 
-    A new value holds for the next batch that is drawn, and for all parts that have it. It is checked
-    where it lives. What no part has can't be read or set, nor what two parts of one kind have unlike
-    values of.
+    A new value holds for the next batch that is drawn, and for all parts that have it: with `prefetch`
+    some batches are drawn already. It is checked as these parts check it. What no part has can't be read
+    or set, nor what two parts of one kind have unlike values of.
     """
 
     def __init__(self, doc: str) -> None:
@@ -206,8 +226,13 @@ class Parameter(Generic[Value]):
 
     def __set__(self, storage: Any, value: Value) -> None:
         with storage._replay_lock:
-            for part, name in _holders_of(storage, self._name):
-                setattr(part, name, value)
+            holders = _holders_of(storage, self._name)
+            for part, own in holders:
+                # Errors name what was set here.
+                if isinstance(setting := getattr(type(part), own, None), Setting):
+                    value = setting.check(self._name, value)
+            for part, own in holders:
+                setattr(part, own, value)
 
 
 def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]]:
@@ -223,8 +248,7 @@ def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]
         known = sorted({key for _, names in named for key in names})
         raise AttributeError(
             f"this {type(storage).__name__} has no part with {name}, it has "
-            f"{', '.join(known) or 'no parameters'}: name {name} where the storage is made, or "
-            "give it the sampler or transform."
+            f"{', '.join(known) or 'no parameters'}: make it with {_MADE_WITH[name]}."
         )
     kind = type(found[0][0])
     values = [getattr(part, own) for part, own in found if type(part) is kind]

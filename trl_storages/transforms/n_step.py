@@ -67,7 +67,7 @@ class NStep(ReplayTransform):
 
     >>> from trl_storages import PackedStorage, ReplayStorage
     >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, gamma=0.98))
-    >>> storage.n_step = 5  # for the next batch
+    >>> storage.n_step = 5  # for the next batch that is drawn
     >>> storage.transform[0]
     NStep(n_steps=5, gamma=0.98)
     """
