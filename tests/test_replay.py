@@ -12,11 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
-from torchrl.data import ConsumingSampler, LazyMemmapStorage, LazyTensorStorage, traj
+from torchrl.data import (
+    ConsumingSampler,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    SamplerWithoutReplacement,
+    traj,
+)
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
+from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter
@@ -801,6 +808,28 @@ class TestPrefetch:
         for _ in range(30):
             assert_same(ahead.sample(), plain.sample())
         ahead.shutdown()
+
+    def written(self, **options):
+        storage = make_uniform(20, 2, prefetch=3, **options)
+        write(storage, RingOracle(20, 2), [episode_flags([3, 5], 4)] * 2)
+        return storage
+
+    @pytest.mark.parametrize("unit", [None, EpisodeSequence(2)], ids=["rows", "sequences"])
+    def test_batches_of_the_size_that_is_asked_for(self, unit):
+        storages = [self.written(batch_size=64, sample_unit=unit) for _ in range(2)]
+        for size in (7, 64, 7, None, 7, 9, 9, None, None, 7, 7, 7, 7, 64, 64):
+            ahead, again = (storage.sample(size) for storage in storages)
+            assert len(ahead) == (size or 64) * (2 if unit else 1)
+            assert_same(ahead, again)
+        for storage in storages:
+            storage.shutdown()
+
+    def test_other_sizes_leave_what_was_drawn_ahead(self):
+        """So that a sampler without replacement loses no row."""
+        storage = self.written(batch_size=4, sampler=SamplerWithoutReplacement())
+        drawn = [storage.sample(size)["index"] for size in (None, 2, 2, None, None, None)]
+        assert torch.cat(drawn).sort().values.tolist() == [*range(20)]
+        storage.shutdown()
 
     def test_while_it_is_written_to(self):
         """Each batch is one state of the rows: goals, rewards and rows fit each other."""

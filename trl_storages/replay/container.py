@@ -5,8 +5,9 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -118,6 +119,9 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
     c_min = Parameter[int]("The smallest window of recent rows, of `ERESampler`.")
     num_goals = Parameter[float]("Relabelled transitions for each one as stored, of `HERSampler`.")
     strategy = Parameter[GoalStrategy]("Where goals come from, of `HERSampler`.")
+
+    _prefetch_queue: deque[Future[Any]]
+    _prefetch_cap: int
 
     def __init__(
         self,
@@ -455,7 +459,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
                 `sequence_priority`.
 
         Raises:
-            KeyError: the batch was drawn by priority, and holds none.
+            KeyError: the batch was drawn by priority, and holds none; or it lacks its `index`.
             ValueError: a priority is NaN, negative or infinite, or they are `[B, B]`, which comes of
                 arithmetic between `[B]` and `[B, 1]`, or of another number. Nothing is changed then.
         """
@@ -530,8 +534,21 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
         sampler._rng = self._rng
         return previous
 
-    # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
-    _sample_checked = ReplayBuffer.sample
+    def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
+        # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
+        sample = partial(ReplayBuffer.sample, self, batch_size, return_info)
+        if not self._prefetch or batch_size is None or batch_size == self._batch_size:
+            return sample()
+        # TorchRL would hand out what was drawn ahead, whatever its size, and draw this one ahead.
+        with self._futures_lock:
+            before = self._prefetch_queue, self._prefetch_cap
+            # In order, so that a seed draws the same again.
+            wait(self._prefetch_queue)
+            self._prefetch_queue, self._prefetch_cap = deque(), 0
+            try:
+                return sample()
+            finally:
+                self._prefetch_queue, self._prefetch_cap = before
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     @on_disk.intact
