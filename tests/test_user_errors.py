@@ -14,13 +14,17 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl import torchrl_logger
+from torchrl.data import LazyTensorStorage
 
 import trl_storages
 from trl_storages import (
+    EpisodeSequence,
+    EpisodeWriter,
     GoalRelabel,
     HERReplayStorage,
     NStep,
     PackedStorage,
+    PERSampler,
     ReplayStorage,
     ReplayStorageEnsemble,
     UniformReplayStorage,
@@ -595,3 +599,127 @@ def test_a_dump_of_other_transforms():
         without.load_state_dict(with_n_step.state_dict())
     with refused(ValueError, r"transforms of this one, \['NStep'\], got others"):
         with_n_step.load_state_dict(without.state_dict())
+
+
+def flagged(*shape: int, agents: int = 0) -> TensorDict:
+    """Steps without an end; with agents, each of them has flags of its own beside those of all."""
+    time = torch.arange(shape[-1]).float().expand(shape).unsqueeze(-1)
+
+    def flags(*size: int) -> dict[str, torch.Tensor]:
+        names = ("done", "terminated", "truncated")
+        return {name: torch.zeros(*shape, *size, 1, dtype=torch.bool) for name in names}
+
+    after = {"observation": time + 1, "reward": torch.ones(*shape, 1), **flags()}
+    if agents:
+        after["agents"] = flags(agents)
+    return TensorDict({"observation": time, "next": after}, shape)
+
+
+STORED = {
+    "packed": PackedStorage,
+    "shared": lambda size: PackedStorage(size, share_next=True),
+    "TorchRL's": LazyTensorStorage,
+}
+
+
+@pytest.mark.parametrize("flag", ["terminated", "truncated"])
+@pytest.mark.parametrize("kind", STORED)
+class TestEndsThatAreNotDone:
+    """TorchRL's `done` is `terminated | truncated`; n-step returns would sum past a terminal state."""
+
+    def make(self, kind: str, num_envs: int = 1, **options) -> ReplayStorage:
+        writer = EpisodeWriter(num_envs, **options)
+        return ReplayStorage(storage=STORED[kind](400), writer=writer, batch_size=4)
+
+    def refused(self, storage, put, flag: str) -> None:
+        rows = len(storage)
+        with pytest.raises(ValueError, match=f"'done'.* must be true wherever .*'{flag}'"):
+            put()
+        assert len(storage) == rows
+        storage.validate()
+
+    @pytest.mark.parametrize("at", [0, 127, 128, 150, 299])
+    def test_extend(self, kind, flag, at):
+        storage, steps = self.make(kind), flagged(300)
+        steps["next", flag][at] = True
+        self.refused(storage, lambda: storage.extend(steps), flag)
+        steps["next", "done"][at] = True
+        storage.extend(steps)
+        assert len(storage) == 300
+
+    def test_add(self, kind, flag):
+        storage, step = self.make(kind), flagged(1)[0]
+        step["next", flag][:] = True
+        self.refused(storage, lambda: storage.add(step), flag)
+
+    def test_several_lanes(self, kind, flag):
+        storage, steps = self.make(kind, 2), flagged(2, 3)
+        steps["next", flag][1, 2] = True
+        self.refused(storage, lambda: storage.extend(steps), flag)
+        steps["next", "done"][0, 2] = True
+        self.refused(storage, lambda: storage.extend(steps), flag)
+
+    def test_overwriting(self, kind, flag):
+        storage = self.make(kind)
+        storage.extend(flagged(5))
+        rows = flagged(2)
+        rows["next", flag][1] = True
+        before = storage[:].clone()
+        slots = torch.tensor([3, 4])
+        self.refused(storage, lambda: storage.__setitem__(slots, rows), flag)
+        assert (storage[:] == before).all()
+
+    def test_of_agents(self, kind, flag):
+        storage, steps = self.make(kind), flagged(3, agents=2)
+        steps["next", "agents", flag][1, 1] = True
+        self.refused(storage, lambda: storage.extend(steps), flag)
+        steps["next", "agents", "done"][1, 0] = True
+        self.refused(storage, lambda: storage.extend(steps), flag)
+        steps["next", "agents", "done"][1, 1] = True
+        storage.extend(steps)
+
+    def test_agents_that_have_no_done_of_their_own(self, kind, flag):
+        """The episode goes on for the others."""
+        storage, steps = self.make(kind), flagged(3, agents=2)
+        steps["next", "agents", flag][1, 1] = True
+        storage.extend(steps.exclude(("next", "agents", "done")))
+        assert len(storage) == 3
+
+
+class TestBatchesThatLackWhatWasDrawn:
+    def make(self, **options) -> ReplayStorage:
+        storage = ReplayStorage(
+            storage=PackedStorage(50), sampler=PERSampler(50), batch_size=4, **options
+        )
+        storage.extend(flagged(10))
+        return storage
+
+    @pytest.mark.parametrize("unit", [None, EpisodeSequence(2)], ids=["rows", "sequences"])
+    def test_are_refused_by_name(self, unit):
+        storage = self.make(sample_unit=unit)
+        batch = storage.sample()
+        batch["td_error"] = torch.rand(batch.batch_size)
+        for key in ("validity_mask", "learning_mask") if unit else ("index",):
+            with pytest.raises(KeyError, match=f"lacks its entry '{key}'"):
+                storage.update_tensordict_priority(batch.exclude(key))
+
+    def test_of_an_ensemble(self):
+        ensemble = ReplayStorageEnsemble(self.make(), self.make(), batch_size=4)
+        batch = ensemble.sample()
+        with pytest.raises(KeyError, match="lacks its entry 'index'"):
+            ensemble.update_tensordict_priority(batch.exclude("index"), torch.rand(4))
+
+
+@pytest.mark.parametrize("name", ["sample", "batches"])
+def test_an_argument_that_there_is_not(name):
+    storage = ReplayStorage(storage=PackedStorage(50))
+    for source in (storage, ReplayStorageEnsemble(storage)):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected .*'device'"):
+            getattr(source, name)(device="cpu")
+
+
+def test_a_size_that_is_a_float():
+    with pytest.raises(
+        ValueError, match=r"must be an integer, got 1000000.0 \(float\): pass 1000000"
+    ):
+        UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=1e6)

@@ -31,6 +31,7 @@ __all__ = [
     "TRUNCATED",
     "VALIDITY_MASK",
     "continued_keys",
+    "done_beside",
     "goal_entries",
     "key_path",
     "leaves",
@@ -92,6 +93,17 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
         return GOAL_INDEX, HER_MASK
     *path, name = key_path(goal_key)
     return unravel_key((*path, f"{name}_index")), unravel_key((*path, f"{name}_mask"))
+
+
+def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:
+    """Returns the flags of terminal states and of cuts, and the `done` beside each, where both are there.
+
+    >>> done_beside([DONE, TERMINATED, ("next", "agents", "terminated")])
+    {('next', 'terminated'): ('next', 'done')}
+    """
+    flags = [key for key in keys if key[0] == "next" and key[-1] in ("terminated", "truncated")]
+    beside = {key: (*key[:-1], "done") for key in flags}
+    return {key: done for key, done in beside.items() if done in keys}
 
 
 # What bears these names is of one step, and does not go on from one step to the next.

@@ -25,6 +25,7 @@ from trl_storages.keys import (
     REWARD,
     TERMINATED,
     TRUNCATED,
+    done_beside,
     next_key,
     shared_keys,
 )
@@ -176,6 +177,17 @@ class Layout:
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
         # The shapes of a batch like the last one that was written.
         self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
+
+    @cached_property
+    def implied(self) -> np.ndarray:
+        """`[p, 2]` int64, the fields that are true only where `done` beside them is, and that one."""
+        at, described = {key: place for place, key in enumerate(self.keys)}, self.described
+        pairs = [
+            (at[flag], at[done])
+            for flag, done in done_beside(self.keys).items()
+            if described[flag] == described[done] and described[flag][0] is torch.bool
+        ]
+        return np.array(pairs, np.int64).reshape(-1, 2)
 
     def _placed(self, fields: Sequence[_Described], at: int = 0) -> tuple[list[Field], int]:
         """Places fields one after another from a byte on; returns them, and where they end."""

@@ -6,15 +6,26 @@ Letters: L lanes written now, T steps of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorStorage
 
-from trl_storages.keys import DONE, MASK
+from trl_storages.keys import DONE, MASK, done_beside
+from trl_storages.rows import Layout
 
-__all__ = ["check_storage", "end_flags", "num_steps_of", "refuse_padding"]
+if TYPE_CHECKING:
+    from trl_storages.kernels import NewRows
+
+__all__ = [
+    "check_flags",
+    "check_flags_of",
+    "check_storage",
+    "end_flags",
+    "num_steps_of",
+    "refuse_padding",
+]
 
 
 def check_storage(storage: Any) -> None:
@@ -130,6 +141,35 @@ def _one_for_all(key: NestedKey) -> str:
     return (
         f"data.set({DONE!r}, data[{per_agent!r}].any(-2)) if it ends with any agent, all(-2) if with "
         "the last"
+    )
+
+
+def check_flags(layout: Layout, rows: NewRows) -> None:
+    """Checks that rows are `done` where they are `terminated` or `truncated`, of all or of one agent.
+
+    Rows that are on a GPU already are not looked at: that would wait for it.
+
+    Raises:
+        ValueError: some are not.
+    """
+    if (amiss := rows.first_amiss(layout.implied)) >= 0:
+        raise _no_end(*(layout.keys[place] for place in layout.implied[amiss]))
+
+
+def check_flags_of(entries: Mapping[NestedKey, torch.Tensor]) -> None:
+    """Checks the same of rows for a storage of TorchRL's."""
+    for key, done_key in done_beside(entries).items():
+        flag, done = entries[key], entries[done_key]
+        # Tensors of a simulated device (a subclass) have no value to read.
+        fits = type(flag) is torch.Tensor and flag.is_cpu and flag.dtype is torch.bool
+        if fits and done.is_cpu and done.shape == flag.shape and (flag & ~done).any():
+            raise _no_end(key, done_key)
+
+
+def _no_end(key: NestedKey, done_key: NestedKey) -> ValueError:
+    return ValueError(
+        f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where it is "
+        "not: set it to terminated | truncated, as TorchRL's environments do. Nothing was written."
     )
 
 

@@ -22,7 +22,7 @@ from trl_storages.rows import (
     stage,
     tensors_of,
 )
-from trl_storages.writing.checks import end_flags, refuse_padding
+from trl_storages.writing.checks import check_flags, check_flags_of, end_flags, refuse_padding
 from trl_storages.writing.compact import with_next
 from trl_storages.writing.gaps import GapWatch
 
@@ -81,6 +81,7 @@ class Fields:
                 layout, rows = self.rows(data, repeated, storage, done)
                 rows.is_compact = True
             return Steps(rows, layout, trajectory)
+        check_flags_of(entries)
         stored = self.stored(data).reshape(-1)
         compared = gaps.values(entries, self.keys) if gaps.is_looking else {}
         if not compared:
@@ -131,4 +132,8 @@ class Fields:
                 entries = tensors_of(data)
             nested = nested_sizes(data, data.ndim)
         strict = self.keys is None
-        return storage.stage(entries, data.batch_size, strict=strict, nested=nested, done=done)
+        layout, rows = storage.stage(
+            entries, data.batch_size, strict=strict, nested=nested, done=done
+        )
+        check_flags(layout, rows.seen or rows)
+        return layout, rows

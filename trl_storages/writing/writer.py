@@ -27,7 +27,7 @@ from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fi
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import SettledWriter, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
-from trl_storages.writing.checks import check_storage, end_flags, num_steps_of
+from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
 from trl_storages.writing.compact import warn_of_lost_ends
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
@@ -224,8 +224,8 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             because more than the whole ring was written at once.
 
         Raises:
-            ValueError: the batch does not match the lanes, or more trajectories run side by side than
-                there are lanes. Nothing is written then.
+            ValueError: the batch does not match the lanes, more trajectories run side by side than there
+                are lanes, or a row is `terminated` or `truncated`, not `done`. Nothing is written then.
             KeyError: `done_key` is missing. Nothing is written then.
         """
         arguments.steps("data", data)
@@ -508,6 +508,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
             layout, rows = fields.rows(data, entries, storage)
             put = partial(storage.write, layout, slots, rows)
         else:
+            check_flags_of(entries)
             put = partial(storage.set, slots, fields.stored(data), set_cursor=False)
 
         def write() -> None:

@@ -42,6 +42,8 @@ class NewRows:
                 # A mere number has no bytes to be seen.
                 bytes_of_rows = plain.reshape(-1).view(torch.uint8).view(num_rows, size)
                 into[:, start : start + size] = bytes_of_rows
+        # What came from the host can be looked at without waiting for a device.
+        self._on_host = None if is_there else words
         self._words = words.to(device)
         self.done = None if done is None else done.reshape(-1).to(device)
         # Of which rows these are parts.
@@ -79,6 +81,18 @@ class NewRows:
         rows = self.of_block(words, parts[:, 2:], self.done, words.device)
         rows._whole = self, parts
         return rows
+
+    def first_amiss(self, implied: np.ndarray) -> int:
+        """Looks at rows that came from the host, see `kernels.host.writing.NewRows`."""
+        words = self._words if self._words.device.type == "cpu" else self._on_host
+        # Tensors of a simulated device (a subclass) have no value to read.
+        if type(words) is torch.Tensor:
+            values = words.view(torch.uint8)
+            for number, pair in enumerate(self.places[implied].tolist()):
+                one, other = (values[:, start : start + size] != 0 for start, size in pair)
+                if (one & ~other).any():
+                    return number
+        return -1
 
     def some(self, places: torch.Tensor) -> NewRows:
         """Returns some of the rows, of which no lane is written."""

@@ -36,6 +36,9 @@ _COLUMNS = np.array([0, 1, 0, 1])
 # Rows that are copied before the next field is looked at.
 _CHUNK = 256
 
+# Flags that are looked at together.
+_FLAGS = 128
+
 _is_cpu, _is_contiguous = attrgetter("is_cpu"), torch.Tensor.is_contiguous
 _is_neg, _address = torch.Tensor.is_neg, torch.Tensor.data_ptr
 
@@ -120,6 +123,15 @@ class NewRows:
         rows.sources[:, _START:] = parts[:, 2:]
         return rows
 
+    def first_amiss(self, implied: np.ndarray) -> int:
+        """Returns the first of some pairs of flags of which one is true where the other is not, or -1.
+
+        Args:
+            implied: `[p, 2]` int64, the fields of the one and of the other.
+        """
+        first: int = _first_amiss(self.sources, implied, self.num_rows)
+        return first
+
     def some(self, places: torch.Tensor) -> NewRows:
         """Returns some of the rows, of which no lane is written."""
         words = self.words()[places]
@@ -133,6 +145,29 @@ def _plain(fields: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if are_plain and not any(map(_is_neg, fields)):
         return fields
     return [field.detach().cpu().resolve_neg().contiguous() for field in fields]
+
+
+@compiled
+def _first_amiss(sources: Any, implied: Any, num_rows: int) -> int:
+    for i in range(len(implied)):
+        one, other = sources[implied[i, 0]], sources[implied[i, 1]]
+        size, num_stretches = one[_SIZE], num_rows
+        if one[_STRIDE] == size and other[_STRIDE] == size:
+            size, num_stretches = size * num_rows, 1
+        for stretch in range(num_stretches):
+            at = one[_ADDRESS] + stretch * one[_STRIDE]
+            beside = other[_ADDRESS] + stretch * other[_STRIDE]
+            for start in range(0, size, _FLAGS):
+                num_flags = min(_FLAGS, size - start)
+                # Bytes of which the first is zero, and each is like the next one: as a rule all are.
+                if not is_set(at + start) and are_same_bytes(
+                    at + start, at + start + 1, num_flags - 1
+                ):
+                    continue
+                for byte in range(start, start + num_flags):
+                    if is_set(at + byte) and not is_set(beside + byte):
+                        return i
+    return -1
 
 
 @compiled
