@@ -221,8 +221,11 @@ class SharedTable(RowTable):
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
         self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
         old = self._header_of(touched.reshape(-1)).view(touched.shape)
-        self._give_up((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
-        self._set_headers(touched, torch.where(is_new, 0, old))
+        num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
+        kept = torch.where(is_new, 0, old).to(self._headers.dtype)
+        # In one line, as no error may part them: entries of rows that name them still would be given
+        # up twice when this is done once more.
+        self._headers[touched], self.side.counts[NUM_FREE] = kept, num_free
         entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
@@ -325,12 +328,15 @@ class SharedTable(RowTable):
 
     def _give_up(self, entries: torch.Tensor, is_over: torch.Tensor) -> None:
         """Gives up `[n]` entries, where they are some and are needed no more."""
+        self.side.counts[NUM_FREE] = self._put_back(entries, is_over)
+
+    def _put_back(self, entries: torch.Tensor, is_over: torch.Tensor) -> torch.Tensor:
+        """Puts entries behind those that were given up; returns how many these are with them."""
         is_over = is_over & (entries > 0)
-        counts = self.side.counts
-        place = counts[NUM_FREE] + is_over.cumsum(0) - 1
+        num_free = self.side.counts[NUM_FREE] + is_over.cumsum(0)
         # The others go behind the last.
-        self.side.free[torch.where(is_over, place, len(self.side.free) - 1)] = entries
-        counts[NUM_FREE] += is_over.sum()
+        self.side.free[torch.where(is_over, num_free - 1, len(self.side.free) - 1)] = entries
+        return num_free[-1]
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
