@@ -584,7 +584,8 @@ class TestEpisodes:
         storage.extend(rows(4)[3:])
         assert storage.can_sample()
         unfinished = rows(12)
-        unfinished["next", "done"].zero_()
+        for flag in ("done", "terminated", "truncated"):
+            unfinished["next", flag].zero_()
         storage.extend(unfinished[:9])
         assert not storage.can_sample()  # its first row was overwritten
 

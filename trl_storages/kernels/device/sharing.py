@@ -333,10 +333,11 @@ class SharedTable(RowTable):
     def _put_back(self, entries: torch.Tensor, is_over: torch.Tensor) -> torch.Tensor:
         """Puts entries behind those that were given up; returns how many these are with them."""
         is_over = is_over & (entries > 0)
-        num_free = self.side.counts[NUM_FREE] + is_over.cumsum(0)
+        num_free = self.side.counts[NUM_FREE]
+        place = num_free + is_over.cumsum(0) - 1
         # The others go behind the last.
-        self.side.free[torch.where(is_over, num_free - 1, len(self.side.free) - 1)] = entries
-        return num_free[-1]
+        self.side.free[torch.where(is_over, place, len(self.side.free) - 1)] = entries
+        return num_free + is_over.sum()
 
     def clear(self, num_slots: int) -> None:
         """Forgets how the rows of the first slots hang together."""
