@@ -223,13 +223,6 @@ class StacksOnDisk(StacksBesidePlain):
                 lambda buffer, key=key: buffer.storage.read(slots(buffer), [key])[key]
             )
 
-    @rule()
-    def overwrite(self):
-        once = self.both[1]
-        if len(once):
-            with pytest.raises(RuntimeError, match="written once"):
-                once[:1] = once[:1]
-
     @rule(way=st.sampled_from(["dumps", "state_dict"]), into_memory=st.booleans())
     def save_and_load(self, way, into_memory):
         """From a directory into another one, by way of memory or not."""

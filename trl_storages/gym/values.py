@@ -109,14 +109,12 @@ class ValueCheck:
 
     def _refuse(self, lanes: Sequence[int]) -> None:
         """Raises if an environment that made a transition took an action that there is not."""
-        for key, (first, number) in self._choices.items():
-            taken = self._columns[key][lanes]
+        for key, choices in self._choices.items():
+            (first, number), taken = choices, self._columns[key][lanes]
             strange = np.argwhere((taken < first) | (taken >= first + number))
             if len(strange):
                 lane, place = int(strange[0, 0]), tuple(map(int, strange[0, 1:]))
-                low, high = _limits(self._choices[key])[
-                    np.ravel_multi_index(place, taken.shape[1:])
-                ]
+                low, high = _limits(choices)[np.ravel_multi_index(place, taken.shape[1:])]
                 label = "".join(f"[{name!r}]" for name in key_path(key)[1:])
                 raise ValueError(
                     f"actions{label} must be from {low} to {high}, got {taken[lane][place]} in "
