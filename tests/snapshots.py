@@ -19,7 +19,7 @@ from trl_storages.samplers import PERSampler, WrappingSampler
 __all__ = ["assert_unchanged", "files_of", "snapshot"]
 
 # What a part may remember to be faster, and what the kernel's lock is held by.
-_CACHES = {"_made_for"}
+_CACHES = {"_made"}
 _LOCK = "lock"
 
 

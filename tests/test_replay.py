@@ -3,7 +3,10 @@
 import copy
 import math
 import pickle
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -822,6 +825,27 @@ class TestPrefetch:
             assert len(ahead) == (size or 64) * (2 if unit else 1)
             assert_same(ahead, again)
         for storage in storages:
+            storage.shutdown()
+
+    def test_parts_that_storages_share(self, request):
+        """A unit, and a transform, may serve storages that draw at the same time in their threads."""
+        request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+        sys.setswitchinterval(1e-6)
+        unit, transform = EpisodeSequence(2), NStep(2, gamma=0.9)
+        rows = [self.written(batch_size=size, sample_unit=unit) for size in (1, 5)]
+        for storage in rows:
+            storage.append_transform(transform)
+
+        def sizes(storage):
+            return {
+                (len(entry), storage._batch_size)
+                for _ in range(200)
+                for entry in storage.sample().values()
+            }
+
+        with ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(sizes, rows)] == [{(2, 1)}, {(10, 5)}]
+        for storage in rows:
             storage.shutdown()
 
     def test_other_sizes_leave_what_was_drawn_ahead(self):

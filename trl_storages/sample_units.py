@@ -80,8 +80,9 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             burn_in=arguments.integer("burn_in", burn_in),
             bootstrap=arguments.integer("bootstrap", bootstrap),
         )
-        # What is said of the rows of every batch of a size, as that of the last one.
-        self._made_for: tuple[Any, ...] | None = None
+        # What is said of the rows of every batch of a size, and of which: that of the last batch. One
+        # name for both, as storages that draw in threads of their own may share a unit.
+        self._made: tuple[tuple[Any, ...], dict[str, Tensor]] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -111,31 +112,32 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         episodes, num_steps = episodes_of(storage), self.num_steps
         arguments.slots("index", index)
         arguments.mapping("info", info, "a dict of what the sampler said")
-        self._prepare(index.shape[0], index.device)
         anchors = index.to(episodes.device)
         rows, valid, begins = episodes.sequences(anchors, self.burn_in, num_steps, self.boundary)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
         expanded[keys.ANCHOR_INDEX] = _repeat(index, num_steps)
-        expanded |= {name: value.clone() for name, value in self._always.items()}
+        numbers = self._numbers(index.shape[0], index.device)
+        expanded |= {name: value.clone() for name, value in numbers.items()}
         expanded[keys.VALIDITY_MASK] = valid.reshape(-1).to(index.device)
         expanded[keys.IS_INIT] = begins.reshape(-1, 1).to(index.device)
         return rows.reshape(-1).to(index.device), expanded
 
-    def _prepare(self, num_anchors: int, device: torch.device) -> None:
-        """Makes what does not depend on the anchors, unless the last batch needed the same."""
+    def _numbers(self, num_anchors: int, device: torch.device) -> dict[str, Tensor]:
+        """Returns what does not depend on the anchors, as it was if the last batch needed the same."""
         made_for = (num_anchors, device, self.burn_in, self.length, self.bootstrap)
-        if self._made_for == made_for:
-            return
+        if (made := self._made) is not None and made[0] == made_for:
+            return made[1]
         number = torch.arange(num_anchors, device=device)
         step = torch.arange(self.num_steps, device=device)
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
-        self._always = {
+        numbers = {
             keys.SEQUENCE_ID: _repeat(number, self.num_steps),
             keys.STEP_IN_SEQUENCE: step.repeat(num_anchors),
             keys.LEARNING_MASK: learning.repeat(num_anchors),
         }
-        self._made_for = made_for
+        self._made = made_for, numbers
+        return numbers
 
     @shown
     def __repr__(self) -> str:

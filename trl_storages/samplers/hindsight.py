@@ -120,7 +120,7 @@ class HERSampler(WrappingSampler):
         self.num_goals = num_goals
         self.discount = discount
         # How goals of the last batch were drawn, as those of the next one are as a rule.
-        self._made_for: tuple[Any, ...] | None = None
+        self._made: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     def _check_base(self, base: Sampler) -> None:
         if isinstance(base, SliceSampler):
@@ -192,11 +192,12 @@ class HERSampler(WrappingSampler):
             # The floor would always be 0.
             return kinds_by_chance(noise, num_goals, self._numbers, shares)
         made_for = (size, num_goals, self._numbers, shares, noise.device)
-        if self._made_for != made_for:
-            found = kinds_of_batch(size, num_goals, self._numbers, shares)
-            self._prepared = torch.tensor(found, dtype=torch.uint8, device=noise.device)
-            self._made_for = made_for
-        return self._prepared
+        if (made := self._made) is not None and made[0] == made_for:
+            return made[1]
+        found = kinds_of_batch(size, num_goals, self._numbers, shares)
+        kinds = torch.tensor(found, dtype=torch.uint8, device=noise.device)
+        self._made = made_for, kinds
+        return kinds
 
     @shown
     def __repr__(self) -> str:

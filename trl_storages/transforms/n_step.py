@@ -21,6 +21,9 @@ from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
 
+# What adds rewards up, and the table of weights.
+_Folding = tuple[Callable[..., torch.Tensor], torch.Tensor]
+
 
 class NStep(ReplayTransform):
     """Folds each sampled transition with those that follow it in its episode.
@@ -102,7 +105,8 @@ class NStep(ReplayTransform):
         self.agent_done_key = agent_done_key
         if agent_done_key is not None:
             self.agent_done_key = arguments.key("agent_done_key", agent_done_key)
-        self._made_for: tuple[Any, ...] | None = None
+        # For what, and what. One name, as storages that draw in threads of their own may share this.
+        self._made: tuple[tuple[Any, ...], _Folding] | None = None
         for name in ("reward_key", "terminated_key", "agent_done_key"):
             if (key := getattr(self, name)) is not None and key[0] != "next":
                 raise ValueError(f"{name} must lie under 'next', got {key!r}.")
@@ -216,13 +220,14 @@ class NStep(ReplayTransform):
                 found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
         return found
 
-    def _folding(self, device: torch.device) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+    def _folding(self, device: torch.device) -> _Folding:
         """Returns what adds rewards up, and the table of `discounts`, which only a new n or γ changes."""
         made_for = (self.n_steps, self.gamma, device)
-        if self._made_for != made_for:
-            weights = discounts(self.n_steps, self.gamma, device=device)
-            self._made, self._made_for = (backend(device).fold, weights), made_for
-        return self._made
+        if (made := self._made) is not None and made[0] == made_for:
+            return made[1]
+        folding = backend(device).fold, discounts(self.n_steps, self.gamma, device=device)
+        self._made = made_for, folding
+        return folding
 
     @shown
     def __repr__(self) -> str:
