@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 
 from trl_storages.kernels import Backend, device, host
 from trl_storages.kernels.tree_tables import ABSENT, level_starts
+from trl_storages.priorities.table import LaneOrder
 from trl_storages.ring import EpisodeIndex
 
 BACKENDS = {"host": host, "device": device}
@@ -314,7 +315,7 @@ class TestLaneOrder:
     @settings(max_examples=50)
     @given(st.integers(1, 5), st.integers(1, 30))
     def test_slots_and_leaves_are_inverse(self, backend, num_lanes, capacity):
-        order = backend.LaneOrder(capacity, num_lanes)
+        order = LaneOrder(capacity, num_lanes, backend)
         slots = torch.arange(capacity)
         leaves = order.leaves(slots)
         assert len(set(leaves.tolist())) == capacity
@@ -328,7 +329,7 @@ class TestLaneOrder:
     def test_the_newest_rows_are_the_ranges(self, backend, num_lanes, steps, data):
         capacity = num_lanes * steps + data.draw(st.integers(0, num_lanes - 1))
         episodes = EpisodeIndex(capacity, num_lanes)
-        order = backend.LaneOrder(capacity, num_lanes)
+        order = LaneOrder(capacity, num_lanes, backend)
         for _ in range(data.draw(st.integers(1, 8))):
             lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
             length = data.draw(st.integers(1, steps + 1))

@@ -18,7 +18,6 @@ from trl_storages.callers import warn_caller
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits as Commits
     from trl_storages.kernels.device import FrameTable as FrameTable
-    from trl_storages.kernels.device import LaneOrder as LaneOrder
     from trl_storages.kernels.device import MarkedRows as MarkedRows
     from trl_storages.kernels.device import NewRows as NewRows
     from trl_storages.kernels.device import PriorityWords as PriorityWords
@@ -39,7 +38,6 @@ class Backend(Protocol):
 
     Commits: type[Commits]
     FrameTable: type[FrameTable]
-    LaneOrder: type[LaneOrder]
     MarkedRows: type[MarkedRows]
     NewRows: type[NewRows]
     PriorityWords: type[PriorityWords]
@@ -54,9 +52,6 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Returns the checksums `[n]` of rows `[n, W]`, all int64."""
 
-    def fence(self) -> bool:
-        """Orders the stores before it before those after it; returns whether they are ordered."""
-
     def fold(
         self, rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -64,6 +59,9 @@ class Backend(Protocol):
 
     def orders_stores(self) -> bool:
         """Returns whether other processes see stores in order."""
+
+    def transposed(self, index: torch.Tensor, width: int, length: int) -> torch.Tensor:
+        """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
 
 
 def backend(device: torch.device | str) -> Backend:

@@ -1,6 +1,6 @@
 """The priorities of the rows of a storage, by slot, on one device.
 
-Letters: B batch, N slots.
+Letters: B batch, N slots, E lanes (environments), R ring steps per lane.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
-from trl_storages.kernels import backend
+from trl_storages.kernels import Backend, backend
 from trl_storages.kernels.tree_tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
@@ -90,6 +90,45 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
     return weights[:size] if left_over else weights
 
 
+class LaneOrder:
+    """Maps slots, which are time-major, to leaves, which lie lane by lane.
+
+    Slot `t * E + l` is leaf `l * R + t`, so that the newest rows of a lane are two ranges of leaves
+    at most, also where the lanes are filled unequally. Slots below 0 stay what they are.
+
+    Args:
+        capacity: number of slots, E R or a little more.
+        num_lanes: E.
+        kernels: the backend that answers for the slots.
+
+    Attributes:
+        lane_leaves: R.
+        num_leaves: some of them may have no slot.
+
+    >>> order = LaneOrder(6, 2, backend("cpu"))
+    >>> order.leaves(torch.arange(6)).tolist()
+    [0, 3, 1, 4, 2, 5]
+    """
+
+    def __init__(self, capacity: int, num_lanes: int, kernels: Backend) -> None:
+        self.num_lanes = num_lanes
+        self.lane_leaves = -(-capacity // num_lanes)
+        self.num_leaves = self.lane_leaves * num_lanes
+        self._transposed = kernels.transposed
+
+    def leaves(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the leaves of `[B]` slots, int64."""
+        if self.num_lanes == 1:
+            return slots
+        return self._transposed(slots, self.num_lanes, self.lane_leaves)
+
+    def slots(self, leaves: torch.Tensor) -> torch.Tensor:
+        """Returns the slots of `[B]` leaves; the inverse of `leaves`."""
+        if self.num_lanes == 1:
+            return leaves
+        return self._transposed(leaves, self.lane_leaves, self.num_lanes)
+
+
 #: Whose largest weight is 1: that of the batch, that of all rows that could have been drawn, or none.
 Normalization = Literal["batch", "storage", "none"]
 
@@ -139,7 +178,7 @@ class PriorityTable:
     def _plant(self, num_lanes: int) -> None:
         """Makes a tree with its leaves lane by lane, of rows that weigh nothing."""
         kernels = backend(self.device)
-        self._order = kernels.LaneOrder(self.capacity, num_lanes)
+        self._order = LaneOrder(self.capacity, num_lanes, kernels)
         self._tree = kernels.SumTree(self._order.num_leaves, self.device)
         self._tree.keep_least(self._normalize == "storage")
 

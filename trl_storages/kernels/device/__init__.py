@@ -5,22 +5,19 @@ from trl_storages.kernels.device.disk import (
     MarkedRows,
     PriorityWords,
     checksums,
-    fence,
     orders_stores,
 )
 from trl_storages.kernels.device.frames import FrameTable
-from trl_storages.kernels.device.lane_order import LaneOrder
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.device.rows import RowTable, fold
 from trl_storages.kernels.device.sharing import SharedTable
-from trl_storages.kernels.device.tree import SumTree
+from trl_storages.kernels.device.tree import SumTree, transposed
 from trl_storages.kernels.device.writing import NewRows
 
 __all__ = [
     "Commits",
     "FrameTable",
-    "LaneOrder",
     "MarkedRows",
     "NewRows",
     "PriorityWords",
@@ -30,7 +27,7 @@ __all__ = [
     "SharedTable",
     "SumTree",
     "checksums",
-    "fence",
     "fold",
     "orders_stores",
+    "transposed",
 ]

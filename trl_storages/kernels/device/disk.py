@@ -37,7 +37,6 @@ __all__ = [
     "MarkedRows",
     "PriorityWords",
     "checksums",
-    "fence",
     "orders_stores",
 ]
 
@@ -48,11 +47,6 @@ _MOST_TRIES = 1000
 
 def orders_stores() -> bool:
     """Returns whether other processes see stores in order on this machine."""
-    return hardware_orders_stores()
-
-
-def fence() -> bool:
-    """Does nothing but to return what `orders_stores` does."""
     return hardware_orders_stores()
 
 

@@ -14,7 +14,7 @@ from trl_storages.kernels.device.scattering import only_last
 from trl_storages.kernels.ring_tables import take
 from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
 
-__all__ = ["SumTree"]
+__all__ = ["SumTree", "transposed"]
 
 _INFINITY = float("inf")
 
@@ -230,6 +230,11 @@ class SumTree:
             low = torch.minimum(low, torch.where(between, take(least, node), _INFINITY).amin())
             edge = node
         return low
+
+
+def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
+    """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
+    return torch.where(index < 0, index, index % width * length + index // width)
 
 
 def _sums_of(weights: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,6 @@ __all__ = [
     "MarkedRows",
     "PriorityWords",
     "checksums",
-    "fence",
     "orders_stores",
 ]
 
@@ -56,11 +55,6 @@ _NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
 _NO_HEADERS = np.zeros((2, 2), np.int32)[:, 0]
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
-
-
-def orders_stores() -> bool:
-    """Returns whether `fence` orders what other processes see on this machine."""
-    return fence()
 
 
 def checksums(rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -348,8 +342,8 @@ class PriorityWords:
 
 
 @compiled
-def fence() -> bool:
-    """Orders all reads and writes before it and after it; returns whether it does."""
+def orders_stores() -> bool:
+    """Returns whether fences order what other processes see on this machine."""
     return fenced()
 
 

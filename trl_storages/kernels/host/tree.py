@@ -13,7 +13,7 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
 
-__all__ = ["SumTree"]
+__all__ = ["SumTree", "transposed"]
 
 _INFINITY = np.inf
 
@@ -59,9 +59,9 @@ class SumTree:
             weights: `[B]` float64, at least 0.
         """
         at, new = leaves.numpy(), weights.numpy()
-        _set_sums(self._sums, self._starts, at, new)
+        _set_leaves(self._sums, self._starts, at, new, False)
         if self._least is not None:
-            _set_least(self._least, self._starts, at, new)
+            _set_leaves(self._least, self._starts, at, new, True)
 
     def renew(self, weights: torch.Tensor) -> None:
         """Sets the weights of all leaves.
@@ -70,9 +70,14 @@ class SumTree:
             weights: `[N]` float64, at least 0.
         """
         self.weights.copy_(weights)
-        _renew_sums(self._sums, self._starts)
+        _renew(self._sums, self._starts, False)
         if self._least is not None:
-            _renew_least(self._least, self._starts, self._sums)
+            self._renew_least(self._least)
+
+    def _renew_least(self, least: np.ndarray) -> None:
+        weights = self._sums[self._starts[-2] :]
+        least[self._starts[-2] :] = np.where(weights > 0, weights, _INFINITY)
+        _renew(least, self._starts, True)
 
     def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
         """Returns the sum over each of some ranges of leaves.
@@ -121,7 +126,7 @@ class SumTree:
             self._least = None
         elif self._least is None:
             self._least = np.full_like(self._sums, _INFINITY)
-            _renew_least(self._least, self._starts, self._sums)
+            self._renew_least(self._least)
 
     def least(
         self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
@@ -143,6 +148,21 @@ class SumTree:
             _least_within(self._least, self._starts, start.numpy(), stop.numpy()),
             dtype=torch.float64,
         )
+
+
+def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
+    """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
+    places = np.empty(index.shape[0], np.int64)
+    _transpose(index.numpy(), width, length, places)
+    return torch.from_numpy(places)
+
+
+@compiled
+def _transpose(index: np.ndarray, width: int, length: int, places: np.ndarray) -> None:
+    for i in range(len(index)):
+        row = index[i] // width
+        column = index[i] - row * width
+        places[i] = column * length + row if index[i] >= 0 else index[i]
 
 
 @inlined
@@ -305,92 +325,53 @@ def _draw_within(
 
 
 @inlined
-def _sum_of(sums: np.ndarray, first: int) -> float:
-    """Adds eight children, from left to right."""
-    summed = 0.0
-    for j in range(FAN_OUT):
-        summed += sums[first + j]
-    return summed
+def _joined(nodes: np.ndarray, first: int, is_least: bool) -> float:
+    """Returns the sum of eight children, added from left to right, or the least of them."""
+    found = nodes[first]
+    for j in range(1, FAN_OUT):
+        child = nodes[first + j]
+        found = min(found, child) if is_least else found + child
+    return found
 
 
 @inlined
-def _sum_level(sums: np.ndarray, starts: np.ndarray, level: int) -> None:
-    """Sums the children of a whole level anew."""
+def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: bool) -> None:
+    """Joins the children of a whole level anew."""
     for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
-        sums[starts[level - 1] + node] = _sum_of(sums, starts[level] + node * FAN_OUT)
+        nodes[starts[level - 1] + node] = _joined(nodes, starts[level] + node * FAN_OUT, is_least)
 
 
 @compiled
-def _set_sums(
-    sums: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
+def _set_leaves(
+    nodes: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray, is_least: bool
 ) -> None:
-    """Sets weights of leaves, and sums anew what lies above them."""
+    """Sets weights of leaves, and joins anew what lies above them."""
     depth = starts.shape[0] - 2
-    nodes = np.empty(leaves.shape[0], dtype=np.int64)
+    changed = np.empty(leaves.shape[0], dtype=np.int64)
     count = 0
     for i in range(leaves.shape[0]):
         if leaves[i] >= 0:
-            sums[starts[depth] + leaves[i]] = weights[i]
-            nodes[count] = leaves[i]
+            # The least is that of leaves which weigh something.
+            counts = weights[i] > 0.0 or not is_least
+            nodes[starts[depth] + leaves[i]] = weights[i] if counts else _INFINITY
+            changed[count] = leaves[i]
             count += 1
     for level in range(depth, 0, -1):
         # All of a small level cost less than a node for each leaf.
         if starts[level + 1] - starts[level] <= count * FAN_OUT:
-            _sum_level(sums, starts, level)
+            _join_level(nodes, starts, level, is_least)
         else:
             for i in range(count):
-                nodes[i] >>= 3
-                sums[starts[level - 1] + nodes[i]] = _sum_of(
-                    sums, starts[level] + nodes[i] * FAN_OUT
-                )
+                changed[i] >>= 3
+                children = starts[level] + changed[i] * FAN_OUT
+                nodes[starts[level - 1] + changed[i]] = _joined(nodes, children, is_least)
 
 
 @compiled
-def _renew_sums(sums: np.ndarray, starts: np.ndarray) -> None:
-    """Sums all nodes anew."""
+def _renew(nodes: np.ndarray, starts: np.ndarray, is_least: bool) -> None:
+    """Joins all nodes anew."""
     for level in range(starts.shape[0] - 2, 0, -1):
-        _sum_level(sums, starts, level)
-
-
-@inlined
-def _least_of(least: np.ndarray, first: int) -> float:
-    """Returns the least of eight children."""
-    low = least[first]
-    for j in range(1, FAN_OUT):
-        low = min(low, least[first + j])
-    return low
-
-
-@compiled
-def _set_least(
-    least: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
-) -> None:
-    """Sets weights of leaves, and finds the least anew above them."""
-    depth = starts.shape[0] - 2
-    nodes = np.empty(leaves.shape[0], dtype=np.int64)
-    count = 0
-    for i in range(leaves.shape[0]):
-        if leaves[i] >= 0:
-            least[starts[depth] + leaves[i]] = weights[i] if weights[i] > 0.0 else _INFINITY
-            nodes[count] = leaves[i]
-            count += 1
-    for level in range(depth, 0, -1):
-        for i in range(count):
-            nodes[i] >>= 3
-            least[starts[level - 1] + nodes[i]] = _least_of(
-                least, starts[level] + nodes[i] * FAN_OUT
-            )
-
-
-@compiled
-def _renew_least(least: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Finds the least of all nodes anew."""
-    depth = starts.shape[0] - 2
-    for i in range(starts[depth], starts[depth + 1]):
-        least[i] = sums[i] if sums[i] > 0.0 else _INFINITY
-    for level in range(depth, 0, -1):
-        for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
-            least[starts[level - 1] + node] = _least_of(least, starts[level] + node * FAN_OUT)
+        _join_level(nodes, starts, level, is_least)
 
 
 @compiled
