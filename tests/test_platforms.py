@@ -193,3 +193,16 @@ def test_importing_that_place_needs_nothing_of_it():
         source = ast.unparse(node)
         if any(f"{module}." in source for module in (*POSIX_MODULES, *EVERYWHERE)):
             assert any(word in source for word in asked), source
+
+
+@pytest.mark.requirement("persistence")
+def test_directories_need_stores_in_order(tmp_path, monkeypatch):
+    trl_storages.PackedStorage(4, scratch_dir=tmp_path, fields={"x": (torch.float32, (1,))})
+    monkeypatch.setenv("TRL_STORAGES_BACKEND", "torch")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    for make in (
+        lambda: trl_storages.PackedStorage(4, scratch_dir=tmp_path / "new"),
+        lambda: trl_storages.PackedStorage(4, scratch_dir=tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match=r"takes numba on arm64.*keep the rows in memory"):
+            make()

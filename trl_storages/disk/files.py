@@ -9,6 +9,7 @@ import errno
 import gc
 import mmap
 import os
+import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trl_storages.kernels import backend
 from trl_storages.saved.untrusted import NO_LINKS, NO_RESERVE, open_regular
 
 try:
@@ -47,6 +49,12 @@ def check_platform(directory: Path) -> None:
             f"rows in a directory need a platform with POSIX file locks (fcntl), got {sys.platform} and "
             f"{directory}: keep the rows in memory (leave path or scratch_dir out), and save them with "
             "dumps()."
+        )
+    if not backend("cpu").orders_stores():
+        raise RuntimeError(
+            "rows in a directory need stores that other processes see in order, which takes numba on "
+            f"{platform.machine()}, got {directory} without it: pip install numba, and leave "
+            "TRL_STORAGES_BACKEND=torch out, or keep the rows in memory (leave path or scratch_dir out)."
         )
 
 
