@@ -18,7 +18,7 @@ from trl_storages.kernels import Backend, backend
 from trl_storages.kernels.tree_tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["LateError", "Normalization", "PriorityTable", "leaf_weights"]
+__all__ = ["LaneOrder", "LateError", "Normalization", "PriorityTable", "leaf_weights"]
 
 
 class LateError:
