@@ -376,6 +376,7 @@ TABLE: dict[str, dict[str, str]] = {
         "boundary": "choice",
     },
     "EpisodeSequence.expand": {"index": "slots", "info": "mapping", "storage": "object"},
+    "EpisodeSequence.targets": {"batch": "steps", "values": "tensor", "discount": "share"},
     "UniformSampler": {},
     "UniformSampler.sample": {"storage": "object", "batch_size": "count from 1"},
     "UniformSampler.sample_window": {
@@ -701,6 +702,10 @@ class World:
             batch = self.ensemble.sample().set("td_error", torch.rand(4))
         if method in ("update_tensordict_priority", "explain"):
             return {next(iter(TABLE[name])): batch}
+        if method == "targets":
+            batch = self.storage.sample(3).set("is_init", torch.zeros(3, 1, dtype=torch.bool))
+            batch["validity_mask"] = torch.ones(3, dtype=torch.bool)
+            return {"batch": batch, "values": torch.zeros(1, 3), "discount": 0.5}
         common = {
             "observation_space": OBSERVATIONS,
             "action_space": ACTIONS,

@@ -514,6 +514,97 @@ def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs, boundary):
         assert value.shape == (48,)
 
 
+def follow_up(sequence, place, num_steps, episode_of):
+    """Finds where in a sequence the row stands that lies so many steps on in the same episode."""
+    steps, valid = sequence
+    for other, step in enumerate(steps):
+        is_meant = valid[other] and step == steps[place] + num_steps
+        if is_meant and episode_of[step] == episode_of[steps[place]]:
+            return other
+    return None
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("bootstrap", [0, 2, 3])
+@at_each_boundary
+def test_targets_are_those_of_a_loop_over_rows(boundary, bootstrap, n_step):
+    lengths = [5, 1, 2, 7, 3, 6]  # the last one goes on
+    episode_of = [number for number, length in enumerate(lengths) for _ in range(length)]
+    last = torch.tensor(lengths).cumsum(0) - 1
+    done, terminated = torch.zeros(2, len(episode_of), 1, dtype=torch.bool)
+    done[last[:-1]] = True
+    terminated[last[:-1:2]] = True
+    steps = torch.arange(len(episode_of))
+    flags = {"done": done, "terminated": terminated, "truncated": done & ~terminated}
+    reward = torch.rand(len(steps), 1)
+    rows = TensorDict({"step": steps, "next": {"reward": reward, **flags}}, [len(steps)])
+    unit = EpisodeSequence(3, burn_in=2, bootstrap=bootstrap, boundary=boundary)
+    storage = ReplayStorage(
+        storage=PackedStorage(len(steps)),
+        transform=NStep(n_step, gamma=0.5) if n_step > 1 else None,
+        sample_unit=unit,
+        batch_size=64,
+    )
+    storage.extend(rows)
+    torch.manual_seed(0)
+    batch, values = storage.sample(), torch.rand(64, 3 + bootstrap)
+    batch_of_rows = batch.reshape(64, -1)
+    # What is not there, or follows a terminal state, does not count, whatever the network says of it.
+    values[~batch_of_rows["validity_mask"][:, 2:]] = torch.nan
+
+    target, mask = unit.targets(batch, values, discount=0.5)
+    again = unit.targets(batch_of_rows, values, discount=0.5)
+
+    assert torch.equal(again[0], target)
+    assert torch.equal(again[1], mask)
+    for number in range(64):
+        sequence = [batch_of_rows[key][number, 2:].tolist() for key in ("step", "validity_mask")]
+        for place in range(3):
+            step = sequence[0][place]
+            available = lengths[episode_of[step]] - (step - sum(lengths[: episode_of[step]]))
+            m = min(n_step, available)
+            expected = sum(0.5**i * reward[step + i].item() for i in range(m))
+            after = follow_up(sequence, place, m, episode_of)
+            is_over = bool(terminated[step + m - 1])
+            if not is_over and after is not None:
+                expected += 0.5**m * values[number, after].item()
+            is_known = sequence[1][place] and (is_over or after is not None)
+            assert bool(mask[number, place]) == is_known
+            if is_known:
+                assert target[number, place].item() == pytest.approx(expected)
+    assert mask.any()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda rows: rows.exclude("validity_mask"), KeyError, "lacks its entry 'validity_mask'"),
+        (lambda rows: rows.exclude(("next", "reward")), KeyError, r"lacks its .*'reward'"),
+        (
+            lambda rows: rows[:4],
+            ValueError,
+            r"must be \[B \* 5\] or \[B, 5\], with one .* got \[4\]",
+        ),
+        (
+            lambda rows: rows.set(("next", "reward"), torch.zeros(20, 2)),
+            ValueError,
+            r"one number a row, got \[20\], and \('next', 'reward'\) of \[20, 2\]",
+        ),
+    ],
+)
+def test_a_batch_that_has_no_targets_says_what_is_missing(spoil, error, message):
+    unit = EpisodeSequence(3, burn_in=1, bootstrap=1)
+    storage = ReplayStorage(storage=PackedStorage(20), sample_unit=unit, batch_size=4)
+    flags = {name: torch.zeros(20, 1, dtype=torch.bool) for name in ("done", "terminated")}
+    rows = TensorDict({"next": {"reward": torch.zeros(20, 1), **flags}}, [20])
+    storage.extend(rows)
+    batch = storage.sample()
+    with pytest.raises(error, match=message):
+        unit.targets(spoil(batch.clone(False)), torch.zeros(4, 4), discount=0.5)
+    with pytest.raises(ValueError, match=r"values must be \[4, 4\], of the rows behind .*\[4, 5\]"):
+        unit.targets(batch, torch.zeros(4, 5), discount=0.5)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
@@ -122,6 +123,76 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         expanded[keys.VALIDITY_MASK] = valid.reshape(-1).to(index.device)
         expanded[keys.IS_INIT] = begins.reshape(-1, 1).to(index.device)
         return rows.reshape(-1).to(index.device), expanded
+
+    def targets(
+        self, batch: TensorDictBase, values: Tensor, *, discount: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what the values of the rows to learn from are learnt towards, and where that is known.
+
+            y_t = R_t + γ^m V_{t+m},   or R_t where the m steps end in a terminal state
+
+        R_t is the reward of a row and m its `steps_to_next_obs`, 1 without n-step returns. V_{t+m} is
+        found in the sequence itself, so a recurrent network runs over each row once. It is not known
+        where row t+m lies beyond the sequence (as where `bootstrap` is below m), is padding, or belongs
+        to another episode.
+
+        Args:
+            batch: as sampled, `[B * S]`, or `[B, S]`.
+            values: V, `[B, length + bootstrap]`, of the observations of the rows behind the burn-in. Of a
+                double Q-learner: what the target network gives the actions that the network prefers.
+            discount: γ in [0, 1], that of the n-step returns.
+
+        Returns:
+            y, `[B, length]`; and a mask, `[B, length]`, False where V is not known or the row itself is
+            padding.
+
+        Raises:
+            KeyError: the batch has no rewards, or is not one of sequences.
+            ValueError: `values` is not of the shape that the batch asks for, or the batch not of this
+                unit.
+
+        Reference: Kapturowski et al. 2019 (R2D2), section 2.3.
+        """
+        discount = arguments.number("discount", discount, at_least=0, at_most=1)
+        arguments.steps("batch", batch)
+        is_valid, begins, reward, is_over = (
+            self._behind_burn_in(batch, key)
+            for key in (keys.VALIDITY_MASK, keys.IS_INIT, keys.REWARD, keys.TERMINATED)
+        )
+        if arguments.tensor("values", values).shape != is_valid.shape:
+            raise ValueError(
+                f"values must be {list(is_valid.shape)}, of the rows behind the burn-in, got "
+                f"{list(values.shape)}."
+            )
+        steps = torch.ones_like(begins, dtype=torch.int64)
+        if batch.get(keys.STEPS_TO_NEXT_OBS, None) is not None:
+            steps = self._behind_burn_in(batch, keys.STEPS_TO_NEXT_OBS)
+
+        reward, is_over, steps = (column[:, : self.length] for column in (reward, is_over, steps))
+        after = torch.arange(self.length, device=steps.device) + steps
+        is_inside, after = after < values.shape[1], after.clamp(max=values.shape[1] - 1)
+        # Rows of one episode have seen equally many begin.
+        episode = begins.cumsum(1)
+        is_there = is_inside & is_valid.gather(1, after)
+        is_there &= episode.gather(1, after) == episode[:, : self.length]
+        to_come = discount**steps * values.gather(1, after)
+        # where, not a product: a value of a row that is not there may be NaN.
+        target = reward + torch.where(is_there & ~is_over, to_come, 0)
+        return target, is_valid[:, : self.length] & (is_over | is_there)
+
+    def _behind_burn_in(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
+        """Returns an entry of one number a row as `[B, length + bootstrap]`."""
+        column = batch.get(key, None)
+        if column is None:
+            raise KeyError(
+                f"the batch lacks its entry {key!r}: pass what a storage with this sample_unit drew."
+            )
+        if column.numel() != batch.numel() or batch.shape[-1] % self.num_steps:
+            raise ValueError(
+                f"batch must be [B * {self.num_steps}] or [B, {self.num_steps}], with one number a row, "
+                f"got {list(batch.shape)}, and {key!r} of {list(column.shape)}."
+            )
+        return column.reshape(-1, self.num_steps)[:, self.burn_in :]
 
     def _numbers(self, num_anchors: int, device: torch.device) -> dict[str, Tensor]:
         """Returns what does not depend on the anchors, as it was if the last batch needed the same."""

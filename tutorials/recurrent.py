@@ -12,7 +12,8 @@ What a replay has to do for that:
 - The network's state is one more entry of each row (`extra_fields`), as the agent had it then.
 - A drawn row grows into a sequence (`EpisodeSequence`). The state that is stored with its first row is
   the one of an older network: the burn-in rows run through today's first, and nothing is learnt of them.
-- Rewards are folded over n steps within the sequence, whose last rows serve as their targets.
+- Rewards are folded over n steps within the sequence; `EpisodeSequence.targets` adds the value of the
+  row that follows these, which is in the sequence as well.
 - A sequence is drawn by the errors that it had, mostly by the largest (`sequence_priority`).
 
 Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
@@ -154,11 +155,12 @@ class Learner:
         rows = batch.reshape(-1, UNIT.num_steps)
         values = values_of(self.network, rows)
         with torch.no_grad():
-            target, is_known = targets(rows, values, values_of(self.late_network, rows))
+            late_values = values_of(self.late_network, rows)
+            to_come = late_values.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
+        target, mask = UNIT.targets(batch, to_come, discount=DISCOUNT)
         learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
         chosen = values[:, : UNIT.length].gather(-1, learnt["action"].unsqueeze(-1)).squeeze(-1)
         error = target - chosen
-        mask = is_known & learnt["validity_mask"]
         weight = learnt["priority_weight"] * mask
         loss = (weight * error**2).sum() / mask.sum()
         self.optimizer.zero_grad()
@@ -183,21 +185,6 @@ def values_of(network: TensorDictSequential, rows: TensorDictBase) -> Tensor:
         begins = seen["is_init"][:, 0].unsqueeze(-1)
         seen["state"][:, 0] = torch.where(begins, seen["state"][:, 0], state)
         return network(seen)["action_value"]
-
-
-def targets(rows: TensorDictBase, values: Tensor, late_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the n-step targets of the rows to learn from, and which of them are known."""
-    learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
-    taken = learnt["steps_to_next_obs"].squeeze(-1)
-    is_over = learnt["next", "terminated"].squeeze(-1)
-    # The row that the last of the n steps led to is in the sequence as well.
-    after = torch.arange(UNIT.length) + taken
-    best = values.argmax(-1, keepdim=True)
-    to_come = late_values.gather(-1, best).squeeze(-1).gather(1, after)
-    target = learnt["next", "reward"].squeeze(-1) + DISCOUNT**taken * ~is_over * to_come
-    # Nobody has been yet where the newest row leads to.
-    is_there = rows["validity_mask"][:, UNIT.burn_in :].gather(1, after)
-    return target, is_over | is_there
 
 
 def success_rate(network: TensorDictSequential) -> float:
