@@ -461,12 +461,18 @@ class TestFirstTries:
 
     def test_further_fields_of_a_loop_come_by_the_infos(self):
         state, seen = Box(-1, 1, (3,), np.float32), np.zeros(4, np.float32)
-        storage = UniformReplayStorage(*CART, extra_fields={"state": (torch.float32, (3,))})
-        with refused(KeyError, "lacks .*state.*info_keys names it"):
-            storage.record(seen, 0, 0.0, False, False, {}, seen)
-        storage = UniformReplayStorage(*CART, info_keys={"state": state})
-        storage.record(seen, 0, 0.0, False, False, {"state": torch.ones(3)}, seen)
-        assert storage.sample(2)["state"].eq(1).all()
+        for named in (
+            {"extra_fields": {"state": (torch.float32, (3,))}},
+            {"info_keys": {"state": state}},
+        ):
+            storage = UniformReplayStorage(*CART, **named)
+            with refused(
+                KeyError, r"'state' must be there .* hand it on, as in .*'state': \.\.\.}"
+            ):
+                storage.record(seen, 0, 0.0, False, False, {}, seen)
+            assert not len(storage)
+            storage.record(seen, 0, 0.0, False, False, {"state": torch.ones(3)}, seen)
+            assert storage.sample(2)["state"].eq(1).all()
 
     @pytest.mark.parametrize(
         ("key", "dtype", "shape", "error", "told"),

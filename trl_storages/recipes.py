@@ -85,10 +85,9 @@ class UniformReplayStorage(ReplayStorage):
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
-        extra_fields: key -> (dtype, shape) of further entries that `extend` writes and every batch
-            has, such as hidden states or log-probabilities. `record` can't know them: name them in
-            `info_keys` instead, as `{"state": space}`, and hand `{**info, "state": state}` to it. That
-            of `("next", "reward")` is in the place of (float32, [1]).
+        extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
+            log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
+            it. That of `("next", "reward")` is in the place of (float32, [1]).
         frame_stack: k, where observations are stacks of the k newest frames along their first or last
             dimension: each frame is stored once, and batches have the stacks. A mapping from key to
             `FrameStack` says which they are, and how an episode begins (by its first frame repeated,
@@ -186,9 +185,10 @@ class UniformReplayStorage(ReplayStorage):
             check_storable(key)
         for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
             stored[key] = (*fields[key], stack)
-        fields[keys.REWARD] = further.get(keys.REWARD, fields[keys.REWARD])
         # An info may be stored at the root and under `next`, and is the same at both.
         observations = keys.continued_keys([key for key in fields if key not in infos])
+        infos += [key for key in further if key != keys.REWARD]
+        fields |= further
         capacity = storage_size // num_envs * num_envs
         exponents = {name: given[name] for name in ("alpha", "beta", "eps", "normalize")}
         sampler: Sampler = PERSampler(capacity, **exponents) if given["alpha"] else UniformSampler()
@@ -231,7 +231,7 @@ class UniformReplayStorage(ReplayStorage):
                     fields=fields,
                     choices=choices_of(action_space),
                     autoreset_mode=given["autoreset_mode"],
-                    info_keys=info_keys,
+                    info_keys=infos,
                 ),
             )
 

@@ -74,7 +74,8 @@ def info_values(
             raise KeyError(
                 f"the info {'.'.join(full)!r} must be there at every step, environment {lane} "
                 f"does not have it; there are {_names(infos, lane)}; "
-                "correct info_keys or let the environment return it"
+                "correct info_keys or extra_fields, or hand it on, as in "
+                f"{{**infos, {full[-1]!r}: ...}}"
             )
         values.append(value)
     if not is_vector:

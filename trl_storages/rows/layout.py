@@ -375,10 +375,7 @@ class Layout:
         if entry is None:
             remedy = "Add it to the data."
             if key not in _OF_LOOPS:
-                remedy = (
-                    "A loop's record() takes it from the infos, if info_keys names it where the storage "
-                    "is made."
-                )
+                remedy += " record() takes it from the infos, if info_keys or extra_fields name it."
             raise KeyError(
                 f"the data lacks {key!r}, which every row holds as {field}; its keys are "
                 f"{sorted(entries, key=str)}. {remedy}"
