@@ -329,7 +329,7 @@ class EpisodeAnswers:
         """
         n = arguments.integer("n", n)
         arguments.generator("generator", generator)
-        drawn = draw_whole_episodes(self, self._ring, n, generator)
+        drawn = draw_whole_episodes(self, n, generator)
         if drawn is not None:
             return drawn
         first = first_of_whole_episodes(self)
@@ -344,7 +344,7 @@ class EpisodeAnswers:
         """Returns whether there is an episode that `random_episodes` can draw."""
         # Looking for one at random is soonest over, unless there is none or hardly any.
         generator = torch.Generator(self.device)
-        if draw_whole_episodes(self, self._ring, 1, generator) is not None:
+        if draw_whole_episodes(self, 1, generator) is not None:
             return True
         return len(first_of_whole_episodes(self)) > 0
 

@@ -29,7 +29,7 @@ from trl_storages.signatures import shown
 if TYPE_CHECKING:
     from trl_storages.kernels import NewRows, RowTable
 
-__all__ = ["EpisodeIndex", "Kept", "episodes_of"]
+__all__ = ["EpisodeIndex", "Kept", "LaneRows", "episodes_of"]
 
 _MOST_STEPS = 2**62
 _NO_PLACES = np.zeros((0, 2), np.int64)
@@ -50,6 +50,21 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     return index
 
 
+class LaneRows(NamedTuple):
+    """The last n rows of a lane, and what is known of them."""
+
+    slots: torch.Tensor
+    """`[n]` int64, where they lie."""
+    done: torch.Tensor
+    """`[n]` bool, which end their episodes."""
+    begins: torch.Tensor
+    """`[n]` bool, which begin one, or are the first of theirs that survive."""
+    before: torch.Tensor
+    """`[n]` int64, how many rows of its episode there were before each."""
+    is_open: bool
+    """Whether the next row of the lane continues the episode of the last one."""
+
+
 class Kept(NamedTuple):
     """The rows that are kept when all others are forgotten."""
 
@@ -57,9 +72,8 @@ class Kept(NamedTuple):
     """`[n]` int64 slots where they lie."""
     new: torch.Tensor
     """`[n]` int64 slots where they are to lie."""
-    lanes: list[tuple[Any, ...]]
-    """What is known of each lane's: slots, done, where episodes begin, how many rows of its episode there
-    were before each, and whether the last one goes on."""
+    lanes: list[LaneRows]
+    """The same, lane by lane."""
 
 
 class EpisodeIndex(SavedPart, EpisodeAnswers):
@@ -273,38 +287,42 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def newest(self, keep_steps: int) -> Kept:
         """Returns what `restart` must know to keep the last `keep_steps` of each lane."""
-        keep_steps = arguments.integer("keep_steps", keep_steps)
-        kept, is_open = [], self._ring.is_open.clone()
-        tails, cursors = self.host_tails.tolist(), self.host_steps.tolist()
-        for lane, (tail, cursor) in enumerate(zip(tails, cursors, strict=True)):
-            steps = range(max(cursor - keep_steps, tail), cursor)
-            slots = torch.tensor([*steps], dtype=torch.int64, device=self.device)
-            slots = slots % self.ring_steps * self.num_envs + lane
-            behind, ahead = self.extent(slots)
-            done = self.is_finished(slots) & (ahead == 0)
-            before = self._ring.steps(slots) - self._ring.span(slots)[:, 0]
-            kept.append((slots, done, behind == 0, before, is_open[lane]))
-        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        lanes = self._last_rows(arguments.integer("keep_steps", keep_steps))
         new = [
-            torch.arange(len(slots), device=self.device) * self.num_envs + at
-            for at, (slots, *_) in enumerate(kept)
+            torch.arange(len(rows.slots), device=self.device) * self.num_envs + lane
+            for lane, rows in enumerate(lanes)
         ]
-        return Kept(
-            torch.cat([empty, *(slots for slots, *_ in kept)]), torch.cat([empty, *new]), kept
-        )
+        return Kept(torch.cat([rows.slots for rows in lanes]), torch.cat(new), lanes)
+
+    def _last_rows(self, most: int) -> list[LaneRows]:
+        """Returns what is known of the rows of each lane, at most so many."""
+        lanes, is_open = [], self.is_open.tolist()
+        bounds = zip(self.host_tails.tolist(), self.host_steps.tolist(), strict=True)
+        for lane, (tail, cursor) in enumerate(bounds):
+            step = torch.arange(max(cursor - most, tail), cursor, device=self.device)
+            slots = step % self.ring_steps * self.num_envs + lane
+            before, begins = step - self._ring.span(slots)[:, 0], self.behind(slots) == 0
+            lanes.append(LaneRows(slots, self.is_end(slots), begins, before, is_open[lane]))
+        return lanes
+
+    def _put_rows(self, lane: int, rows: LaneRows, cursor: int) -> None:
+        """Replaces what is known of a lane by its last rows, of which the newest is before a cursor."""
+        done, begins, before = (it.to(self.device) for it in rows[1:4])
+        self.rejoin(done.unsqueeze(0), begins.unsqueeze(0), cursor, [lane])
+        if num_rows := len(done):
+            oldest = cursor - num_rows
+            slot = oldest % self.ring_steps * self.num_envs + lane
+            # An episode that lost its beginning has lost it for good.
+            self._ring.begin(torch.tensor([slot], device=self.device), oldest - before[:1])
+        if not rows.is_open:
+            self.end_episodes([lane])
 
     def restart(self, kept: Kept) -> None:
         """Forgets every row but those that `newest` named."""
         for tensor in self._ring.tensors.values():
             tensor.zero_()
-        self.host_steps.fill(0)
-        self.host_tails.fill(0)
-        for lane, (slots, done, begins, before, is_open) in enumerate(kept.lanes):
-            if len(slots):
-                moved = self._advance(done.unsqueeze(0), begins.unsqueeze(0), [lane])[0]
-                # An episode that lost its beginning has lost it for good.
-                self._ring.begin(moved[:1], -before[:1])
-                self._ring.is_open[lane] = is_open
+        for lane, rows in enumerate(kept.lanes):
+            self._put_rows(lane, rows, len(rows.slots))
 
     def moved(self, spare_steps: int) -> EpisodeIndex:
         """Returns an index on the CPU of the same rows, in a ring of so many spare steps.
@@ -315,23 +333,12 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if spare_steps == self.spare_steps and self._on_host:
             return self
         other = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare_steps)
-        bounds = zip(self.host_tails.tolist(), self.host_steps.tolist(), strict=True)
-        is_open = self.is_open.tolist()
-        for lane, (tail, cursor) in enumerate(bounds):
-            step = torch.arange(tail, cursor, device=self.device)
-            slots = step % self.ring_steps * self.num_envs + lane
-            begins = (self.behind(slots) == 0) & self.is_whole(slots)
-            done = self.is_end(slots)
-            first = self._ring.span(slots[:1])[:, 0].cpu()
+        for lane, rows in enumerate(self._last_rows(self.steps_per_lane)):
+            cursor, tail = self.host_steps.item(lane), self.host_tails.item(lane)
             # What came before the oldest row must have steps as well.
-            later = other.ring_steps if tail < spare_steps and (first < 0).any() else 0
-            end = cursor + later
-            other.rejoin(done.unsqueeze(0).cpu(), begins.unsqueeze(0).cpu(), end, [lane])
-            if len(step):
-                oldest = torch.tensor([tail % other.ring_steps * self.num_envs + lane])
-                other._ring.begin(oldest, first + later)
-            if not is_open[lane]:
-                other.end_episodes([lane])
+            if tail < spare_steps and (tail < rows.before[:1]).any():
+                cursor += other.ring_steps
+            other._put_rows(lane, rows, cursor)
         return other
 
     # The whole of it

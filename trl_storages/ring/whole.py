@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from trl_storages.functional.draws import random_noise
-from trl_storages.kernels.ring_tables import RingTables
 
 if TYPE_CHECKING:
     from trl_storages.ring.answers import EpisodeAnswers
@@ -22,14 +21,15 @@ _PATIENCE = 32
 
 
 def draw_whole_episodes(
-    index: EpisodeAnswers, ring: RingTables, n: int, generator: torch.Generator | None
+    index: EpisodeAnswers, n: int, generator: torch.Generator | None
 ) -> torch.Tensor | None:
     """Draws `n` whole episodes uniformly with replacement, at a cost that no episode adds to.
 
     Returns:
         `[n]` int64 slots of their first rows, or None if it was out of luck.
     """
-    most_live, room, begun = index.steps_per_lane, index.ring_steps, ring.lanes[:, 1]
+    ring, most_live, room = index.ring, index.steps_per_lane, index.ring_steps
+    begun = ring.lanes[:, 1]
     lanes = torch.arange(index.num_envs, device=index.device)
     # Live episodes of a lane bear the numbers `oldest .. begun - 1`.
     start = index.tails

@@ -303,7 +303,7 @@ class Stacks:
         bounds = zip(episodes.host_tails.tolist(), episodes.host_steps.tolist(), strict=True)
         frames = torch.zeros_like(self._past)
         for lane, (tail, cursor) in enumerate(bounds):
-            first = cursor - len(kept.lanes[lane][0])
+            first = cursor - len(kept.lanes[lane].slots)
             step = np.arange(first - num_past, first)
             new = torch.from_numpy((step - first) % num_past * episodes.num_envs + lane)
             slots = step % episodes.ring_steps * episodes.num_envs + lane
