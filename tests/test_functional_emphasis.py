@@ -12,7 +12,6 @@ from trl_storages.functional.emphasis import (
     ReturnTrend,
     advance_trend,
     improvement_eta,
-    linear_eta,
     mean_slope,
     window_size,
 )
@@ -106,12 +105,6 @@ def test_window_never_waits_for_the_gpu(simulated_gpu, reference):
     window = window_size(rows, eta=0.99, update=1, num_updates=2, c_min=3, reference_rows=reference)
     assert window.device == simulated_gpu
     assert window.dtype is torch.int64
-
-
-@pytest.mark.requirement("ere-eta")
-def test_linear_eta_by_hand():
-    line = [linear_eta(t, 4, initial=0.5, final=1.0) for t in range(6)]
-    assert line == [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
 
 
 @pytest.mark.requirement("ere-eta")

@@ -60,17 +60,11 @@ def _frame_stack(name: str, value: Any) -> int | Mapping[NestedKey, FrameStack]:
     }
 
 
-def _by_its_part(name: str, value: Any) -> Any:
-    """Leaves the check to the writer or recorder that is given the option."""
-    del name
-    return value
-
-
 class Option(NamedTuple):
-    """What an option is where it is left out, and how it is checked where it is not."""
+    """What an option is where it is left out, and how it is checked; None leaves that to its part."""
 
     default: Any
-    check: Check = _by_its_part
+    check: Check | None = None
 
 
 _COUNT = partial(arguments.integer, at_least=1)

@@ -30,7 +30,7 @@ from trl_storages.kernels.sharing import (
 from trl_storages.ring import EpisodeIndex
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import PriorityWords
+    from trl_storages.kernels.device import PriorityWords
 
 __all__ = ["State", "Track", "Words"]
 

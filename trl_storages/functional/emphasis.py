@@ -15,7 +15,6 @@ __all__ = [
     "ReturnTrend",
     "advance_trend",
     "improvement_eta",
-    "linear_eta",
     "mean_slope",
     "window_size",
 ]
@@ -67,29 +66,6 @@ def window_size(
         window = num_rows.double().mul_(share).long().clamp_(min=c_min)
         return torch.minimum(window, num_rows)
     return num_rows.clamp(max=max(int(reference_rows * share), c_min))
-
-
-def linear_eta(step: float, num_steps: float, *, initial: float, final: float = 1.0) -> float:
-    """Anneals η on a straight line, and holds it at the end.
-
-        η_t = η_0 + (η_T - η_0) · min(t / T, 1)
-
-    TorchRL's `LinearScheduler` on a sampler's `eta` walks the same line.
-
-    Args:
-        step: t, the steps made.
-        num_steps: T, the steps of the whole line.
-        initial: η_0.
-        final: η_T; 1 ends at uniform draws.
-
-    Reference: Wang & Ross 2019, arXiv:1906.04009.
-
-    >>> linear_eta(250, 1000, initial=0.996)
-    0.997
-    """
-    if step >= num_steps:
-        return final
-    return initial + (final - initial) * (step / num_steps)
 
 
 class ReturnTrend(NamedTuple):

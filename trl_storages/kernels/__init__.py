@@ -16,16 +16,7 @@ import torch
 from trl_storages.callers import warn_caller
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device import Commits as Commits
-    from trl_storages.kernels.device import FrameTable as FrameTable
-    from trl_storages.kernels.device import MarkedRows as MarkedRows
-    from trl_storages.kernels.device import NewRows as NewRows
-    from trl_storages.kernels.device import PriorityWords as PriorityWords
-    from trl_storages.kernels.device import RawPriorities as RawPriorities
-    from trl_storages.kernels.device import Ring as Ring
-    from trl_storages.kernels.device import RowTable as RowTable
-    from trl_storages.kernels.device import SharedTable as SharedTable
-    from trl_storages.kernels.device import SumTree as SumTree
+    from trl_storages.kernels import device as tensor_operations
 
 __all__ = ["Backend", "backend"]
 
@@ -36,16 +27,16 @@ _CHOICES = ("numba", "torch")
 class Backend(Protocol):
     """What both modules have, as type checkers see it: the classes of `device` stand for both."""
 
-    Commits: type[Commits]
-    FrameTable: type[FrameTable]
-    MarkedRows: type[MarkedRows]
-    NewRows: type[NewRows]
-    PriorityWords: type[PriorityWords]
-    RawPriorities: type[RawPriorities]
-    Ring: type[Ring]
-    RowTable: type[RowTable]
-    SharedTable: type[SharedTable]
-    SumTree: type[SumTree]
+    Commits: type[tensor_operations.Commits]
+    FrameTable: type[tensor_operations.FrameTable]
+    MarkedRows: type[tensor_operations.MarkedRows]
+    NewRows: type[tensor_operations.NewRows]
+    PriorityWords: type[tensor_operations.PriorityWords]
+    RawPriorities: type[tensor_operations.RawPriorities]
+    Ring: type[tensor_operations.Ring]
+    RowTable: type[tensor_operations.RowTable]
+    SharedTable: type[tensor_operations.SharedTable]
+    SumTree: type[tensor_operations.SumTree]
 
     def checksums(
         self, rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor

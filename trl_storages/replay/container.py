@@ -33,7 +33,14 @@ from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import Heard
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.options import ONE_FORM, Parameter, check_goals, check_options, goal_keys
+from trl_storages.replay.options import (
+    ONE_FORM,
+    OPTIONS,
+    Parameter,
+    check_goals,
+    checked,
+    goal_keys,
+)
 from trl_storages.replay.remote import in_actor
 from trl_storages.replay.saving import Parts, fit_drawn_ahead, read_generator, saved_generator
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
@@ -135,7 +142,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
     ) -> None:
         parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts["recorder"] = recorder
-        given = check_options(type(self).__name__, parts | kwargs)
+        given = checked(type(self).__name__, parts | kwargs, OPTIONS, OPTIONS)
         given["sampler"] = UniformSampler if sampler is None else sampler
         given["writer"] = EpisodeWriter if writer is None else writer
         recorder = given.pop("recorder")

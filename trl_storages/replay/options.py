@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
@@ -21,10 +21,10 @@ from trl_storages.transforms import parts_of
 
 __all__ = [
     "ONE_FORM",
+    "OPTIONS",
     "Check",
     "Parameter",
     "check_goals",
-    "check_options",
     "check_sample_unit",
     "checked",
     "goal_keys",
@@ -56,12 +56,6 @@ def check_sample_unit(name: str, value: Any) -> SampleUnit | None:
     return arguments.optional(arguments.instance, name, value, SampleUnit, what=what)
 
 
-def _as_given(name: str, value: Any) -> Any:
-    """Leaves the check to TorchRL."""
-    del name
-    return value
-
-
 def _part(kind: type, *, is_needed: bool = False) -> Check:
     """Returns the check of a part, or of a function that makes one."""
 
@@ -74,7 +68,8 @@ def _part(kind: type, *, is_needed: bool = False) -> Check:
     return check
 
 
-_OPTIONS: dict[str, Check] = {
+#: The parts of a storage, and what TorchRL's replay buffers may be asked for too.
+OPTIONS: dict[str, Check | None] = {
     "storage": _part(Storage, is_needed=True),
     "sampler": _part(Sampler),
     "writer": _part(Writer),
@@ -86,7 +81,7 @@ _OPTIONS: dict[str, Check] = {
     "batch_size": partial(arguments.optional, arguments.integer, at_least=1),
     "checkpointer": _refused(None, ONE_FORM),
     "collate_fn": partial(arguments.optional, arguments.function, what="of rows, or None"),
-    "compilable": _as_given,
+    "compilable": None,
     "consume_after_n_samples": _refused(
         None,
         "rows leave in the order in which they came, so that episodes stay in one piece; use TorchRL's "
@@ -106,12 +101,12 @@ _OPTIONS: dict[str, Check] = {
     "prefetch": partial(arguments.optional, arguments.integer),
     "priority_key": arguments.key,
     "sample_unit": check_sample_unit,
-    "service_backend": _as_given,
-    "service_backend_options": _as_given,
+    "service_backend": None,
+    "service_backend_options": None,
     "shared": arguments.flag,
-    "transform_factory": _as_given,
-    "transport": _as_given,
-    "transport_options": _as_given,
+    "transform_factory": None,
+    "transport": None,
+    "transport_options": None,
 }
 
 
@@ -148,25 +143,18 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
         )
 
 
-def check_options(made: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks parts of a storage, and what TorchRL's replay buffers may be asked for too; see `checked`.
-
-    Args:
-        made: what is made, for messages.
-        given: as they came.
-    """
-    return checked(made, given, _OPTIONS, [*_OPTIONS])
-
-
 def checked(
-    made: str, options: Mapping[str, Any], checks: Mapping[str, Check], names: Sequence[str]
+    made: str,
+    options: Mapping[str, Any],
+    checks: Mapping[str, Check | None],
+    names: Collection[str],
 ) -> dict[str, Any]:
     """Returns options as what is meant by them.
 
     Args:
         made: what is made, for messages.
         options: as they came.
-        checks: of each option that there is.
+        checks: of each option that there is; None leaves it to who is given the option.
         names: what may be asked for, for messages.
 
     Raises:
@@ -176,7 +164,11 @@ def checked(
     for name in options:
         if name not in checks:
             raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}")
-    return {name: checks[name](name, value) for name, value in options.items()}
+    found = {}
+    for name, value in options.items():
+        check = checks[name]
+        found[name] = value if check is None else check(name, value)
+    return found
 
 
 Value = TypeVar("Value")

@@ -27,7 +27,7 @@ from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import shown
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
+    from trl_storages.kernels.device import NewRows, RowTable
 
 __all__ = ["EpisodeIndex", "Kept", "LaneRows", "episodes_of"]
 

@@ -32,6 +32,7 @@ from trl_storages.keys import (
 from trl_storages.rows.entries import Nested
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.views import Views
+from trl_storages.saved import DTYPES, dtype_name
 
 __all__ = ["Field", "Layout"]
 
@@ -84,7 +85,7 @@ class Field:
 
     def __str__(self) -> str:
         stacked = "" if self.stack is None else f" of {self.stack.num_frames} frames"
-        return f"{_name(self.dtype)} {list(self.shape)}{stacked}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}{stacked}"
 
 
 class Layout:
@@ -136,7 +137,7 @@ class Layout:
             if dtype not in _STORABLE:
                 raise TypeError(
                     f"{key!r} must have a dtype that rows can hold, one of "
-                    f"{sorted(map(_name, _STORABLE))}, got {_name(dtype)}."
+                    f"{sorted(map(dtype_name, _STORABLE))}, got {dtype_name(dtype)}."
                 )
         described.sort(key=lambda field: (-field[1].itemsize, field[0][0] == "next"))
         # 16-byte elements (complex128) need rows that are a multiple of their size.
@@ -382,8 +383,8 @@ class Layout:
             )
         if entry.dtype is not field.dtype:
             raise TypeError(
-                f"{key!r} must be {_name(field.dtype)} as in the rows already laid out, got "
-                f"{_name(entry.dtype)}; convert it before it is written, or make the storage of the "
+                f"{key!r} must be {dtype_name(field.dtype)} as in the rows already laid out, got "
+                f"{dtype_name(entry.dtype)}; convert it before it is written, or make the storage of the "
                 "specs of the environment that collects (env.observation_spec, env.action_spec)."
             )
         is_code = not field.shape and entry.shape[:-1] == batch_size
@@ -407,13 +408,13 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
         sharing = self.framed.sharing
-        header = {} if sharing is None else {"header": _name(sharing.header_dtype)}
+        header = {} if sharing is None else {"header": dtype_name(sharing.header_dtype)}
         return header | {
             "row_nbytes": self.row_nbytes,
             "fields": [
                 {
                     "key": [field.key] if isinstance(field.key, str) else list(field.key),
-                    "dtype": _name(field.dtype),
+                    "dtype": dtype_name(field.dtype),
                     "shape": list(field.shape),
                     **({} if field.stack is None else {"stack": asdict(field.stack)}),
                 }
@@ -444,7 +445,7 @@ class Layout:
             layout = cls(
                 {
                     _key(field["key"]): (
-                        _DTYPES[field["dtype"]],
+                        DTYPES[field["dtype"]],
                         _shape(field["shape"]),
                         *([FrameStack(**field["stack"])] if "stack" in field else []),
                     )
@@ -485,12 +486,6 @@ _STORABLE = frozenset(
         torch.float8_e8m0fnu,
     }
 )
-
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
 
 _HEADERS = {"int32": torch.int32, "int64": torch.int64}
 
@@ -537,7 +532,3 @@ def _shape(sizes: Any) -> list[int]:
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"a shape must be a list of sizes, got {sizes!r}")
     return sizes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

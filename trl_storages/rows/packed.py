@@ -40,24 +40,16 @@ from trl_storages.saved import SavedPart, copy_in_pieces
 from trl_storages.signatures import shown
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
+    from trl_storages.kernels.device import NewRows, RowTable
 
 __all__ = ["PackedStorage", "check_writable", "files_of"]
 
 Batch = TypeVar("Batch")
 
-_NO_EPISODES = (
-    "the rows of a directory are written by an EpisodeWriter, which keeps their episodes: pass "
-    "writer=EpisodeWriter(num_envs) to the replay buffer, and write through it."
-)
-_NO_STACKS = (
-    "rows that lend their frames to those after them are written once, by an EpisodeWriter, and never "
-    "changed in place: pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new "
-    "rows."
-)
 _NO_WRITER = (
-    "with share_next=True rows are written by an EpisodeWriter, which knows what follows: pass "
-    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it."
+    "rows that are in a directory, that lend their frames to those after them, or that share next "
+    "observations are written once, by an EpisodeWriter, and never changed in place: pass "
+    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new rows."
 )
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
@@ -392,8 +384,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
-        described = Layout.of(tensors_of(data), data.ndim, nested_sizes(data, data.ndim)).described
-        self._allocate(self._layout_of(described, nested_sizes(data, data.ndim)))
+        nested = nested_sizes(data, data.ndim)
+        self._allocate(self._first_layout(tensors_of(data), data.ndim, nested))
 
     def _layout_of(self, fields: Mapping[NestedKey, Any], nested: Nested = ()) -> Layout:
         """Lays fields out as they are stored here."""
@@ -423,11 +415,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
             framed = layout.framed
-            if layout.stacks and self.episodes is None:
-                raise RuntimeError(_NO_STACKS)
+            if (layout.stacks or framed.sharing is not None) and self.episodes is None:
+                raise RuntimeError(_NO_WRITER)
             if framed.sharing is not None:
-                if self.episodes is None:
-                    raise RuntimeError(_NO_WRITER)
                 size, num_lanes = framed.sharing.shared_words, self.episodes.num_envs
                 self._side = SideTable.in_memory(self.max_size, num_lanes, size, self.device)
             try:
@@ -443,7 +433,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._adopt(layout, rows)
             return
         if self.episodes is None:
-            raise RuntimeError(_NO_EPISODES)
+            raise RuntimeError(_NO_WRITER)
         num_lanes = self.episodes.num_envs
         self._write_to(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
@@ -557,14 +547,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def check_in_memory(self) -> None:
         """Raises a RuntimeError if rows are written once: in a directory, or with stacks of frames."""
         self.check_writable()
-        if self.is_durable:
-            raise RuntimeError(
-                f"the rows in {self.scratch_dir} are written once, by an EpisodeWriter, and never "
-                "changed in place: extend the replay buffer with new ones, whose writer must be "
-                "EpisodeWriter(num_envs)."
-            )
-        if self.past_steps:
-            raise RuntimeError(_NO_STACKS)
+        if self.is_durable or self.past_steps:
+            raise RuntimeError(_NO_WRITER)
 
     def stage(
         self,
@@ -703,25 +687,20 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Returns the transitions at `index`.
 
         Args:
-            index: int64 slots of any shape B, for one gather into new memory; anything else that
-                TorchRL's storages take (int, slice, mask, list) reads through the views.
+            index: int64 slots of any shape B, or anything else that TorchRL's storages take: an int, a
+                slice, a mask, a list.
 
         Returns:
-            TensorDict of batch size B.
+            TensorDict of batch size B, in new memory.
         """
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
-        is_plain = isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim
-        if (self.is_durable or self.share_next or self.stacks is not None) and not is_plain:
-            # TorchRL would look below the length, and a directory has more slots than rows; and at views,
-            # which show what is stored in the rows only.
-            index = torch.arange(len(self.rows if self.is_durable else self), device=self.device)[
-                index
-            ]
-            return self.layout.tensordict(self.gather(index.reshape(-1))).reshape(index.shape)  # type: ignore
-        if is_plain:
+        if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
-        return super().get(index)
+        # A directory has more slots than rows.
+        size = len(self.rows if self.is_durable else self)
+        slots = torch.arange(size, device=self.device)[index]
+        return self.layout.tensordict(self.gather(slots.reshape(-1))).reshape(slots.shape)  # type: ignore
 
     @property
     def is_sent_away(self) -> bool:
@@ -856,7 +835,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if not (is_restacked := saved.is_restacked(own)):
                 self._check_layout(saved.layout)
             if saved.layout.stacks and self.episodes is None:
-                raise RuntimeError(_NO_STACKS)
+                raise RuntimeError(_NO_WRITER)
             num_slots = self.max_size if self.directory is None else len(self.directory.words.rows)
             saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
             if is_restacked:

@@ -23,7 +23,7 @@ from trl_storages.rows.staging import stage
 from trl_storages.saved import SavedState
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import Commits, RowTable
+    from trl_storages.kernels.device import Commits, RowTable
 
 __all__ = ["Moved", "SavedRows", "named_entries", "table_of"]
 

@@ -22,7 +22,7 @@ from trl_storages.ring.index import Kept
 from trl_storages.rows.layout import Field, Layout
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
+    from trl_storages.kernels.device import NewRows, RowTable
 
 __all__ = ["Evicted", "Stacks", "framed_rows"]
 

@@ -18,7 +18,7 @@ from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import framed_rows
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows
+    from trl_storages.kernels.device import NewRows
 
 __all__ = ["StepBlock", "as_array", "pairs_of", "rows_of_flags", "stage"]
 

@@ -22,7 +22,14 @@ from trl_storages import arguments
 from trl_storages.progress_bar import tracker
 from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, parse_json
 
-__all__ = ["copy_in_pieces", "forget_state", "read_state", "write_state"]
+__all__ = [
+    "DTYPES",
+    "copy_in_pieces",
+    "dtype_name",
+    "forget_state",
+    "read_state",
+    "write_state",
+]
 
 _PIECE = 1 << 26  # bytes that are copied at once
 _STATE = "state.json"
@@ -31,11 +38,15 @@ _LARGEST = 2**63 - 1
 #: What a value that JSON does not know is described by: the key of its kind.
 _KIND = "$"
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", None)
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name by which JSON and messages know a dtype, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+#: The dtypes by their names.
+DTYPES = {dtype_name(it): it for it in vars(torch).values() if isinstance(it, torch.dtype)}
 
 
 def _file_of(number: int) -> str:
@@ -122,9 +133,8 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
             return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
         case torch.Tensor() if value.layout is torch.strided:
             tensors.append(value)
-            dtype = str(value.dtype).removeprefix("torch.")
-            number = len(tensors) - 1
-            return {_KIND: "tensor", "dtype": dtype, "shape": [*value.shape], "file": number}
+            kind = {_KIND: "tensor", "dtype": dtype_name(value.dtype)}
+            return {**kind, "shape": [*value.shape], "file": len(tensors) - 1}
         case TensorDictBase():
             device = None if value.device is None else str(value.device)
             entries = {key: value.get(key) for key in value.keys()}  # noqa: SIM118
@@ -271,9 +281,9 @@ class _Directory:
     def _tensor(self, dtype: Any, shape: Any, file: Any) -> torch.Tensor:
         """Maps raw numbers, to be read: what is written to the tensor goes nowhere."""
         size = self._size(shape)
-        if dtype not in _DTYPES or type(file) is not int:
+        if dtype not in DTYPES or type(file) is not int:
             raise TypeError("must have a dtype and the number of a file")
-        kind, name = _DTYPES[dtype], _file_of(file)
+        kind, name = DTYPES[dtype], _file_of(file)
         needed = math.prod(size) * kind.itemsize
         if not needed:
             return torch.empty(size, dtype=kind)

@@ -16,7 +16,7 @@ from trl_storages.keys import DONE, MASK, done_beside
 from trl_storages.rows import Layout
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows
+    from trl_storages.kernels.device import NewRows
 
 __all__ = [
     "check_flags",

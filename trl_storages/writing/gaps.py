@@ -23,7 +23,7 @@ from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows, RowTable
+    from trl_storages.kernels.device import NewRows, RowTable
 
 __all__ = ["GapWatch", "OnGap"]
 

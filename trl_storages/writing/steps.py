@@ -27,7 +27,7 @@ from trl_storages.writing.compact import with_next
 from trl_storages.writing.gaps import GapWatch
 
 if TYPE_CHECKING:
-    from trl_storages.kernels import NewRows
+    from trl_storages.kernels.device import NewRows
 
 __all__ = ["Fields", "Steps"]
 
