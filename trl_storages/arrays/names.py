@@ -21,7 +21,6 @@ __all__ = [
     "Entries",
     "as_dictionary",
     "as_flags",
-    "check_flags",
     "ends_of",
     "last_rows",
     "likely_ends",
@@ -70,8 +69,9 @@ class Entries(NamedTuple):
     next_observations: dict[NestedKey, Values]
     """By the key of the observation; empty where the next row holds them."""
     actions: dict[NestedKey, Values]
+    rewards: Values | None
     flags: dict[str, Values]
-    """Rewards and all that says where episodes end, by role."""
+    """What says where episodes end, by role."""
     others: dict[NestedKey, Values]
     names: dict[str, str]
     """What the data call each role that is there."""
@@ -151,7 +151,7 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
         roles["step_types"] = [int(value) for value in roles["step_types"]]
     flags = {role: _array(value, f"{argument}[{names[role]!r}]") for role, value in roles.items()}
     _sort_goals(others, observations, after)
-    return Entries(observations, after, actions, flags, others, names)
+    return Entries(observations, after, actions, flags.pop("rewards", None), flags, others, names)
 
 
 def may_be_flags(data: Mapping[str, Any]) -> list[str]:
@@ -239,7 +239,9 @@ class Ends(NamedTuple):
         return found
 
 
-def ends_of(flags: Mapping[str, Any], ends: np.ndarray | None, num_rows: int) -> Ends:
+def ends_of(
+    flags: Mapping[str, np.ndarray], ends: np.ndarray | None, num_rows: int, *, has_rewards: bool
+) -> Ends:
     """Reads flags by their role.
 
     `terminals` are terminal states, but for OGBench's data (which have `masks`, or `valids`, or neither
@@ -247,23 +249,24 @@ def ends_of(flags: Mapping[str, Any], ends: np.ndarray | None, num_rows: int) ->
     kind where other flags tell terminal states apart, and terminal states where none do.
 
     Args:
-        flags: role -> `[N]` array; of rewards it only matters whether they are there.
+        flags: role -> `[N]` bool; of step types int64.
         ends: `[N]` bool, further ends; or None.
         num_rows: N.
+        has_rewards: whether the data hold rewards.
     """
-    read = {role: as_flags(flag) for role, flag in flags.items() if role != "rewards"}
     nothing = np.zeros(num_rows, bool)
-    terminals, timeouts = read.get("terminals", nothing), read.get("timeouts", nothing)
-    dones, masks, valids = read.get("dones", nothing), read.get("masks"), read.get("valids")
-    steps = np.asarray(flags.get("step_types", nothing)).reshape(-1)
-    is_ogbench = masks is not None or valids is not None or not {"rewards", "timeouts"} & {*flags}
+    terminals, timeouts = flags.get("terminals", nothing), flags.get("timeouts", nothing)
+    dones, masks, valids = flags.get("dones", nothing), flags.get("masks"), flags.get("valids")
+    steps = flags.get("step_types", nothing)
+    is_alone = not has_rewards and "timeouts" not in flags
+    is_ogbench = masks is not None or valids is not None or is_alone
     marked = nothing if ends is None else ends
     terminated = steps == _TERMINAL
     if is_ogbench:
         marked = marked | terminals
     else:
         terminated = terminated | terminals
-    if "terminals" in read or masks is not None or "step_types" in read:
+    if "terminals" in flags or masks is not None or "step_types" in flags:
         marked = marked | dones
     else:
         terminated = terminated | (dones & ~timeouts)
@@ -311,15 +314,18 @@ def last_rows(done: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(last[::-1])[::-1]
 
 
-def as_flags(value: Any) -> np.ndarray:
-    """Returns flags as `[N]` bool."""
-    array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    found: np.ndarray = array.reshape(-1) != 0
-    return found
+def as_flags(name: str, value: Any, num_rows: int) -> np.ndarray:
+    """Returns flags, False or True or 0 or 1 of any dtype, as `[N]` bool.
 
-
-def check_flags(name: str, value: Any) -> None:
-    """Raises a ValueError unless each value is a flag: False or True, or 0 or 1 of any dtype."""
+    Raises:
+        ValueError: there is not one for each of N rows, or one is another number.
+    """
     array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.size != num_rows:
+        raise ValueError(
+            f"{name} must be one flag for each of {num_rows} steps, got the shape {list(array.shape)}."
+        )
     if array.dtype != bool and (strange := array[(array != 0) & (array != 1)]).size:
         raise ValueError(f"{name} must be flags, 0 or 1, got {strange.flat[0]}.")
+    found: np.ndarray = array.reshape(-1) != 0
+    return found

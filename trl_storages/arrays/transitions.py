@@ -18,7 +18,6 @@ from trl_storages.arrays.names import (
     Entries,
     as_dictionary,
     as_flags,
-    check_flags,
     ends_of,
     last_rows,
     may_be_flags,
@@ -98,11 +97,19 @@ class Transitions:
             data, ends = {name: data[name] for name in data if name != ends}, data[ends]
         entries = sort_entries(data, argument)
         num_rows = _num_rows(entries, argument)
+        flags = {
+            role: value
+            if role == "step_types"
+            else as_flags(f"{argument}[{entries.names[role]!r}]", value, num_rows)
+            for role, value in entries.flags.items()
+        }
         #: Whether anything tells where episodes end.
-        self.has_ends = ends is not None or not {*entries.flags} <= {"rewards"}
+        self.has_ends = ends is not None or bool(flags)
+        #: Whether the data hold rewards.
+        self.has_rewards = entries.rewards is not None
         if ends is not None:
-            ends = _ends("ends", ends, num_rows)
-        if "rewards" not in entries.flags and goal_fn is None:
+            ends = as_flags("ends", arguments.values("ends", ends), num_rows)
+        if not self.has_rewards and goal_fn is None:
             raise KeyError(
                 f"{argument} must have the entry 'rewards'; there are {sorted(map(str, data))}. Of data "
                 "for goals alone, trl_storages.datasets.from_arrays(..., goal_fn=...) makes transitions."
@@ -111,7 +118,8 @@ class Transitions:
         self._fields = {} if fields is None else fields
         self._columns: dict[NestedKey, _Column] = {}
         self._lay_out(entries)
-        self._choose_rows(ends_of(entries.flags, ends, num_rows), entries.flags.get("valids"))
+        ends = ends_of(flags, ends, num_rows, has_rewards=self.has_rewards)
+        self._choose_rows(ends, flags.get("valids", np.ones(num_rows, bool)))
         if not len(self):
             raise ValueError(
                 f"{argument} must hold a transition at least, got {num_rows} rows of none."
@@ -142,8 +150,8 @@ class Transitions:
             self._add(next_key(key), after.get(key, values), is_next=not after)
         for key, values in (*entries.actions.items(), *entries.others.items()):
             self._add(key, values)
-        if "rewards" in entries.flags:
-            self._add(REWARD, entries.flags["rewards"])
+        if self.has_rewards:
+            self._add(REWARD, entries.rewards)
         if self._goal_fn is not None:
             if goals := {ACHIEVED_GOAL, DESIRED_GOAL} & {*self._columns}:
                 raise ValueError(
@@ -167,9 +175,8 @@ class Transitions:
                 dtype = known[0]
         self._columns[key] = _Column(values, is_next, (dtype, shape))
 
-    def _choose_rows(self, ends: Ends, valids: Any) -> None:
-        """Finds the rows that are transitions."""
-        kept = np.ones(len(ends.terminated), bool) if valids is None else as_flags(valids)
+    def _choose_rows(self, ends: Ends, kept: np.ndarray) -> None:
+        """Finds the rows that are transitions, among those that are kept."""
         self._has_following = any(column.is_next for column in self._columns.values())
         if self._has_following:
             kept = kept & (~ends.leads_nowhere | ends.terminated)
@@ -180,11 +187,6 @@ class Transitions:
         if self._has_following:
             self._following = self._rows + ~ends.leads_nowhere[self._rows]
         self._last = None if self._goal_fn is None else last_rows(self.done)
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether the data hold rewards."""
-        return REWARD in self._columns
 
     @property
     def done(self) -> np.ndarray:
@@ -281,12 +283,13 @@ def _num_rows(entries: Entries, argument: str) -> int:
     Raises:
         ValueError: lengths differ.
     """
+    rewards = {} if entries.rewards is None else {"rewards": entries.rewards}
     groups = (
         entries.observations,
         {("next", key): value for key, value in entries.next_observations.items()},
         entries.actions,
         entries.others,
-        {entries.names[role]: value for role, value in entries.flags.items()},
+        {entries.names[role]: value for role, value in {**rewards, **entries.flags}.items()},
     )
     lengths = {key: len(value) for group in groups for key, value in group.items()}
     if len({*lengths.values()}) > 1:
@@ -294,31 +297,7 @@ def _num_rows(entries: Entries, argument: str) -> int:
             f"the entries of {argument} must have one row for each step, got the lengths "
             f"{lengths}; leave out what is not of steps."
         )
-    num_rows = next(iter(lengths.values()))
-    for role, value in entries.flags.items():
-        if role == "rewards":
-            continue
-        name = f"{argument}[{entries.names[role]!r}]"
-        if np.prod(value.shape) != num_rows:
-            raise ValueError(
-                f"{name} must be one flag for each of {num_rows} steps, got the shape "
-                f"{list(value.shape)}."
-            )
-        if role != "step_types":
-            check_flags(name, value)
-    return num_rows
-
-
-def _ends(argument: str, value: Any, num_rows: int) -> np.ndarray:
-    """Returns `[N]` bool."""
-    flags = arguments.values(argument, value)
-    if flags.dtype.is_complex or flags.numel() != num_rows:
-        raise ValueError(
-            f"{argument} must be one flag for each of {num_rows} steps, got {flags.dtype} "
-            f"{list(flags.shape)}."
-        )
-    check_flags(argument, flags)
-    return as_flags(flags)
+    return next(iter(lengths.values()))
 
 
 def _taken(column: _Column, rows: np.ndarray) -> torch.Tensor:

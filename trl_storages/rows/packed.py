@@ -414,12 +414,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self._sharing_process not in (None, os.getpid()):
             raise RuntimeError(_NO_SHARED_LAYOUT)
         if self.scratch_dir is None:
-            framed = layout.framed
-            if (layout.stacks or framed.sharing is not None) and self.episodes is None:
+            sharing, episodes = layout.framed.sharing, self.episodes
+            if episodes is None and (layout.stacks or sharing is not None):
                 raise RuntimeError(_NO_WRITER)
-            if framed.sharing is not None:
-                size, num_lanes = framed.sharing.shared_words, self.episodes.num_envs
-                self._side = SideTable.in_memory(self.max_size, num_lanes, size, self.device)
+            if episodes is not None and sharing is not None:
+                lanes = self.max_size, episodes.num_envs
+                self._side = SideTable.in_memory(*lanes, sharing.shared_words, self.device)
             try:
                 rows = zeros(self.max_size, layout.stored_words, device=self.device)
             except MemoryError as error:
