@@ -4,6 +4,7 @@ import builtins
 import enum
 import math
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -798,6 +799,40 @@ def test_rows_that_minari_cannot_hold(monkeypatch, tmp_path):
     assert not minari.list_local_datasets()
     with pytest.raises(RuntimeError, match="is empty"):
         to_minari(UniformReplayStorage(Box(-1, 1), Box(-1, 1), storage_size=3), "empty-v0")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_minari_of_a_reader_whose_episodes_are_replaced_while_they_are_written_out(
+    monkeypatch, tmp_path
+):
+    minari = minari_home(monkeypatch, tmp_path)
+    spaces = Box(0, 999, (1,)), Box(-1, 1, (1,))
+    writer = UniformReplayStorage(*spaces, storage_size=10, path=tmp_path / "rows", on_gap="ignore")
+
+    def act(first):
+        for step in range(first, first + 5):
+            before, after = (np.full(1, number, np.float32) for number in (step, step + 1))
+            writer.record(before, np.zeros(1, "f"), 0.0, step == first + 4, False, {}, after)
+
+    act(10)
+    act(20)
+    reader = ReplayStorage.open(tmp_path / "rows", mode="r")
+    assert len(to_minari(reader, "whole-v0")) == 2
+    module = sys.modules["trl_storages.datasets.to_minari"]
+    check = module._Episodes.check
+    # Nothing lies where the episodes were, or others do.
+    for number, num_episodes in enumerate((3, 40)):
+
+        def check_and_act(episodes, group, number=number, num_episodes=num_episodes):
+            check(episodes, group)
+            for episode in range(num_episodes):
+                act(30 + 5 * (number * 10 + episode))
+
+        monkeypatch.setattr(module._Episodes, "check", check_and_act)
+        with pytest.raises(RuntimeError, match="some were replaced meanwhile: pause what writes"):
+            to_minari(reader, "replaced-v0")
+    assert [*minari.list_local_datasets()] == ["whole-v0"]
+    writer.close()
 
 
 def test_minari_that_is_not_installed(monkeypatch):

@@ -65,7 +65,8 @@ def to_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        RuntimeError: the storage is empty.
+        RuntimeError: the storage is empty; or its episodes are replaced meanwhile, by another process or
+            thread. Of a dataset what was written until then stays.
         ValueError: a space must be given, or a row does not begin with the observation that the row
             before it led to: Minari stores both as one. Nothing is written then.
     """
@@ -112,6 +113,7 @@ class _Episodes:
         self._storage = storage
         table = storage.episodes.episodes()
         self._first, self._length = table["first"], table["length"].tolist()
+        self._first_steps = storage.episodes.steps(self._first)
         #: Numbers of episodes that are read at once.
         self.groups = grouped(self._length)
         row = storage[self._first[:1]]
@@ -149,7 +151,17 @@ class _Episodes:
             index.shift(self._first[at], torch.arange(self._length[at], device=index.device))
             for at in group
         ]
-        rows = self._storage[torch.cat(slots)].cpu()
+        try:
+            rows = self._storage[torch.cat(slots)].cpu()
+            # Other rows may lie there by now. The first ones are replaced first.
+            is_there = torch.equal(index.steps(self._first[group]), self._first_steps[group])
+        except IndexError:
+            is_there = False
+        if not is_there:
+            raise RuntimeError(
+                "storage must keep its episodes until they are written out, and some were replaced "
+                "meanwhile: pause what writes to it, or write out a copy (dumps, and loads elsewhere)."
+            )
         yield from rows.split([self._length[at] for at in group])
 
     def check(self, group: Sequence[int]) -> None:
