@@ -646,6 +646,10 @@ def test_names_that_sampling_sets_are_refused(key, tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"got {re.escape(repr(key))}, .*rename it in its"):
             make("UniformReplayStorage", **{**plain, **given}, path=tmp_path / "rows")
+    with pytest.raises(ValueError, match=rf"got {re.escape(repr(key))}, .*rename it in its"):
+        trl_storages.PackedStorage(
+            5, fields={key: (torch.float32, (2,))}, scratch_dir=tmp_path / "rows"
+        )
     assert not [*tmp_path.iterdir()]
 
 

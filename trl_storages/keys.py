@@ -30,6 +30,7 @@ __all__ = [
     "TRAJECTORY_IDS",
     "TRUNCATED",
     "VALIDITY_MASK",
+    "check_storable",
     "continued_keys",
     "done_beside",
     "goal_entries",
@@ -37,6 +38,7 @@ __all__ = [
     "leaves",
     "nested",
     "next_key",
+    "overlapping",
     "shared_keys",
 ]
 
@@ -93,6 +95,31 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
         return GOAL_INDEX, HER_MASK
     *path, name = key_path(goal_key)
     return unravel_key((*path, f"{name}_index")), unravel_key((*path, f"{name}_mask"))
+
+
+def check_storable(key: NestedKey) -> None:
+    """Raises a ValueError if batches have something else under a key."""
+    if (other := overlapping(key, SET_BY_SAMPLING)) is not None:
+        raise ValueError(
+            f"a stored field must not have a name that sampling sets in batches, got {key!r}, where "
+            f"they have {other!r} of their own: rename it in its space, info_keys, "
+            "extra_fields, fields or data."
+        )
+
+
+def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None:
+    """Returns the key among others that can't be beside `key`, or None.
+
+    >>> overlapping(("next", "reward"), ["next"]), overlapping("reward", [("next", "reward")])
+    ('next', None)
+    """
+    path = key_path(key)
+    for other in map(key_path, others):
+        # A key that is the beginning of another one would be a tensor and a branch at once.
+        shared = min(len(path), len(other))
+        if path[:shared] == other[:shared]:
+            return unravel_key(other)
+    return None
 
 
 def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:

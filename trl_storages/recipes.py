@@ -22,7 +22,6 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, choices_of, transition_fields
-from trl_storages.gym.fields import check_storable
 from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
@@ -181,8 +180,6 @@ class UniformReplayStorage(ReplayStorage):
         if taken := {*further} & {*stored} - {keys.REWARD}:
             raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
         stored |= further
-        for key in stored:
-            check_storable(key)
         for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
             stored[key] = (*fields[key], stack)
         # An info may be stored at the root and under `next`, and is the same at both.

@@ -1,6 +1,6 @@
 """Which fields a transition has, read off gymnasium spaces or TorchRL specs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -15,12 +15,12 @@ from trl_storages.keys import (
     DONE,
     OBSERVATION,
     REWARD,
-    SET_BY_SAMPLING,
     TERMINATED,
     TRUNCATED,
     key_path,
     leaves,
     next_key,
+    overlapping,
 )
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Field",
     "InfoKeys",
     "check_free",
-    "check_storable",
     "transition_fields",
 ]
 
@@ -110,31 +109,11 @@ def transition_fields(
 
 def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
     """Raises a ValueError if a transition with the keys `taken` has no place for `key`."""
-    if (other := _overlapping(key, taken)) is not None:
+    if (other := overlapping(key, taken)) is not None:
         raise ValueError(
             f"the keys of a transition must differ, got {key!r} beside {other!r}; "
             "rename one of them in its space or in info_keys"
         )
-
-
-def check_storable(key: NestedKey) -> None:
-    """Raises a ValueError if batches have something else under a key."""
-    if (other := _overlapping(key, SET_BY_SAMPLING)) is not None:
-        raise ValueError(
-            f"a stored field must not have a name that sampling sets in batches, got {key!r}, where "
-            f"they have {other!r} of their own: rename it in its space, info_keys, extra_fields or data."
-        )
-
-
-def _overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None:
-    """Returns the key that can't be beside `key`, or None."""
-    path = key_path(key)
-    for other in map(key_path, others):
-        # A key that is the beginning of another one would be a tensor and a branch at once.
-        shared = min(len(path), len(other))
-        if path[:shared] == other[:shared]:
-            return unravel_key(other)
-    return None
 
 
 def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field]:

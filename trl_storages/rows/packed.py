@@ -27,6 +27,7 @@ from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels.sharing import SideTable, header_dtype
 from trl_storages.kernels.zeros import zeros
+from trl_storages.keys import check_storable
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
@@ -137,7 +138,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         device = arguments.device("device", device)
         if fields is not None:
-            arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)")
+            for key in arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)"):
+                check_storable(key)
         #: Whether next observations are stored once.
         self.share_next = arguments.flag("share_next", share_next)
         super().__init__(max_size, device=device)
