@@ -146,8 +146,7 @@ class UniformReplayStorage(ReplayStorage):
         observation_space: Space[Any] | TensorSpec,
         action_space: Space[Any] | TensorSpec,
         given: dict[str, Any],
-        hindsight: HERSampler | None = None,
-        relabel: GoalRelabel | None = None,
+        goals: tuple[HERSampler, GoalRelabel] | None = None,
     ) -> None:
         """Puts the parts together.
 
@@ -155,8 +154,7 @@ class UniformReplayStorage(ReplayStorage):
             observation_space: as in the constructor.
             action_space: as in the constructor.
             given: all options, checked.
-            hindsight: draws goals; None shows those that are stored.
-            relabel: writes what `hindsight` drew.
+            goals: what draws goals, and what writes them; None shows those that are stored.
         """
         for name, space in (
             ("observation_space", observation_space),
@@ -193,9 +191,9 @@ class UniformReplayStorage(ReplayStorage):
             sampler = ERESampler(given["eta"], given["c_min"], base=sampler)
         n_step, discount = given["n_step"], given["discount"]
         transforms: list[Transform] = [NStep(n_step, discount)] if n_step != 1 else []
-        if hindsight is not None and relabel is not None:
-            hindsight.base = sampler
-            sampler, transforms = hindsight, [relabel, *transforms]
+        if goals is not None:
+            goals[0].base = sampler
+            sampler, transforms = goals[0], [goals[1], *transforms]
         storage = PackedStorage(
             capacity,
             fields=stored,
@@ -436,10 +434,6 @@ class HERReplayStorage(UniformReplayStorage):
             )
         arguments.function("reward_fn", reward_fn, "(achieved_goal, desired_goal, transition)")
         check_strategy("goal_selection_strategy", goal_selection_strategy)
-        self._build(
-            observation_space,
-            action_space,
-            given,
-            HERSampler(goal_selection_strategy, num_goals, discount=given["discount"]),
-            GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"]),
-        )
+        sampler = HERSampler(goal_selection_strategy, num_goals, discount=given["discount"])
+        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"])
+        self._build(observation_space, action_space, given, (sampler, relabel))

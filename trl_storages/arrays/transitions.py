@@ -177,15 +177,13 @@ class Transitions:
 
     def _choose_rows(self, ends: Ends, kept: np.ndarray) -> None:
         """Finds the rows that are transitions, among those that are kept."""
-        self._has_following = any(column.is_next for column in self._columns.values())
-        if self._has_following:
+        has_following = any(column.is_next for column in self._columns.values())
+        if has_following:
             kept = kept & (~ends.leads_nowhere | ends.terminated)
         self._rows, ends = whole_rows(ends, kept)
         self._terminated = ends.terminated[self._rows]
         self._truncated = ends.truncated[self._rows]
-        self._following = self._rows
-        if self._has_following:
-            self._following = self._rows + ~ends.leads_nowhere[self._rows]
+        self._following = self._rows + (has_following & ~ends.leads_nowhere[self._rows])
         self._last = None if self._goal_fn is None else last_rows(self.done)
 
     @property

@@ -64,8 +64,11 @@ class Parts:
             "_prefetch_state": drawn_ahead,
         }
 
-    def check(self, state: Any) -> None:
+    def check(self, state: Any) -> dict[str, Any]:
         """Checks that the parts can take a state, each by itself and all together.
+
+        Returns:
+            the state, with its rows where this storage has room for them.
 
         Raises:
             KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
@@ -89,6 +92,7 @@ class Parts:
             raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
         read_generator(saved["_rng"])
         _check_drawn_ahead(saved["_prefetch_state"], self._whole._prefetch_cap)
+        return fitted
 
     def _check_together(
         self, writer: EpisodeWriter, saved: SavedState, saved_rows: dict[str, Any]
@@ -127,17 +131,17 @@ class Parts:
         whole.synchronize()
         with whole._futures_lock:
             with whole._replay_lock:
-                self.check(state)
-            finish(partial(self._take, state, progress))
+                fitted = self.check(state)
+            finish(partial(self._take, fitted, progress))
 
     def _take(self, state: dict[str, Any], progress: bool) -> None:
         whole = self._whole
         # Draws that are under way take the other lock.
         whole._clear_prefetch_queue_locked()
         with whole._replay_lock:
-            fitted, prioritized = self._fitted(state), prioritized_of(self.sampler)
+            prioritized = prioritized_of(self.sampler)
             for name, part in self._saved().items():
-                part.take_state(fitted[name], progress=progress)
+                part.take_state(state[name], progress=progress)
                 if name == "_storage" and prioritized is not None:
                     prioritized.attach(self.storage)  # to the files that there are now
             whole._batch_size = state["_batch_size"]

@@ -49,14 +49,15 @@ class EpisodeAnswers:
         spare_steps = arguments.integer("spare_steps", spare_steps)
         self.device = arguments.device("device", device)
         self._on_host = self.device.type == "cpu"
-        ring = backend(self.device).Ring
-        self._ring = ring(capacity, num_envs, self.device, spare_steps=spare_steps)
+        kernels = backend(self.device)
+        #: The tables, for kernels that look at them.
+        self.ring = kernels.Ring(capacity, num_envs, self.device, spare_steps=spare_steps)
         self.num_envs = num_envs
         self.spare_steps = spare_steps
-        self.steps_per_lane: int = self._ring.steps_per_lane
-        self.capacity: int = self._ring.capacity
-        self.ring_steps: int = self._ring.ring_steps
-        self.num_slots: int = self._ring.num_slots
+        self.steps_per_lane: int = self.ring.steps_per_lane
+        self.capacity: int = self.ring.capacity
+        self.ring_steps: int = self.ring.ring_steps
+        self.num_slots: int = self.ring.num_slots
         self._lane_ids = torch.arange(num_envs, device=self.device)
 
     # Size
@@ -93,22 +94,22 @@ class EpisodeAnswers:
     @property
     def num_rows(self) -> torch.Tensor:
         """`[]` int64, on the device: rows that are live now."""
-        return self._ring.fill.sum()
+        return self.ring.fill.sum()
 
     @property
     def cursors(self) -> torch.Tensor:
         """`[E]` int64, on the device: steps written to each lane since the beginning."""
-        return self._ring.cursors
+        return self.ring.cursors
 
     @property
     def tails(self) -> torch.Tensor:
         """`[E]` int64, on the device: the oldest live step of each lane, its cursor if it has none."""
-        return self._ring.tails
+        return self.ring.tails
 
     @property
     def fill(self) -> torch.Tensor:
         """`[E]` int64, on the device: the live rows of each lane."""
-        return self._ring.fill
+        return self.ring.fill
 
     @property
     def num_steps_written(self) -> torch.Tensor:
@@ -118,12 +119,7 @@ class EpisodeAnswers:
     @property
     def is_open(self) -> torch.Tensor:
         """`[E]` bool, whether the next row of the lane continues its last episode. A copy."""
-        return self._ring.is_open.bool()
-
-    @property
-    def ring(self) -> Any:
-        """The tables, for kernels that look at them."""
-        return self._ring
+        return self.ring.is_open.bool()
 
     @cached_property
     def host_steps(self) -> np.ndarray:
@@ -146,7 +142,7 @@ class EpisodeAnswers:
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the absolute step of each slot in its lane, int64, counted from 0."""
-        return self._ring.steps(_slots("slots", slots))
+        return self.ring.steps(_slots("slots", slots))
 
     def is_live(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each slot, of any number at all, is one that holds a row, bool."""
@@ -154,7 +150,7 @@ class EpisodeAnswers:
         inside = (slots >= 0) & (slots < self.num_slots)
         slots = slots.clamp(0, self.num_slots - 1)
         # Counted back from the cursor, a slot that holds no live row comes out before the tail.
-        return inside & (self._ring.steps(slots) >= self._ring.oldest(slots))
+        return inside & (self.ring.steps(slots) >= self.ring.oldest(slots))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
         """Returns the slots `steps` later (negative: earlier) in the same lane, unchecked.
@@ -165,7 +161,7 @@ class EpisodeAnswers:
         """
         if not isinstance(steps, int) or isinstance(steps, bool):
             steps = _slots("steps", steps)
-        return self._ring.shift(_slots("slots", slots), steps)
+        return self.ring.shift(_slots("slots", slots), steps)
 
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many surviving rows of the same episode lie before and after each slot.
@@ -176,7 +172,7 @@ class EpisodeAnswers:
         Returns:
             two int64 tensors of shape B.
         """
-        return self._ring.extent(_slots("slots", slots))
+        return self.ring.extent(_slots("slots", slots))
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many surviving rows of the same episode lie before each slot, int64."""
@@ -198,7 +194,7 @@ class EpisodeAnswers:
             stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
         """
         num_rows = arguments.integer("num_rows", num_rows, at_least=1)
-        return self._ring.windows(_slots("slots", slots), num_rows)
+        return self.ring.windows(_slots("slots", slots), num_rows)
 
     def sequences(
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str = "pad"
@@ -216,11 +212,11 @@ class EpisodeAnswers:
             it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an episode
             begins with it.
         """
-        return self._ring.sequences(_slots("slots", slots), burn_in, num_steps, boundary)
+        return self.ring.sequences(_slots("slots", slots), burn_in, num_steps, boundary)
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns an int64 number per slot, equal for rows of one live episode and no others."""
-        return self._ring.entries(_slots("slots", slots))
+        return self.ring.entries(_slots("slots", slots))
 
     def is_end(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each row ended its episode by `done`, bool."""
@@ -228,17 +224,17 @@ class EpisodeAnswers:
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
-        return self._ring.span(_slots("slots", slots))[..., 2].bool()
+        return self.ring.span(_slots("slots", slots))[..., 2].bool()
 
     def is_newest(self, lane: int, entry: int) -> bool:
         """Returns whether the episode that a lane began last has this entry in the table."""
-        number = int(self._ring.lanes[lane, 1]) - 1
+        number = int(self.ring.lanes[lane, 1]) - 1
         return entry == lane * self.steps_per_lane + number % self.steps_per_lane
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been evicted, bool."""
         slots = _slots("slots", slots)
-        return self._ring.span(slots)[..., 0] >= self._ring.oldest(slots)
+        return self.ring.span(slots)[..., 0] >= self.ring.oldest(slots)
 
     # Age
 
@@ -254,7 +250,7 @@ class EpisodeAnswers:
         Returns:
             int64 ranks of shape B.
         """
-        return self._ring.ages(_slots("slots", slots))
+        return self.ring.ages(_slots("slots", slots))
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the rows with these ranks by age; the inverse of `ages`.
@@ -265,7 +261,7 @@ class EpisodeAnswers:
         Returns:
             int64 slots of shape B.
         """
-        return self._ring.slots_by_age(_slots("ranks", ranks))
+        return self.ring.slots_by_age(_slots("ranks", ranks))
 
     def live_slots(self) -> torch.Tensor:
         """Returns the slots of all rows, `[num_rows]` int64, the newest first."""
@@ -293,7 +289,7 @@ class EpisodeAnswers:
         Returns:
             `[B]` int64 slots.
         """
-        return self._ring.draw(noise, window)
+        return self.ring.draw(noise, window)
 
     def goals(
         self,
@@ -316,7 +312,7 @@ class EpisodeAnswers:
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
-        return self._ring.goals(slots, noise, kinds, strategies)
+        return self.ring.goals(slots, noise, kinds, strategies)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.

@@ -133,7 +133,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             slot -1.
         """
         num_steps = arguments.integer("num_steps", num_steps)
-        return self._ring.next_slots(self.lane_ids(lanes), num_steps)
+        return self.ring.next_slots(self.lane_ids(lanes), num_steps)
 
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
@@ -222,7 +222,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if not self._on_host:
             self.host_steps[block.which] += block.num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        return self._ring.append(rows, block, table, slots, pairs)
+        return self.ring.append(rows, block, table, slots, pairs)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
@@ -240,12 +240,12 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         lane = self.lane_ids(lanes)
         tail, which = cursor - done.shape[1], list(self.named_lanes(lanes))
         self.host_steps[which] = self.host_tails[which] = tail
-        self._ring.cursors[lane] = self._ring.tails[lane] = tail
-        self._ring.is_open[lane] = 0
+        self.ring.cursors[lane] = self.ring.tails[lane] = tail
+        self.ring.is_open[lane] = 0
         if done.shape[1]:
             oldest = max(done.shape[1] - self.steps_per_lane, 0)
             first = self._advance(done, begins, lanes)[:, oldest]
-            self._ring.tear(first[~begins[:, : oldest + 1].any(1).to(self.device)])
+            self.ring.tear(first[~begins[:, : oldest + 1].any(1).to(self.device)])
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
         """Evicts the rows before a step of each lane; steps never start again.
@@ -256,22 +256,22 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
                 episode with its next one.
         """
         tails = np.clip(np.asarray(tails, np.int64), self.host_tails, self.host_steps)
-        self._ring.evict(torch.from_numpy(tails))
+        self.ring.evict(torch.from_numpy(tails))
         self.host_tails[:] = tails
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episode of the lanes: their next row begins another one."""
-        self._ring.is_open[self.lane_ids(lanes)] = 0
+        self.ring.is_open[self.lane_ids(lanes)] = 0
 
     def counters(self) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
         """Returns copies of all that a write of steps goes on from."""
         on_host = None if self._on_host else (self.host_steps.copy(), self.host_tails.copy())
-        return self._ring.counters(), on_host
+        return self.ring.counters(), on_host
 
     def recount(self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]) -> None:
         """Puts `counters` back: the steps that were taken since can be taken once more."""
         lanes, on_host = counters
-        self._ring.recount(lanes)
+        self.ring.recount(lanes)
         if on_host is not None:
             self.host_steps[:], self.host_tails[:] = on_host
 
@@ -301,7 +301,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         for lane, (tail, cursor) in enumerate(bounds):
             step = torch.arange(max(cursor - most, tail), cursor, device=self.device)
             slots = step % self.ring_steps * self.num_envs + lane
-            before, begins = step - self._ring.span(slots)[:, 0], self.behind(slots) == 0
+            before, begins = step - self.ring.span(slots)[:, 0], self.behind(slots) == 0
             lanes.append(LaneRows(slots, self.is_end(slots), begins, before, is_open[lane]))
         return lanes
 
@@ -313,13 +313,13 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             oldest = cursor - num_rows
             slot = oldest % self.ring_steps * self.num_envs + lane
             # An episode that lost its beginning has lost it for good.
-            self._ring.begin(torch.tensor([slot], device=self.device), oldest - before[:1])
+            self.ring.begin(torch.tensor([slot], device=self.device), oldest - before[:1])
         if not rows.is_open:
             self.end_episodes([lane])
 
     def restart(self, kept: Kept) -> None:
         """Forgets every row but those that `newest` named."""
-        for tensor in self._ring.tensors.values():
+        for tensor in self.ring.tensors.values():
             tensor.zero_()
         for lane, rows in enumerate(kept.lanes):
             self._put_rows(lane, rows, len(rows.slots))
@@ -353,7 +353,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns copies of all tensors of the index."""
-        return {name: tensor.clone() for name, tensor in self._ring.tensors.items()}
+        return {name: tensor.clone() for name, tensor in self.ring.tensors.items()}
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -379,7 +379,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             found = episode.numel() // self.num_envs - self.steps_per_lane
             spare = found if found >= 0 else spare
         read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare)
-        tables = read._ring.tensors
+        tables = read.ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])
         for name, table in tables.items():
             hint = "the size of the storage and num_envs must be those it was saved with"
@@ -398,14 +398,14 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked."""
         read = self.read_state(state).moved(self.spare_steps)
-        for name, tensor in self._ring.tensors.items():
-            tensor.copy_(read._ring.tensors[name])
+        for name, tensor in self.ring.tensors.items():
+            tensor.copy_(read.ring.tensors[name])
         self.host_steps[:] = self.cursors.cpu().numpy()
         self.host_tails[:] = self.tails.cpu().numpy()
 
     def share_memory_(self) -> EpisodeIndex:
         """Moves the tables to memory that other processes see, when they get this index."""
-        self._ring.share_memory_()
+        self.ring.share_memory_()
         if self._on_host:
             # Views of where they were.
             self.__dict__.pop("host_steps", None)
