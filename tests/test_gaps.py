@@ -371,11 +371,11 @@ def test_a_gap_on_a_gpu_is_heard_of_without_waiting(simulated_gpu):
 
 def test_a_late_gap_is_told_at_the_next_write():
     """What a GPU has found by then, simulated by a note."""
-    from trl_storages.priorities.table import LateError
+    from trl_storages.priorities.table import DeferredError
 
     storage = make()
     storage.extend(stream(0)[0])
-    storage.writer.gaps._late = LateError(torch.device("cpu"))
+    storage.writer.gaps._late = DeferredError(torch.device("cpu"))
     storage.writer.gaps._late.note(torch.tensor(True))
     with pytest.warns(UserWarning, match=r"was written[\s\S]*end_episodes"):
         storage.extend(stream(3)[0])

@@ -1,4 +1,4 @@
-"""What a drawn row grows into: a stretch of its episode, or of its lane.
+"""What a drawn row grows into: a segment of its episode, or of its lane.
 
 Letters: B anchors, S rows of a sequence.
 """

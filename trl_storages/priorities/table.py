@@ -18,10 +18,10 @@ from trl_storages.kernels import Backend, backend
 from trl_storages.kernels.tree_tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["LaneOrder", "LateError", "Normalization", "PriorityTable", "leaf_weights"]
+__all__ = ["DeferredError", "LaneOrder", "Normalization", "PriorityTable", "leaf_weights"]
 
 
-class LateError:
+class DeferredError:
     """A flag on a device, and a copy of it on the host that follows in its own time.
 
     Reading the flag would make the host wait for all the work queued before it. The copy is read
@@ -170,7 +170,7 @@ class PriorityTable:
         self._alpha, self._eps, self._normalize = alpha, eps, normalize
         self._on_host = device.type == "cpu"
         self._rows = backend(device).RawPriorities(capacity, device)
-        self._late_error = LateError(device)
+        self._deferred_error = DeferredError(device)
         self._new_weight = (ABSENT, torch.zeros(1))
         # The number of lanes is known once windows are drawn; it does not matter before.
         self._plant(num_lanes=1)
@@ -197,7 +197,7 @@ class PriorityTable:
     @property
     def new_priority(self) -> float:
         """The priority that rows get when they are written. Waits for the device."""
-        self.raise_late_error(wait=True)
+        self.raise_deferred_error(wait=True)
         return self._rows.largest.item() or 1.0
 
     def _weigh(self, priorities: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ class PriorityTable:
         """
         if not slots.numel():
             return
-        self.raise_late_error()
+        self.raise_deferred_error()
         if finish(partial(self._report, slots, priority, generation)):
             self._refuse(slots, priority)
 
@@ -348,7 +348,7 @@ class PriorityTable:
         """Takes in priorities, and returns whether the host knows that they were refused."""
         written, wrong = self._rows.report(slots, priority, generation)
         if not self._on_host:
-            self._late_error.note(wrong)
+            self._deferred_error.note(wrong)
         elif wrong:
             return True
         self._tree.set(self._order.leaves(written), self._weigh(priority))
@@ -368,13 +368,13 @@ class PriorityTable:
             f"index must be below max_capacity={self.capacity}, got {int(slots.max())}."
         )
 
-    def raise_late_error(self, *, wait: bool = False) -> None:
+    def raise_deferred_error(self, *, wait: bool = False) -> None:
         """Raises the error of an earlier update, if the host knows of one.
 
         Args:
             wait: whether to wait for the device, and so hear of all of them.
         """
-        if not self._on_host and self._late_error.pop(wait=wait):
+        if not self._on_host and self._deferred_error.pop(wait=wait):
             raise ValueError(
                 f"priorities must be finite and at least 0, and indices below max_capacity="
                 f"{self.capacity}; an earlier update_priority got others, and changed nothing. "
@@ -414,7 +414,7 @@ class PriorityTable:
             RuntimeError: a priority is negative or NaN, or sums and minima don't fit.
             ValueError: priorities were refused on the device, and no call has told yet.
         """
-        self.raise_late_error(wait=True)
+        self.raise_deferred_error(wait=True)
         largest, priorities = self._rows.largest.item(), self._rows.priorities
         if not 0 <= largest < ABSENT:
             raise RuntimeError(
@@ -446,7 +446,7 @@ class PriorityTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the raw priorities and two numbers; trees are derived from them."""
-        self.raise_late_error(wait=True)
+        self.raise_deferred_error(wait=True)
         return {
             "priorities": self.priorities,
             "largest": self._rows.largest.item(),

@@ -22,7 +22,7 @@ def in_actor(storage_class: type) -> type:
 
     Their calls arrive in any order, and none says where it is from. So
 
-    - the rows of `extend` are a stretch of their own, unless `lanes` names the lanes that they go on
+    - the rows of `extend` are a segment of their own, unless `lanes` names the lanes that they go on
       with, which are then one process's;
     - `add` and `record`, which write single steps, raise;
     - what is sampled or read crosses as one block of memory;

@@ -80,7 +80,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     """Knows for every slot of a ring how much of its own episode lies before and after it.
 
     An episode ends where `done` is true and is cut where the next row of the lane belongs to another
-    trajectory. A cut or unfinished episode is a correct, shorter stretch. Queries run on `device`
+    trajectory. A cut or unfinished episode is a correct, shorter segment. Queries run on `device`
     without synchronising with the host, and cost the same however many rows are stored.
 
     Args:

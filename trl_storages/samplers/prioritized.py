@@ -26,7 +26,7 @@ from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import Setting, SettledSampler, shown
 from trl_storages.stock_parts import size_of_draw
 
-__all__ = ["REDUCTIONS", "ElsewhereSampler", "PERSampler", "prioritized_of"]
+__all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
 
 # float32 priorities to this power, and their sum, stay within float64.
 _HIGHEST_ALPHA = 4.0
@@ -361,7 +361,7 @@ class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Trees are in the memory of one process.
         if get_spawning_popen() is not None:
-            return ElsewhereSampler, ()
+            return WriteOnlySampler, ()
         return super().__reduce_ex__(protocol)
 
     def state_dict(self) -> dict[str, Any]:
@@ -434,7 +434,7 @@ class PERSampler(SavedPart, SettledSampler, PrioritizedSampler):  # type: ignore
         )
 
 
-class ElsewhereSampler(RandomSampler):  # type: ignore[misc]
+class WriteOnlySampler(RandomSampler):  # type: ignore[misc]
     """The sampler of a process that writes to a shared storage, where only one process can draw.
 
     Priorities live in the process that shared the storage; writing needs none of them.

@@ -94,7 +94,7 @@ def forget_state(path: Path) -> None:
 
 
 def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns stretches of a tensor along its first dimension, none of an empty one."""
+    """Returns pieces of a tensor along its first dimension, none of an empty one."""
     if not tensor.numel():
         return ()
     rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()

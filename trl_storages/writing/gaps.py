@@ -18,7 +18,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.kernels import backend
 from trl_storages.kernels.block import Block
 from trl_storages.keys import continued_keys, next_key
-from trl_storages.priorities.table import LateError
+from trl_storages.priorities.table import DeferredError
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
 
@@ -64,7 +64,7 @@ class GapWatch:
         #: Whether torn episodes are still to be warned of.
         self.warns_of_tears = self.on_gap == "warn"
         # Gaps in rows on a GPU, heard of at a later write.
-        self._late: LateError | None = None
+        self._late: DeferredError | None = None
         # Of the layout of the rows before.
         self._pairs: tuple[Layout, np.ndarray] | None = None
 
@@ -170,7 +170,7 @@ class GapWatch:
         """
         device = gaps[0].device
         if device.type != "cpu":
-            self._late = self._late or LateError(device)
+            self._late = self._late or DeferredError(device)
             for gap in gaps:
                 self._late.note(gap.any())
         elif any(gap.any() for gap in gaps):

@@ -452,7 +452,7 @@ class EpisodeWriter(SavedPart, SettledWriter, CountingWriter):
     def share_memory_(self) -> EpisodeWriter:
         """Moves what is known of the episodes to memory that other processes see.
 
-        Each of them then writes whole stretches: where the writing process changes, episodes are cut.
+        Each of them then writes whole segments: where the writing process changes, episodes are cut.
 
         Raises:
             RuntimeError: as the storage's own `share_memory_`.
