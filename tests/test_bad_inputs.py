@@ -533,7 +533,7 @@ STATES = {"check_state_dict", "read_state", "take_state"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {
-        *("draw", "evict", "goals", "is_newest", "newest"),
+        *("draw", "evict", "goals", "newest"),
         *(
             "newest_slots",
             "moved",

@@ -145,12 +145,11 @@ class RingTables:
         """Returns the entry of each slot's episode, `[*B, 3]`."""
         return take(self.spans, take(self.episode, slots))
 
-    def tear(self, slots: torch.Tensor) -> None:
-        """Notes that the episodes of some slots have lost their beginning for good."""
-        self.spans[self.entries(slots), 0] = -1
+    def begin(self, slots: torch.Tensor, steps: torch.Tensor | int) -> None:
+        """Notes with which steps the episodes of some slots began, also those before step 0.
 
-    def begin(self, slots: torch.Tensor, steps: torch.Tensor) -> None:
-        """Notes with which steps the episodes of some slots began, also those before step 0."""
+        One that has lost its beginning began before the oldest step there is.
+        """
         self.spans[self.entries(slots), 0] = steps
 
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,11 +226,6 @@ class EpisodeAnswers:
         """Returns whether the slot's episode was ended by `done`, bool."""
         return self.ring.span(_slots("slots", slots))[..., 2].bool()
 
-    def is_newest(self, lane: int, entry: int) -> bool:
-        """Returns whether the episode that a lane began last has this entry in the table."""
-        number = int(self.ring.lanes[lane, 1]) - 1
-        return entry == lane * self.steps_per_lane + number % self.steps_per_lane
-
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been evicted, bool."""
         slots = _slots("slots", slots)

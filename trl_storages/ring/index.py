@@ -245,7 +245,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if done.shape[1]:
             oldest = max(done.shape[1] - self.steps_per_lane, 0)
             first = self._advance(done, begins, lanes)[:, oldest]
-            self.ring.tear(first[~begins[:, : oldest + 1].any(1).to(self.device)])
+            self.ring.begin(first[~begins[:, : oldest + 1].any(1).to(self.device)], -1)
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
         """Evicts the rows before a step of each lane; steps never start again.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trl_storages.kernels.ring_tables import BEGUN
+
 if TYPE_CHECKING:
     from trl_storages.ring.index import EpisodeIndex
 
@@ -62,7 +64,8 @@ def check_invariants(index: EpisodeIndex) -> None:
             continue
         if bool(index.is_open[lane] & index.is_finished(slots[-1])):
             raise RuntimeError(f"the newest episode of lane {lane} is finished, yet goes on.")
-        if not index.is_newest(lane, int(entry[-1])):
+        number = int(index.ring.lanes[lane, BEGUN]) - 1
+        if int(entry[-1]) != lane * index.steps_per_lane + number % index.steps_per_lane:
             raise RuntimeError(
                 f"the newest episode of lane {lane} has another number than its entry."
             )

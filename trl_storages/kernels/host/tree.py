@@ -16,6 +16,7 @@ from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
 __all__ = ["SumTree", "transposed"]
 
 _INFINITY = np.inf
+_NO_LEAVES = np.zeros(0, np.int64)
 
 
 class SumTree:
@@ -110,11 +111,10 @@ class SumTree:
         """
         leaves = np.empty(noise.shape[0], dtype=np.int64)
         weights = np.empty(noise.shape[0])
-        tree, out = (self._sums, self._starts), (noise.numpy(), leaves, weights)
-        if start is None or stop is None:
-            _draw_leaves(*tree, *out)
-        else:
-            _draw_within(*tree, start.numpy(), stop.numpy(), *out)
+        first = last = _NO_LEAVES
+        if start is not None and stop is not None:
+            first, last = start.numpy(), stop.numpy()
+        _draw(self._sums, self._starts, first, last, noise.numpy(), leaves, weights)
         return torch.from_numpy(leaves), torch.from_numpy(weights)
 
     def keep_least(self, keep: bool) -> None:
@@ -188,31 +188,6 @@ def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]
 
 
 @compiled
-def _draw_leaves(
-    sums: np.ndarray, starts: np.ndarray, noise: np.ndarray, leaves: np.ndarray, weights: np.ndarray
-) -> None:
-    """Draws `[B]` leaves and their weights.
-
-    It goes level by level over the batch: the reads of a level don't wait for one another.
-    """
-    batch, depth = noise.shape[0], starts.shape[0] - 2
-    rest = weights  # until the leaves are known
-    for i in range(batch):
-        rest[i] = _mass_of(noise[i], sums[0])
-        leaves[i] = 0
-    for level in range(1, depth + 1):
-        for i in range(batch):
-            node = leaves[i]
-            chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
-            rest[i] -= begins
-            leaves[i] = node * FAN_OUT + chosen
-            if level < depth:
-                prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
-    for i in range(batch):
-        weights[i] = sums[starts[depth] + leaves[i]]
-
-
-@compiled
 def _find_edges(
     sums: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -267,7 +242,7 @@ def _find_edges(
 
 
 @compiled
-def _draw_within(
+def _draw(
     sums: np.ndarray,
     starts: np.ndarray,
     first: np.ndarray,
@@ -276,16 +251,20 @@ def _draw_within(
     leaves: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Draws `[B]` leaves of `[R]` ranges, and their weights."""
+    """Draws `[B]` leaves of `[R]` ranges, or of all where there are none, and their weights.
+
+    It goes level by level over the batch: the reads of a level don't wait for one another.
+    """
     nodes, parts, totals = _find_edges(sums, starts, first, last)
     batch, depth, num_ranges = noise.shape[0], nodes.shape[1], nodes.shape[2]
     ends = np.empty(num_ranges)
-    total, highest = 0.0, 0
+    total, highest = 0.0 if num_ranges else sums[0], 0
     for r in range(num_ranges):
         ends[r] = total + totals[r]
         if ends[r] > total:
             highest = r
         total = ends[r]
+    # The range of each draw while it is at an edge of it.
     which = np.empty(batch, dtype=np.int64)
     rest = weights  # until the leaves are known
     for i in range(batch):
@@ -300,7 +279,7 @@ def _draw_within(
                 r = middle + 1
         if r > 0:
             rest[i] -= ends[r - 1]
-        which[i] = r
+        which[i] = r if num_ranges else -1
         leaves[i] = 0
     for level in range(1, depth + 1):
         for i in range(batch):
