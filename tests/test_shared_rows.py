@@ -218,17 +218,6 @@ def test_many_rows_have_long_headers() -> None:
     assert_same(*(storage[:] for storage in storages))
 
 
-def test_rows_of_former_layouts_are_refused() -> None:
-    described = make(4, 1, share_next=True)
-    described.extend(Stream(1, 4).steps([0], 3))
-    state = copy.deepcopy(described.state_dict())
-    layout = state["_storage"]["layout"]
-    del layout["header"]
-    layout["share_next"] = True
-    with pytest.raises(ValueError, match="before they had short headers"):
-        make(4, 1, share_next=True).load_state_dict(state)
-
-
 @pytest.mark.parametrize("kind", [torch.complex128, torch.float64, torch.uint8, torch.float32])
 def test_fields_of_any_kind_lie_where_they_are_looked_for(kind: torch.dtype) -> None:
     data = TensorDict(

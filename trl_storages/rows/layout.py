@@ -433,11 +433,6 @@ class Layout:
         if not isinstance(description, dict):
             got = f"{description!r:.50}"
             raise ValueError(f"the description of the rows is damaged: it is no object, got {got}.")
-        if "share_next" in description:
-            raise ValueError(
-                "the rows share next observations as they did before they had short headers: load them "
-                "with the version that wrote them, and write them anew with this one."
-            )
         try:
             header = description.get("header")
             if header is not None and header not in _HEADERS:
