@@ -434,12 +434,9 @@ class Layout:
             got = f"{description!r:.50}"
             raise ValueError(f"the description of the rows is damaged: it is no object, got {got}.")
         try:
-            header = description.get("header")
-            if header is not None and header not in _HEADERS:
-                raise ValueError(f"a header must be one of {[*_HEADERS]}, got {header!r}")
             layout = cls(
                 {
-                    _key(field["key"]): (
+                    tuple(field["key"]): (
                         DTYPES[field["dtype"]],
                         _shape(field["shape"]),
                         *([FrameStack(**field["stack"])] if "stack" in field else []),
@@ -449,9 +446,9 @@ class Layout:
                 tuple(
                     (tuple(path), torch.Size(size)) for path, size in description.get("nested", ())
                 ),
-                header=None if header is None else _HEADERS[header],
+                header=_HEADERS[description.get("header")],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the description of the rows is damaged: {error!r}.") from error
         if layout.to_json() != description:
             raise ValueError(
@@ -482,7 +479,7 @@ _STORABLE = frozenset(
     }
 )
 
-_HEADERS = {"int32": torch.int32, "int64": torch.int64}
+_HEADERS = {None: None, "int32": torch.int32, "int64": torch.int64}
 
 
 def _rounded(size: int, unit: int) -> int:
@@ -515,12 +512,6 @@ def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:
     twins = [next_key(key) for key in shared]
     rest = [field for field in fields if field[0] not in {*shared, *twins}]
     return [by_key[key] for key in twins], [by_key[key] for key in shared], rest
-
-
-def _key(names: Any) -> tuple[str, ...]:
-    if not isinstance(names, list) or not names or not all(isinstance(it, str) for it in names):
-        raise ValueError(f"a key must be a list of names, got {names!r}")
-    return tuple(names)
 
 
 def _shape(sizes: Any) -> list[int]:
