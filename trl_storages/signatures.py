@@ -14,12 +14,11 @@ from trl_storages.interrupts import finish
 from trl_storages.other_names import METHOD_NAMES, meant
 
 __all__ = [
+    "Sealed",
+    "SealedSampler",
+    "SealedStorage",
+    "SealedWriter",
     "Setting",
-    "SettledEnsemble",
-    "SettledSampler",
-    "SettledStorage",
-    "SettledWriter",
-    "ShownSignature",
     "shown",
 ]
 
@@ -84,11 +83,36 @@ def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:
     return show_any
 
 
-class ShownSignature:
-    """Shows a class by the parameters of its `__init__`, in `help()` and to `inspect.signature`.
+class _Sealing(type):
+    """Seals what it makes, and says how it is made where arguments are too many, or missing."""
 
-    TorchRL's replay buffers and samplers are made by functions that take `*args, **kwargs`.
+    # Type checkers then ask the constructor.
+    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
+        try:
+            made: Made = super().__call__(*args, **options)  # type: ignore[misc]
+        except TypeError as error:
+            # Python's own names what was called.
+            ours = {f"{kind.__qualname__}.__init__()" for kind in cls.__mro__}
+            made_by = cls._made_by  # type: ignore[attr-defined]
+            if not made_by or str(error).split(" ")[0] not in ours:
+                raise
+            raise TypeError(f"{error}. {made_by}") from None
+        # Where a storage is made in another process, this is not one.
+        if issubclass(type(made), cls):
+            made._is_sealed = True  # type: ignore[attr-defined]
+        return made
+
+
+class Sealed(metaclass=_Sealing):
+    """Takes no new attributes once it is made, so that none can be misspelt when it is set.
+
+    A subclass names its own in its constructor. The parameters of that are shown by `help()` and
+    `inspect.signature`, where TorchRL's classes are made by functions that take `*args, **kwargs`.
     """
+
+    #: Said to whoever gives the constructor arguments too many, or not enough.
+    _made_by: ClassVar[str] = ""
+    _is_sealed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -102,27 +126,9 @@ class ShownSignature:
         parameters = [*whole.parameters.values()][1:]
         return whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
-
-class _Settling(type):
-    """Notes of what it makes that it is made."""
-
-    # Type checkers then ask the constructor.
-    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
-        made: Made = super().__call__(*args, **options)  # type: ignore[misc]
-        # Where a storage is made in another process, this is not one.
-        if issubclass(type(made), cls):
-            made._is_settled = True  # type: ignore[attr-defined]
-        return made
-
-
-class _Settled(ShownSignature):
-    """Takes no new attributes once it is made: a subclass names its own in its constructor."""
-
-    _is_settled = False
-
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(type(self), name)
-        if is_new and self._is_settled:
+        if is_new and self._is_sealed:
             kind = type(self)
             names = [known for known in dir(kind) if not callable(getattr(kind, known))]
             names = [known for known in (*names, *self.__dict__) if known[0] != "_"]
@@ -130,51 +136,28 @@ class _Settled(ShownSignature):
         super().__setattr__(name, value)
 
 
-class _Telling(_Settling):
-    """And says how it is called where a constructor is given arguments too many, or not enough."""
-
-    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
-        try:
-            return super().__call__(*args, **options)  # type: ignore[misc]
-        except TypeError as error:
-            # Python's own, of arguments that are too many or missing.
-            ours = {f"{kind.__qualname__}.__init__()" for kind in cls.__mro__}
-            if str(error).split(" ")[0] not in ours:
-                raise
-            raise TypeError(f"{error}. {cls._made_by}") from None  # type: ignore[attr-defined]
-
-
-class _SettlingSampler(_Settling, type(Sampler)):  # type: ignore[misc]
+class _SealingSampler(_Sealing, type(Sampler)):  # type: ignore[misc]
     pass
 
 
-class _SettlingWriter(_Settling, type(Writer)):  # type: ignore[misc]
+class _SealingWriter(_Sealing, type(Writer)):  # type: ignore[misc]
     pass
 
 
-class _SettlingStorage(_Telling, type(ReplayBuffer)):  # type: ignore[misc]
+class _SealingStorage(_Sealing, type(ReplayBuffer)):  # type: ignore[misc]
     pass
 
 
-class SettledEnsemble(_Settled, metaclass=_Telling):
-    """Several storages as one, whose attributes can't be misspelt when they are set."""
-
-    _made_by: ClassVar[str]
+class SealedSampler(Sealed, metaclass=_SealingSampler):
+    """A sampler that is `Sealed`."""
 
 
-class SettledSampler(_Settled, metaclass=_SettlingSampler):
-    """A sampler whose attributes can't be misspelt when they are set."""
+class SealedWriter(Sealed, metaclass=_SealingWriter):
+    """A writer that is `Sealed`."""
 
 
-class SettledWriter(_Settled, metaclass=_SettlingWriter):
-    """A writer whose attributes can't be misspelt when they are set."""
-
-
-class SettledStorage(_Settled, metaclass=_SettlingStorage):
-    """A replay buffer whose attributes can't be misspelt, nor its methods be called as elsewhere."""
-
-    #: Said to whoever gives the constructor arguments too many, or not enough.
-    _made_by: ClassVar[str]
+class SealedStorage(Sealed, metaclass=_SealingStorage):
+    """A replay buffer that is `Sealed`, and whose methods can't be called as in other libraries."""
 
     # Type checkers would take any attribute then.
     if not TYPE_CHECKING:

@@ -47,7 +47,7 @@ from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import forget_state, read_state, write_state
-from trl_storages.signatures import SettledStorage, shown
+from trl_storages.signatures import SealedStorage, shown
 from trl_storages.stock_parts import check_part, draw, expand, take_in_rows
 from trl_storages.transforms import apply_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # type: ignore[misc]
+class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type: ignore[misc]
     """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
@@ -213,7 +213,7 @@ class ReplayStorage(BatchSource, SettledStorage, TensorDictReplayBuffer):  # typ
             # Ready-made storages are constructed otherwise.
             parts: Any = {"storage": rows, "writer": writer, "sampler": sampler}
             ReplayStorage.__init__(storage, **parts, transform=transform, **options)
-        storage._is_settled = True
+        storage._is_sealed = True
         return storage
 
     @classmethod

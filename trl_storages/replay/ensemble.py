@@ -23,7 +23,7 @@ from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
 from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, resume_draws
-from trl_storages.signatures import SettledEnsemble, shown
+from trl_storages.signatures import Sealed, shown
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -39,7 +39,7 @@ _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class ReplayStorageEnsemble(BatchSource, SettledEnsemble):
+class ReplayStorageEnsemble(BatchSource, Sealed):
     """Draws each batch from several storages, so much from each, as for half offline, half online data.
 
     Every storage draws with its own sampler and sees its rows through its own transforms. Of B samples

@@ -18,7 +18,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
-from trl_storages.signatures import Setting, SettledSampler
+from trl_storages.signatures import SealedSampler, Setting
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 Drawn = tuple[torch.Tensor, dict[str, Any]]
 
 
-class UniformSampler(SavedPart, SettledSampler, RandomSampler):  # type: ignore[misc]
+class UniformSampler(SavedPart, SealedSampler, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
@@ -131,7 +131,7 @@ class _Base(Setting[Sampler]):
         super().__set__(sampler, value)
 
 
-class WrappingSampler(SavedPart, SettledSampler, Sampler):  # type: ignore[misc]
+class WrappingSampler(SavedPart, SealedSampler, Sampler):  # type: ignore[misc]
     """Adds to what another sampler draws, and passes everything else on to it.
 
     Args:
