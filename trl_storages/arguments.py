@@ -33,6 +33,7 @@ __all__ = [
     "number",
     "optional",
     "root_key",
+    "shown",
     "slots",
     "steps",
     "tensor",
@@ -71,7 +72,7 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
         raise kind(f"{name} must be an integer, got {value} (float): pass {int(value)}.")
     too_large = whole is not None and whole > at_most
     limits = f"from {at_least} to {at_most}" if too_large else f"of at least {at_least}"
-    raise kind(f"{name} must be an integer {limits}, got {_shown(value)}.")
+    raise kind(f"{name} must be an integer {limits}, got {shown(value)}.")
 
 
 def optional(
@@ -121,11 +122,11 @@ def number(
     closing = "]" if at_most < math.inf or infinite else ")"
     limits = f"in {opening}{low:g}, {at_most:g}{closing}"
     if not _is_number(value):
-        raise TypeError(f"{name} must be a number {limits}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a number {limits}, got {shown(value)}.")
     real = float(value)  # type: ignore[arg-type]
     is_above = real > low if at_least is None else real >= low
     if not (is_above and real <= at_most) or (math.isinf(real) and not infinite):
-        raise ValueError(f"{name} must be {limits}, got {_shown(value)}.")
+        raise ValueError(f"{name} must be {limits}, got {shown(value)}.")
     return real
 
 
@@ -146,7 +147,7 @@ def choice(name: str, value: Any, names: Collection[str]) -> Any:
     if isinstance(named, str) and named.lower() in names:
         return named.lower()
     kind = ValueError if isinstance(named, str) else TypeError
-    raise kind(f"{name} must be one of {tuple(names)}, got {_shown(value)}.")
+    raise kind(f"{name} must be one of {tuple(names)}, got {shown(value)}.")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -156,7 +157,7 @@ def flag(name: str, value: Any) -> bool:
         TypeError: it is none.
     """
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {_shown(value)}.")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     return bool(value)
 
 
@@ -174,7 +175,7 @@ def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what
     """
     if not isinstance(value, kind):
         what = what or f"a {kind.__name__}"  # type: ignore[union-attr]
-        raise TypeError(f"{name} must be {what}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be {what}, got {shown(value)}.")
     return value  # type: ignore[return-value]
 
 
@@ -190,7 +191,7 @@ def function(name: str, value: Any, what: str) -> Callable[..., Any]:
         TypeError: it can't be.
     """
     if not callable(value):
-        raise TypeError(f"{name} must be a function {what}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a function {what}, got {shown(value)}.")
     return value
 
 
@@ -211,9 +212,7 @@ def device(name: str, value: Any) -> torch.device:
         TypeError: it names none.
         ValueError: there is none of that name.
     """
-    must = (
-        f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {_shown(value)}."
-    )
+    must = f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {shown(value)}."
     if not isinstance(value, str | torch.device):
         raise TypeError(must)
     try:
@@ -231,10 +230,10 @@ def directory(name: str, value: Any) -> Path:
         NotADirectoryError: there is a file of this name, or where a directory above it must be.
     """
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name} must be the path of a directory, got {_shown(value)}.")
+        raise TypeError(f"{name} must be the path of a directory, got {shown(value)}.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"{name} must be the path of a directory, got {_shown(value)}.")
+        raise ValueError(f"{name} must be the path of a directory, got {shown(value)}.")
     path = Path(os.path.expanduser(text))
     nearest = next((it for it in (path, *path.parents) if os.path.lexists(it)), path)
     if os.path.lexists(nearest) and not nearest.is_dir():
@@ -256,7 +255,7 @@ def key(name: str, value: Any) -> NestedKey:
     is_key = all(isinstance(part, str | tuple) for part in parts)
     if not (is_key and parts and all(parts)):
         kind = ValueError if is_key else TypeError
-        raise kind(f"{name} must be a key, a string or a tuple of them; got {_shown(value)}.")
+        raise kind(f"{name} must be a key, a string or a tuple of them; got {shown(value)}.")
     for part in parts:
         if isinstance(part, tuple):
             key(name, part)
@@ -287,7 +286,7 @@ def keys(name: str, value: Any) -> list[NestedKey]:
         ValueError: one is empty.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a sequence of keys, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a sequence of keys, got {shown(value)}.")
     return [key(name, each) for each in value]
 
 
@@ -304,7 +303,7 @@ def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
     """
     if not isinstance(value, torch.Tensor) or (dtype is not None and value.dtype != dtype):
         what = "a tensor" if dtype is None else f"a tensor of {dtype}"
-        raise TypeError(f"{name} must be {what}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be {what}, got {shown(value)}.")
     return value
 
 
@@ -317,7 +316,7 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
     try:
         return torch.as_tensor(value, dtype=dtype)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be numbers, got {_shown(value)}.") from error
+        raise TypeError(f"{name} must be numbers, got {shown(value)}.") from error
 
 
 def slots(name: str, value: Any) -> Any:
@@ -331,7 +330,7 @@ def slots(name: str, value: Any) -> Any:
     else:
         fits = isinstance(value, np.ndarray) and value.dtype.kind in "iu"
     if not fits:
-        raise TypeError(f"{name} must be a tensor of int64 slots, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a tensor of int64 slots, got {shown(value)}.")
     return value
 
 
@@ -348,7 +347,7 @@ def steps(name: str, value: Any) -> TensorDictBase:
             f"{name} must be a TensorDict, got {len(value)} of them: make one by torch.stack, or by "
             "torch.cat of several steps each."
         )
-    raise TypeError(f"{name} must be a TensorDict, got {_shown(value)}.")
+    raise TypeError(f"{name} must be a TensorDict, got {shown(value)}.")
 
 
 def generator(name: str, value: Any) -> torch.Generator | None:
@@ -379,7 +378,7 @@ def _is_number(value: Any) -> bool:
     return False
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns what came, short enough for a line."""
     if isinstance(value, torch.Tensor | np.ndarray) and (value.ndim or not _is_number(value)):
         return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"

@@ -33,8 +33,9 @@ def _extra_fields(name: str, value: Any) -> dict[NestedKey, Field]:
     what = "a mapping from key to (dtype, shape)"
     fields: dict[NestedKey, Field] = {}
     for given, field in arguments.mapping(name, value, what).items():
-        match key := arguments.key(name, given), field:
-            case _, (torch.dtype() as dtype, tuple() | list() as shape) if type(field) is tuple:
+        key = arguments.key(name, given)
+        match field:
+            case (torch.dtype() as dtype, tuple() | list() as shape) if isinstance(field, tuple):
                 sizes = [arguments.integer(f"{name}[{key!r}]", size) for size in shape]
                 fields[key] = (dtype, torch.Size(sizes))
             case _:

@@ -63,7 +63,7 @@ _ASKED: dict[type, str] = {
     SamplerWithoutReplacement: "a number",
     StalenessAwareSampler: "the first slots",
     PromptGroupSampler: "the first slots",
-    Sampler: "who knows",
+    Sampler: "unknown",
     SampleUnit: "nothing",
 }
 
@@ -117,7 +117,7 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
             f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie "
             f"in turn, so that it would mix them: {_USE_SEQUENCES}."
         )
-    if num_envs > 1 and asked == "who knows":
+    if num_envs > 1 and asked == "unknown":
         raise ValueError(
             f"{name} is not known to be right over {num_envs} lanes of rows: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."

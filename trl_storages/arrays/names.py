@@ -210,14 +210,10 @@ def _array(value: Any, label: str) -> Values:
             array = None
     if array is None or array.ndim == 0:
         raise TypeError(
-            f"{label} must be an array of numbers with one row for each step, got {_shown(value)}."
+            f"{label} must be an array of numbers with one row for each step, got "
+            f"{arguments.shown(value)}."
         )
     return array
-
-
-def _shown(value: Any) -> str:
-    dtype = getattr(value, "dtype", None)
-    return f"{type(value).__name__}" + ("" if dtype is None else f" of {dtype}")
 
 
 # garage's StepType.

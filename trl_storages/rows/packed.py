@@ -846,15 +846,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
-        if self.layout is not None and layout.declared != self.layout.declared:
+        own = self.layout
+        fits = self._are_declared(layout) if own is None else layout.declared == own.declared
+        if not fits:
             raise ValueError(
                 "the saved rows are of other fields than those of this storage: "
-                f"{layout.unlike(self.layout.declared)}. Nothing was changed."
-            )
-        if not self._are_declared(layout):
-            raise ValueError(
-                f"the saved rows are of other fields than this storage was made for: "
-                f"{layout.unlike(self._declared)}. Nothing was changed."
+                f"{layout.unlike(self._declared if own is None else own.declared)}. Nothing was "
+                "changed."
             )
 
     def _are_declared(self, layout: Layout) -> bool:
