@@ -13,6 +13,7 @@ import uuid
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,12 @@ class Description:
         """D."""
         return self.layout.past_steps
 
-    @property
+    @cached_property
+    def most_steps(self) -> int:
+        """How many steps of a lane go to slots that hold no row which counts, or lends its frame."""
+        return self.spare_steps - self.past_steps
+
+    @cached_property
     def history(self) -> int:
         """The number of the newest history, 0 before there is any."""
         return self.histories[-1][0] if self.histories else 0

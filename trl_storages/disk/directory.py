@@ -28,6 +28,7 @@ from trl_storages.disk.description import (
 from trl_storages.disk.files import WriterLock, sync_directory
 from trl_storages.disk.recovery import recover
 from trl_storages.disk.words import State, Track, Words
+from trl_storages.kernels.block import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 
@@ -155,42 +156,59 @@ class Directory:
                 "from, and can be read only: open them anew to write."
             )
 
-    def begin(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
+    def begin(self, index: EpisodeIndex, block: Block) -> None:
         """Makes ready to write further steps: their slots hold no row until `seal`.
 
         Args:
             index: the episodes, before the write.
-            num_steps: of each lane.
-            lanes: which are written; None is all of them.
+            block: the steps.
 
         Raises:
             RuntimeError: this process may not write.
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        # The steps before the oldest row are needed as long as it is.
-        if num_steps > self.description.spare_steps - self.description.past_steps:
-            self._make_room(index, num_steps, slice(None) if lanes is None else [*lanes])
+        if block.num_steps > self.description.most_steps:
+            self._make_room(index, block)
+        num_steps, lanes, *_ = block
         self.words.marked.clear(index.ring, num_steps, lanes, self.words.commits)
 
-    def _make_room(self, index: EpisodeIndex, num_steps: int, written: Any) -> None:
+    def _make_room(self, index: EpisodeIndex, block: Block) -> None:
         """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
         state, own = self.state, self.description
-        kept = index.host_steps + num_steps - own.ring_steps + own.past_steps
+        kept = index.host_steps + block.num_steps - own.ring_steps + own.past_steps
         tails = state.tails.copy()
-        tails[written] = np.clip(kept, tails, state.cursors)[written]
+        tails[block.which] = np.clip(kept, tails, state.cursors)[block.which]
         if (tails != state.tails).any():
             self._publish(state._replace(tails=tails))
 
-    def seal(self, index: EpisodeIndex, num_steps: int, lanes: Sequence[int] | None) -> None:
-        """Says of the newest steps of lanes, which were written, what they are; as `begin`."""
-        words, history = self.words, self.description.history
-        words.marked.seal(index.ring, history, num_steps, lanes, words.priorities)
-        if num_steps > index.steps_per_lane:
-            # Of what found no room, the last frames are there.
-            firsts, which = index.host_tails.copy(), slice(None) if lanes is None else [*lanes]
-            firsts[which] = index.host_steps[which] - num_steps
-            words.lend(index, history, firsts)
+    def seal(
+        self,
+        index: EpisodeIndex,
+        blocks: Sequence[Block],
+        write_count: int,
+        trajectories: np.ndarray,
+    ) -> None:
+        """Says of steps that were written what they are, and makes them count.
+
+        Args:
+            index: the episodes, with these steps.
+            blocks: which steps of which lanes.
+            write_count: as in `commit`, as all that follow.
+            trajectories: likewise.
+        """
+        words, history, ring = self.words, self.description.history, index.ring
+        for block in blocks:
+            if block.num_steps > index.steps_per_lane:
+                # Of what found no room, the last frames are there.
+                firsts = index.host_tails.copy()
+                firsts[block.which] = index.host_steps[block.which] - block.num_steps
+                words.lend(index, history, firsts)
+        for num_steps, lanes, *_ in blocks[:-1]:
+            words.marked.seal(ring, history, num_steps, lanes, words.priorities)
+        num_steps, lanes, *_ = blocks[-1]
+        commit = words.commits, write_count, trajectories
+        words.marked.seal(ring, history, num_steps, lanes, words.priorities, *commit)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Makes what an index says count.

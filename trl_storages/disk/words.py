@@ -173,11 +173,6 @@ class Words:
         """The history of the last commit."""
         return int(self._tables[self.commits.number & 1, 0])
 
-    @property
-    def committed_cursors(self) -> np.ndarray:
-        """`[E]` the cursors of the last commit."""
-        return self.commits.cursors(self._description.num_lanes)
-
     def publish(self, state: State) -> None:
         """Makes a state the one that counts, with one store."""
         self.commits.publish(torch.from_numpy(np.hstack(state)))

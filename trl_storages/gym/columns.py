@@ -25,6 +25,7 @@ NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
 TORCH_TO_NUMPY = {theirs: numpys for numpys, theirs in NUMPY_TO_TORCH.items()}
 
 _FLAGS: frozenset[type] = frozenset({bool, np.bool_})
+_REAL_DTYPES = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
 _REALS: frozenset[type] = frozenset({float, np.float64, np.float32})
 
 
@@ -61,6 +62,7 @@ class Column:
         "_vector",
         "numbers",
         "numpy_dtype",
+        "real_dtypes",
     )
 
     def __init__(
@@ -73,6 +75,8 @@ class Column:
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
         self._is_lossy = lossy
+        #: Of arrays that NumPy converts as they are put, whatever is lost.
+        self.real_dtypes: frozenset[Any] = _REAL_DTYPES if lossy else frozenset()
         #: Types of plain numbers that may be written as they are, without the leading dimension.
         self.numbers: frozenset[type] = frozenset()
         if self._shape == (1,):
@@ -91,10 +95,6 @@ class Column:
         Raises:
             TypeError, ValueError: as `read`. Nothing is written then.
         """
-        is_real = type(value) is type(target) is np.ndarray and value.dtype.kind in "biuf"
-        if self._is_lossy and is_real and is_vector and value.shape == self._vector[:1]:
-            target[...] = value[:, None]
-            return
         rows = self.read(value, name, label, is_vector)
         target[...] = as_array(rows) if isinstance(target, np.ndarray) else rows
 

@@ -84,11 +84,13 @@ class TreeReader:
     def __init__(self, tree: Tree) -> None:
         # Names, and which of them stand for dictionaries; None of a mere value.
         self._names: list[str] | None = None
+        self._name_set: frozenset[str] | None = None
         self._below: list[tuple[int, TreeReader]] = []
         #: The leaves, in the order of what is read.
         self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
         if isinstance(tree, dict):
             self._names = [*tree]
+            self._name_set = frozenset(tree)
             branches = [TreeReader(branch) for branch in tree.values()]
             self.leaves = [leaf for branch in branches for leaf in branch.leaves]
             below = [(at, it) for at, it in enumerate(branches) if it._names is not None]
@@ -103,30 +105,33 @@ class TreeReader:
             TypeError: a value is not a dictionary where the tree has one.
             ValueError: there are entries that the tree does not have.
         """
-        names = self._names
-        if names is None:
-            return [values]
         # To ask for a mapping takes longer than to read one.
-        if type(values) is not dict and not isinstance(values, Mapping):
+        if type(values) is not dict or values.keys() != self._name_set:
+            if self._names is None:
+                return [values]
+            self._check(values, argument)
+        found = [*map(values.__getitem__, self._names)]  # type: ignore[arg-type]
+        for at, branch in self._below:
+            found[at : at + 1] = branch.read(found[at], argument)
+        return found
+
+    def _check(self, values: Any, argument: str) -> None:
+        """Raises the error that says why values are not a mapping with just the keys of the tree."""
+        names: list[str] = self._names  # type: ignore[assignment]
+        if not isinstance(values, Mapping):
             raise TypeError(
                 f"{argument} must be a dictionary with the keys {sorted(names)}, "
                 f"got {type(values).__name__}"
             )
-        if not all(map(values.__contains__, names)):
-            missing = next(name for name in names if name not in values)
+        if missing := [name for name in names if name not in values]:
             raise KeyError(
-                f"{argument} must have the key {missing!r}; there are {sorted(map(str, values))}"
+                f"{argument} must have the key {missing[0]!r}; there are {sorted(map(str, values))}"
             )
-        if len(values) > len(names):
-            extra = sorted(str(name) for name in values if name not in names)
+        if extra := sorted(str(name) for name in values if name not in names):
             raise ValueError(
                 f"{argument} must have the keys {sorted(names)} only, got {extra} too; "
                 "leave them out, or make the storage for a space that has them"
             )
-        found = [*map(values.__getitem__, names)]
-        for at, branch in self._below:
-            found[at : at + 1] = branch.read(found[at], argument)
-        return found
 
 
 class StepLayout(NamedTuple):

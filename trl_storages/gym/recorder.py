@@ -6,6 +6,7 @@ Letters: E environments, L of them that made a transition in this step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,11 @@ __all__ = ["GymRecorder", "Memory"]
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
 # The dtype of nothing.
 _NONE = object()
+_kind_of = attrgetter("dtype", "shape")
+# Values of a step before observations and actions: two flags and the reward.
+_OUTCOMES = 3
+# Bytes of a step that are copied twice rather than one by one.
+_MOST_JOINED = 1 << 13
 
 
 class Memory(NamedTuple):
@@ -144,7 +150,7 @@ class GymRecorder(SavedPart):
         if step is None:
             return None
         lanes = None if step.lanes is None else torch.tensor(step.lanes)
-        return step.tensordict().clone(), lanes
+        return step.tensordict(), lanes
 
     def read(
         self, step: Sequence[Any], rows: Layout | None = None
@@ -184,22 +190,10 @@ class GymRecorder(SavedPart):
             *layout.observations.read(next_observations, "next_observations"),
         )
         desk = self._desk_for(layout, rows, values[3])
-        block, columns, array = desk.block, desk.block.columns, np.ndarray
-        for (target, dtype, shape, numbers, place), value in zip(
-            desk.targets[is_vector], values, strict=True
-        ):
-            # Most values are arrays of just the right kind, or numbers.
-            kind = type(value)
-            if (kind is array and value.dtype is dtype and value.shape == shape) or kind in numbers:
-                target[...] = value
-            else:
-                key, column, name, label = place
-                column.put(columns[key], value, name, label, is_vector)
-        done, terminated, truncated = desk.flags
-        desk.either(terminated, truncated, out=done)
+        block, columns, done = desk.block, desk.block.columns, desk.ends
+        is_end = desk.put(values, is_vector)
         if desk.check is not None:
             desk.check.look(lanes)
-        is_end = _any(done)
         finals = self._reset_already(done) if is_end else []
         if finals:
             # In the place of the first observations of the new episodes.
@@ -391,25 +385,80 @@ class _Desk:
         known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
+        seen = [key for key, *_ in layout.places[_OUTCOMES:]]
         #: Rows of a step.
-        self.block = block = StepBlock(known, num_envs, device)
-        #: Where its flags are: the end, and what it is made of.
-        self.flags = [block.columns[key] for key in (DONE, TERMINATED, TRUNCATED)]
-        #: Where each value of a step goes, without and with the leading dimension.
-        self.targets = [
+        self.block = block = StepBlock(known, num_envs, device, seen)
+        #: Looks at the values of a step; None where that would wait for a device.
+        self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
+        #: `[E, 1]` which episodes end.
+        self.ends = block.columns[DONE]
+        self._flags = [block.columns[key] for key in (TERMINATED, TRUNCATED)]
+        # Where each value of a step goes, without and with the leading dimension.
+        self._targets = [
             [_target(block, is_vector, place) for place in layout.places]
             for is_vector in (False, True)
         ]
-        #: Looks at the values of a step; None where that would wait for a device.
-        self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
-        #: Says where either of two flags is set.
-        self.either: Any = np.logical_or if block.is_on_host else torch.logical_or
+        # Where the values after the outcome lie one after another, and what picks them in this order.
+        self._memory: memoryview | None = None
+        joined = block.joined(seen)
+        # To copy large ones twice takes longer than to look at each by itself.
+        if joined is not None and len(joined[0]) <= _MOST_JOINED:
+            self._memory = joined[0]
+            self._picked: Any = itemgetter(*(_OUTCOMES + at for at in joined[1]))
+            self._kinds = [[it[:2] for it in self._picked(targets)] for targets in self._targets]
+
+    def put(self, values: Sequence[Any], is_vector: bool) -> bool:
+        """Puts the values of a step to where they belong, in the order of the layout's places.
+
+        Returns:
+            whether an episode ends.
+
+        Raises:
+            TypeError, ValueError: as `Column.read`.
+        """
+        targets = self._targets[is_vector]
+        if self._memory is not None and self._join(self._picked(values), self._kinds[is_vector]):
+            targets = targets[:_OUTCOMES]
+        for (dtype, shape, target, dtypes, numbers, place), value in zip(
+            targets, values, strict=False
+        ):
+            # Most values are arrays of just the right kind, or numbers.
+            kind = type(value)
+            if kind in numbers or (
+                kind is np.ndarray
+                and (value.dtype is dtype or value.dtype in dtypes)
+                and value.shape == shape
+            ):
+                target[...] = value
+            else:
+                key, column, name, label = place
+                column.put(self.block.columns[key], value, name, label, is_vector)
+        terminated, truncated = self._flags
+        if len(self.ends) == 1:
+            # Of one flag Python knows sooner than NumPy.
+            self.ends[...] = is_end = terminated.item() or truncated.item()
+            return bool(is_end)
+        if self.block.is_on_host:
+            # NumPy counts in a tenth of the time that it takes to look for any.
+            return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
+        return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
+
+    def _join(self, values: Sequence[Any], kinds: Sequence[tuple[Any, ...]]) -> bool:
+        """Puts all values at once, if each is an array of just the right kind; returns whether it is."""
+        try:
+            if [*map(_kind_of, values)] != kinds:
+                return False
+            self._memory[:] = b"".join(values)  # type: ignore[index]
+        except (AttributeError, TypeError, ValueError, BufferError):
+            # These are no arrays, or some whose elements lie otherwise.
+            return False
+        return True
 
 
 def _target(
     block: StepBlock, is_vector: bool, place: tuple[NestedKey, Column, str, str]
 ) -> tuple[Any, ...]:
-    """Returns where a value goes, the dtype and shape of one that is copied as it is, and more."""
+    """Returns the dtype and shape of a value that is copied as it is, where it goes, and more."""
     key, column, *_ = place
     target = block.columns[key]
     if block.is_on_host and not is_vector:
@@ -418,16 +467,9 @@ def _target(
         target = target[..., 0]
     # Tensors are looked at one by one, as they may need gradients.
     dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
+    dtypes = column.real_dtypes if block.is_on_host else frozenset()
     numbers = frozenset() if is_vector else column.numbers
-    return target, dtype, tuple(target.shape), numbers, place
-
-
-def _any(flags: Any) -> bool:
-    if flags.shape == (1, 1):
-        found: bool = flags.item()
-        return found
-    # In a tenth of the time that an array's `any` takes.
-    return bool(np.count_nonzero(flags) if isinstance(flags, np.ndarray) else flags.any())
+    return dtype, tuple(target.shape), target, dtypes, numbers, place
 
 
 def _host(flags: Any) -> NDArray[np.bool_]:

@@ -27,7 +27,6 @@ import torch
 from trl_storages.kernels.zeros import zeros
 
 __all__ = [
-    "COMMITTED",
     "CONTINUES",
     "ENTRY_BIT",
     "FLUSHED",
@@ -48,10 +47,10 @@ CONTINUES, TIP_BIT, ENTRY_BIT = 1, 1, 3
 NUM_TIPS = 3
 # Places of its counts.
 NUM_FREE, NUM_TAKEN = 0, 1
-#: Of each lane: the cursor of the rows that count, -1 where it is that of the ring; the tip that must
-#: stay until all is brought to disk once more, 0 if none must; the first step whose row has its entry to
-#: itself, whatever lies there of others; and the step after the last one that was written since.
-COMMITTED, FLUSHED, OWNED, LINKED = range(4)
+#: Of each lane: the tip that must stay until all is brought to disk once more, 0 if none must; the first
+#: step whose row has its entry to itself, whatever lies there of others; and the step after the last one
+#: that was written since.
+FLUSHED, OWNED, LINKED = range(3)
 # So many rows have fewer entries than 4 bytes can name, with the tips and the spare rows of files.
 _MOST_NARROW = 2**25
 # Entries that a GPU has room for at first.
@@ -133,9 +132,9 @@ class SideTable:
         self.free = zeros(num_rows + 1, device=device, sparse=True)
         #: `[2]` int64: how many were given up, and how many were ever taken.
         self.counts = zeros(2, device=device)
-        #: `[E, 4]` int64.
-        self.lanes = zeros(num_lanes, 4, device=device)
-        self.lanes[:, COMMITTED], self.lanes[:, OWNED] = -1, -_MOST_STEPS
+        #: `[E, 3]` int64.
+        self.lanes = zeros(num_lanes, 3, device=device)
+        self.lanes[:, OWNED] = -_MOST_STEPS
         self.clear()
 
     @classmethod

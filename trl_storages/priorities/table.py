@@ -310,7 +310,7 @@ class PriorityTable:
             return True
         self.has_rows = True
         weight = self._weight_of_new(priority)
-        self._tree.set(self._order.leaves(slots), weight.repeat(slots.numel()))
+        self._tree.set(self._order.leaves(slots), weight)
         return False
 
     def _weight_of_new(self, priority: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ Letters: E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
+from trl_storages.gym.recorder import GymRecorder, Memory
 from trl_storages.ring import EpisodeIndex
 from trl_storages.transforms import ReplayTransform, parts_of
 
@@ -52,29 +54,37 @@ def write(
 
 def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
     """Writes one step of a plain gymnasium loop; see `ReplayStorage.record`."""
-    recorder, writer, transform = storage._recorder, storage._writer, storage._transform
+    recorder, writer = storage._recorder, storage._writer
     with storage._replay_lock, storage._write_lock:
+        transform, then = storage._transform, storage._sampler.extend
         read, memory = recorder.read(step, getattr(storage._storage, "layout", None))
-
-        def hear(slots: torch.Tensor) -> None:
-            storage._sampler.extend(slots)
-            recorder.remember(memory)
-
-        then, rows = storage._sampler.extend if memory is None else hear, None
+        if memory is not None:
+            then = partial(_hear, then, recorder, memory)
+        rows = None
         if read is not None:
             changes = _may_have_inverse(transform)
             if not changes and writer.takes(read.layout):
                 return writer.append(read, then)
-            rows = read.tensordict()
-            rows = transform.inv(rows.clone()) if changes else rows
+            rows = transform.inv(read.tensordict()) if changes else read.tensordict()
         if read is None or rows is None:
             recorder.remember(memory)
             return None
         return writer.extend(rows, lanes=read.lanes, then=then)
 
 
+def _hear(
+    extend: Callable[[torch.Tensor], object],
+    recorder: GymRecorder,
+    memory: Memory,
+    slots: torch.Tensor,
+) -> None:
+    extend(slots)
+    recorder.remember(memory)
+
+
 def _may_have_inverse(transform: Transform) -> bool:
-    return any(not isinstance(part, ReplayTransform) for part in parts_of(transform))
+    parts = parts_of(transform)
+    return bool(parts) and not all(isinstance(part, ReplayTransform) for part in parts)
 
 
 class Heard:

@@ -75,6 +75,10 @@ class Field:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize
 
+    def seen(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+        """Sees elements as they lie in rows as values, `[*batch, *shape]`."""
+        return flat.view(batch + self.shape) if self.stack is None else self.as_stacks(flat, batch)
+
     def as_stacks(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
         """Sees the elements of stacks in their shape, `[*batch, *shape]`."""
         stack: FrameStack = self.stack  # type: ignore[assignment]

@@ -41,7 +41,7 @@ from trl_storages.saved import SavedPart, copy_in_pieces
 from trl_storages.signatures import shown
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device import NewRows, RowTable
+    from trl_storages.kernels.device import Commits, NewRows, RowTable
 
 __all__ = ["PackedStorage", "check_writable", "files_of"]
 
@@ -461,15 +461,21 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _adopt_words(self, layout: Layout, words: Words) -> None:
         self._side = words.side
-        self._adopt(layout, words.rows)
+        self._adopt(layout, words.rows, commits=words.commits)
 
-    def _adopt(self, layout: Layout, rows: torch.Tensor, past: torch.Tensor | None = None) -> None:
+    def _adopt(
+        self,
+        layout: Layout,
+        rows: torch.Tensor,
+        *,
+        past: torch.Tensor | None = None,
+        commits: Commits | None = None,
+    ) -> None:
         if self._sharing_process is not None:
             rows.share_memory_()  # type: ignore[no-untyped-call]
             if self._side is not None:
                 self._side.share_memory_()
         self.layout, self.rows = layout, rows
-        commits = None if self._reader is None else self._reader.words.commits
         self.table = table_of(layout.framed, rows, self._side, self.episodes, commits)
         self._storage = layout.framed.stored_tensordict(rows)
         if layout.stacks:
@@ -540,11 +546,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         layout, rows = self.stage(tensors_of(data), batch_size, nested=nested)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
-    @property
-    def looks(self) -> bool:
-        """Whether rows can be compared with those before them as they are written."""
-        is_plain = self.directory is None and self.stacks is None
-        return is_plain and self.table is not None and self.table.looks
+    def looks(self, num_steps: int) -> bool:
+        """Whether rows can be compared with those before them as so many steps of a lane are written.
+
+        What a write that is done once more compares them with must still be there.
+        """
+        if self.table is None or self.stacks is not None or not self.table.looks:
+            return False
+        if self.directory is not None:
+            return num_steps <= self.directory.description.most_steps
+        return num_steps < self.episodes.steps_per_lane  # type: ignore[union-attr]
 
     def check_in_memory(self) -> None:
         """Raises a RuntimeError if rows are written once: in a directory, or with stacks of frames."""
@@ -595,11 +606,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """
         if self._side is not None:
             self._side.make_room(num_rows)
-
-    def note_committed(self) -> None:
-        """Notes which rows count, before others are written."""
-        if self._side is not None and self.directory is not None:
-            self.table.note_committed(self.directory.words.committed_cursors)  # type: ignore[union-attr]
 
     def write(
         self,
@@ -953,7 +959,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._follow(reader, self._fetch_every)
         elif self.rows is not None:
             past, self.stacks = self.stacks, None
-            self._adopt(self.layout, self.rows, past)  # type: ignore[arg-type]
+            self._adopt(self.layout, self.rows, past=past)  # type: ignore[arg-type]
 
     @shown
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ Letters: n rows, W words of 8 bytes a row, E environments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,18 +73,31 @@ def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> Ne
 class StepBlock:
     """One step of E environments as rows, to be filled field by field.
 
+    Where rows are written from where their fields lie, those of all environments lie together. Elsewhere
+    each row does.
+
     Args:
         layout: of a row.
         num_envs: E.
         device: where the values are.
+        first: fields that lie one after another then, before the others.
     """
 
-    def __init__(self, layout: Layout, num_envs: int, device: torch.device) -> None:
-        self.layout, self.device = layout, device
-        #: `[E, W]` int64.
-        self.words = torch.zeros(num_envs, layout.num_words, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        layout: Layout,
+        num_envs: int,
+        device: torch.device,
+        first: Collection[NestedKey] = (),
+    ) -> None:
+        self.layout, self.device, self.num_envs = layout, device, num_envs
+        self._is_by_field = backend(device).NewRows.reads_fields
+        # `[E, W]` int64, and room for what aligns fields.
+        num_words = num_envs * layout.num_words + 2 * len(layout.fields)
+        self._memory = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._words = self._memory[: num_envs * layout.num_words].view(num_envs, -1)
         #: Key -> `[E, *shape]`.
-        self.views = layout.views(self.words)
+        self.views = self._by_field(first) if self._is_by_field else layout.views(self._words)
         #: The same to put values into: arrays on the CPU, tensors elsewhere.
         self.columns: dict[NestedKey, Any] = self.views
         #: Whether the columns are arrays.
@@ -94,7 +107,37 @@ class StepBlock:
             self.columns = {key: as_array(view) for key, view in self.views.items()}
         #: The L environments that made a transition; None where these are all.
         self.lanes: list[int] | None = None
-        self._rows_here = self._rows(device, slice(None))
+        self._rows_here = self._rows(device)
+
+    def _by_field(self, first: Collection[NestedKey]) -> dict[NestedKey, torch.Tensor]:
+        """Returns the fields, of which those of large elements come first so that all are aligned."""
+        fields = sorted(
+            self.layout.fields, key=lambda it: (it.key not in first, -it.dtype.itemsize)
+        )
+        views, start, memory = {}, 0, self._memory.view(torch.uint8)
+        for field in fields:
+            start += -start % field.dtype.itemsize
+            values = memory[start : start + field.num_bytes * self.num_envs].view(field.dtype)
+            views[field.key] = field.seen(values.view(self.num_envs, -1), self._words.shape[:1])
+            start += field.num_bytes * self.num_envs
+        return {key: views[key] for key in self.layout.keys}
+
+    def joined(self, keys: Sequence[NestedKey]) -> tuple[memoryview, list[int]] | None:
+        """Returns where some fields lie one after another, and which of them is which of the keys.
+
+        None is returned where they do not, or some lie otherwise than they are seen.
+        """
+        columns = [self.columns[key] for key in keys]
+        if not (self.is_on_host and all(it.flags.c_contiguous for it in columns)):
+            return None
+        starts = [it.ctypes.data - self._memory.data_ptr() for it in columns]
+        order = sorted(range(len(keys)), key=starts.__getitem__)
+        end = 0
+        for at in order:
+            if columns[at].size and starts[at] != end:
+                return None
+            end += columns[at].nbytes
+        return memoryview(self._memory.view(torch.uint8).numpy())[:end], order  # type: ignore[arg-type]
 
     def rows(self, device: torch.device) -> NewRows:
         """Returns what is in the block when it is written.
@@ -104,16 +147,30 @@ class StepBlock:
         """
         if device == self.device and self.lanes is None:
             return self._rows_here
-        return self._rows(device, slice(None) if self.lanes is None else self.lanes)
+        return self._rows(device)
 
     def tensordict(self) -> TensorDict:
-        """Returns the transitions as a TensorDict `[L]`; it may share memory with the block."""
-        return self.layout.tensordict(self.words if self.lanes is None else self.words[self.lanes])
+        """Returns the transitions as a TensorDict `[L]` in memory of its own."""
+        return self.layout.tensordict(self._laid_out().clone())
 
-    def _rows(self, device: torch.device, which: Any) -> NewRows:
-        words, done = self.words[which], self.views[DONE][which]
-        rows = backend(device).NewRows.of_block(words, self.layout.places, done, device)
-        return framed_rows(self.layout, rows)
+    def _laid_out(self) -> torch.Tensor:
+        """Returns the transitions as `[L, W]` int64."""
+        words = self._words
+        if self._is_by_field:
+            words = (self._rows_here.seen or self._rows_here).words()
+        return words if self.lanes is None else words[self.lanes]
+
+    def _rows(self, device: torch.device) -> NewRows:
+        layout, done = self.layout, self.views[DONE]
+        if self._is_by_field and device == self.device and self.lanes is None:
+            fields = layout.frames_first([*self.views.values()], 1)
+            size = self.num_envs, layout.num_words
+            rows = backend(device).NewRows(fields, layout.places, *size, done, device)
+        else:
+            done = done if self.lanes is None else done[self.lanes]
+            words = self._laid_out()
+            rows = backend(device).NewRows.of_block(words, layout.places, done, device)
+        return framed_rows(layout, rows)
 
 
 def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:

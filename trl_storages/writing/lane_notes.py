@@ -36,37 +36,32 @@ class LaneNotes:
 
     def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
         self._episodes = episodes
-        # `[E]` bool, of which it is not known whether their episode goes on; None if there is none.
-        self._unsure = episodes.is_open if are_reopened and episodes.is_open.any() else None
+        #: `[E]` bool, of which it is not known whether their episode goes on; None if there is none.
+        self.unsure: torch.Tensor | None = (
+            episodes.is_open if are_reopened and episodes.is_open.any() else None
+        )
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
+        if self.trajectory.device.type == "cpu":
+            #: The same as an array, as a directory is told of it.
+            self.numbers = self.trajectory.numpy()
         # When each lane was written last, in rows written.
         self._written_at = np.zeros(episodes.num_envs, np.int64)
-        # Which process wrote last to each lane, if several do.
-        self._process: torch.Tensor | None = None
+        #: `[E]` int64, which process wrote last to each lane; None if one writes all.
+        self.process: torch.Tensor | None = None
         # The newest trajectories that were left for others before they ended, with their lanes.
         self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
 
-    @property
-    def are_shared(self) -> bool:
-        """Whether several processes write."""
-        return self._process is not None
-
-    @property
-    def are_unsure(self) -> bool:
-        """Whether there is a lane of which it is not known whether its episode goes on."""
-        return self._unsure is not None
-
     def forget_reopened(self) -> None:
         """Notes that the rows are no longer those which were there when a directory was opened."""
-        self._unsure = None
+        self.unsure = None
 
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
         self.trajectory.share_memory_()  # type: ignore[no-untyped-call]
-        if self._process is None:
+        if self.process is None:
             size = (self._episodes.num_envs,)
-            self._process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
+            self.process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
 
     def routes(self, steps: Steps) -> list[Block]:
         """Gives rows of several lanes each to one, by their trajectories.
@@ -97,8 +92,8 @@ class LaneNotes:
             now = block.arranged(steps.trajectory)
             before = self.trajectory[block.which].unsqueeze(1)
             block = block.cut_at(now != torch.cat([before, now[:, :-1]], 1))
-        if self._process is not None:
-            block = self._cut_first(block, self._process[block.which] != os.getpid())
+        if self.process is not None:
+            block = self._cut_first(block, self.process[block.which] != os.getpid())
         return block
 
     def cut_where_reset(self, block: Block, gap: torch.Tensor | None, *, is_known: bool) -> Block:
@@ -109,22 +104,22 @@ class LaneNotes:
             gap: `[L, T]` bool, rows that do not show what the row before them led to; None for none.
             is_known: whether rows tell that; otherwise no episode goes on.
         """
-        unsure = self._unsure[block.which]  # type: ignore[index]
+        unsure = self.unsure[block.which]  # type: ignore[index]
         if is_known:
             unsure = torch.zeros_like(unsure) if gap is None else unsure & gap[:, 0]
         return self._cut_first(block, unsure)
 
     def may_begin(self, block: Block) -> torch.Tensor:
         """Returns where steps may begin an episode by that, `[L, T]` bool."""
-        unsure = self._unsure[block.which].unsqueeze(1)  # type: ignore[index]
+        unsure = self.unsure[block.which].unsqueeze(1)  # type: ignore[index]
         return unsure & (torch.arange(block.num_steps) == 0)
 
     def settle(self, blocks: Iterable[Block]) -> None:
         """Notes of steps that count: of their lanes it is known whether episodes go on."""
         for block in blocks:
-            self._unsure[block.which] = False  # type: ignore[index]
-        if not self._unsure.any():  # type: ignore[union-attr]
-            self._unsure = None
+            self.unsure[block.which] = False  # type: ignore[index]
+        if not self.unsure.any():  # type: ignore[union-attr]
+            self.unsure = None
 
     def _cut_first(self, block: Block, begins: torch.Tensor) -> Block:
         """Cuts off the first rows of some of the lanes, `[L]` bool."""
@@ -170,8 +165,8 @@ class LaneNotes:
             self._written_at[block.which] = write_count
         if steps.trajectory is not None:
             self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
-        if self._process is not None:
-            self._process[block.which] = os.getpid()
+        if self.process is not None:
+            self.process[block.which] = os.getpid()
             if steps.trajectory is not None:
                 # Others may write before this process does so again.
                 goes_on = self._episodes.is_open[block.which]

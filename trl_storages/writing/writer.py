@@ -47,7 +47,7 @@ Then = Callable[[torch.Tensor], object]
 
 
 _ONE_STEP = Block(1)
-_NO_PAIRS = np.zeros((0, 2), np.int64)
+_NO_PAIRS, _NO_FRAMES = np.zeros((0, 2), np.int64), (None,)
 
 
 class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
@@ -119,8 +119,9 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self._has_warned_of_ends = False
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
-        # The layout of steps that were found to be complete.
+        # The layout of steps that were found to be complete, and the last such step.
         self._taken: Layout | None = None
+        self._last = Steps(None, None)  # type: ignore[arg-type]
 
     def _check_stored(self, observation_keys: Sequence[NestedKey] | None) -> None:
         if self.keys is None or observation_keys is None:
@@ -183,7 +184,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _commit(self) -> None:
         """Makes what was written to a directory count."""
         if (directory := self._directory) is not None:
-            numbers = self._lanes.trajectory.numpy()
+            numbers = self._lanes.numbers
             directory.commit(self._episodes, self._write_count, numbers)
 
     def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
@@ -258,8 +259,11 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         """
         self._prepare()
         rows = block.rows(self._storage.device)
+        if self._last.rows is not rows:
+            # Those of the steps before, as a rule.
+            self._last = Steps(rows, block.layout)
         one = _ONE_STEP if block.lanes is None else Block(1, block.lanes)
-        return self._write(Steps(rows, block.layout), [one], None, then)
+        return self._write(self._last, [one], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
@@ -273,7 +277,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
         self.gaps.warn_late()
-        if self._is_packed:
+        if self._is_packed and self._storage.is_durable:
             self._storage.check_writable()
 
     @property
@@ -299,10 +303,10 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         lanes, watch = self._lanes, self.gaps
         cuts = watch.on_gap == "cut"
         looks = watch.is_looking and steps.layout is not None and not steps.rows.is_compact
-        if looks or lanes.are_unsure:
+        if looks or lanes.unsure is not None:
             framed = steps.layout.framed  # type: ignore[union-attr]
             gap = watch.find(self._storage, steps.rows, framed, block)
-            if lanes.are_unsure:
+            if lanes.unsure is not None:
                 block = lanes.cut_where_reset(block, gap, is_known=bool(len(watch.pairs(framed))))
                 gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
             if gap is not None and looks and cuts:
@@ -311,7 +315,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
                 gaps.append(gap)
         if steps.rows.seen is not None:
             where: bool | torch.Tensor = cuts
-            if lanes.are_unsure:
+            if lanes.unsure is not None:
                 where = cuts | lanes.may_begin(block)
             block = checked_stacks(self._storage, steps, block, cuts=where)
         return block
@@ -332,22 +336,24 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
             then: called with the slots, as a part of the write.
         """
         storage, lanes, watch = self._storage, self._lanes, self.gaps
-        gaps: list[torch.Tensor] = []
-        evicted: list[Evicted | None] = [None] * len(blocks)
-        if steps.trajectory is not None or lanes.are_shared:
+        if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
-        can_look = self._is_packed and storage.looks and not steps.rows.is_compact
-        if can_look and len(blocks) == 1 and watch.is_looking:
+        can_look = len(blocks) == 1 and lanes.unsure is None and not steps.rows.is_compact
+        can_look = can_look and watch.is_looking and self._is_packed
+        if can_look and storage.looks(blocks[0].num_steps):
             # As a rule there is no gap, and nothing else to be known before.
             pairs = watch.pairs(steps.layout)  # type: ignore[arg-type]
-            slots = self._append_whole(steps, blocks, evicted, shape, then, pairs)
+            storage.make_room(steps.rows.num_rows)
+            slots = self._append_whole(steps, blocks, _NO_FRAMES, shape, then, pairs)
             if slots is not None:
                 return slots
+        gaps: list[torch.Tensor] = []
         blocks = [self._checked(steps, block, gaps) for block in blocks]
         if gaps:
             watch.warn(gaps)
+        evicted: Sequence[Evicted | None] = [None] * len(blocks)
         if self._is_packed:
             # There may be no space for them.
             storage.lay_out(steps.layout)
@@ -368,13 +374,12 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Writes steps that were checked as a whole, also where an interrupt comes in between."""
-        count = self._write_count + steps.rows.num_rows
-        written = steps, blocks, evicted, shape, count, then, pairs
-        counters = self._episodes.counters()
+        count = self._write_count_value.get_obj().value + steps.rows.num_rows
+        counters = self._storage.episodes.counters()
         try:
-            return self._append(*written)
+            return self._append(steps, blocks, evicted, shape, count, then, pairs)
         except BaseException as error:
-            act = partial(self._append, *written)
+            act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
             recount = partial(self._episodes.recount, counters)
             if not complete(error, act, recount) and self._directory is not None:
                 # Marks may be missing that a later commit would count on.
@@ -401,15 +406,12 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         rows, storage, is_packed = steps.rows, self._storage, self._is_packed
         episodes, directory = storage.episodes, storage.directory if is_packed else None
         table = storage.table if is_packed else None
-        room, is_over, slots = episodes.steps_per_lane, False, None
-        if is_packed:
-            storage.note_committed()
+        is_over, slots = False, None
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         for block, frames in zip(blocks, evicted, strict=True):
-            num_steps, lanes = block.num_steps, block.lanes
             if directory is not None:
-                directory.begin(episodes, num_steps, lanes)
+                directory.begin(episodes, block)
             if frames is not None:
                 storage.stacks.keep(frames)
             if not is_packed:
@@ -417,19 +419,21 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
             slots = episodes.write(rows, block, table, slots, pairs)
             if slots is None:
                 return None
-            if directory is not None:
-                directory.seal(episodes, num_steps, lanes)
-            is_over = is_over or num_steps > room
+            is_over = is_over or block.num_steps > episodes.steps_per_lane
             self._lanes.note(steps, block, count)
         # The names of attributes are looked at when they are set.
         self._write_count_value.get_obj().value = count
-        self._count(lanes)
         if directory is not None:
-            self._commit()
-            if self._lanes.are_unsure:
+            directory.seal(episodes, blocks, count, self._lanes.numbers)
+            if self._lanes.unsure is not None:
                 self._lanes.settle(blocks)
+        if is_packed:
+            storage._bump_mutation_revision()
+        else:
+            self._count(blocks[-1].lanes)
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
+            room = episodes.steps_per_lane
             marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
         self._bump_generation(marked, marked)
         # TorchRL's samplers by priority, and ours on a device of their own, hear of rows by this alone.
@@ -601,7 +605,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         if (directory := self._directory) is not None:
             write_count = 0 if empty_write_count else self._write_count
-            numbers = self._lanes.trajectory.numpy()
+            numbers = self._lanes.numbers
             directory.empty(self._episodes, write_count, numbers)
         super()._empty(empty_write_count)
         if directory is None:

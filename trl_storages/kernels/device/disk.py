@@ -43,6 +43,7 @@ __all__ = [
 # Rows whose checksums are worked out at once, so that what is in between stays in the cache.
 _BLOCK = 4096
 _MOST_TRIES = 1000
+_NO_NUMBERS = np.zeros(0, np.int64)
 
 
 def orders_stores() -> bool:
@@ -109,6 +110,9 @@ class MarkedRows:
         num_steps: int,
         lanes: Sequence[int] | None = None,
         priorities: PriorityWords | None = None,
+        commits: Commits | None = None,
+        write_count: int = 0,
+        trajectories: np.ndarray = _NO_NUMBERS,
     ) -> None:
         """Gives the newest S steps of lanes, which were written, their checksums and marks."""
         lane = _written(ring, lanes).unsqueeze(1)
@@ -130,6 +134,8 @@ class MarkedRows:
         if priorities is not None:
             priorities.seal(slots, marks)
         self._marks[slots, 0] = marks
+        if commits is not None:
+            commits.publish_lanes(ring, history, write_count, trajectories)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""

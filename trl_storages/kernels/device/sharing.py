@@ -17,7 +17,6 @@ from trl_storages.kernels.device.scattering import only_last
 from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.ring_tables import RingTables
 from trl_storages.kernels.sharing import (
-    COMMITTED,
     CONTINUES,
     ENTRY_BIT,
     FLUSHED,
@@ -176,10 +175,6 @@ class SharedTable(RowTable):
 
     # Writing
 
-    def note_committed(self, cursors: np.ndarray) -> None:
-        """Notes up to where rows count, `[E]` int64, if that is not what the ring says."""
-        self.side.lanes[:, COMMITTED] = torch.from_numpy(cursors)
-
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns rows `[L, W]` as they are seen."""
         return self.pick(slots)
@@ -198,7 +193,7 @@ class SharedTable(RowTable):
         after, now = words[..., :shared], words[..., shared : 2 * shared]
         values, held = self.side.values[:, :shared], self.side.lanes[lanes]
         # A row that counts already stays as it is.
-        is_new = (held[:, COMMITTED] <= ring.cursors[lanes]).unsqueeze(1)
+        is_new = (self._cursors <= ring.cursors)[lanes].unsqueeze(1)
         newest, tips = ring.newest_slots(lanes), self._free_tips(ring, held, lanes)
         led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
         follows = self._are_same(led_to, now[:, 0])
@@ -245,8 +240,7 @@ class SharedTable(RowTable):
 
     def _free_tips(self, ring: Ring, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the number of a tip of each lane that holds nothing which may still be wanted."""
-        committed = torch.where(held[:, COMMITTED] < 0, ring.cursors[lanes], held[:, COMMITTED])
-        newest = (committed - 1) % ring.ring_steps * self._num_lanes + lanes
+        newest = (self._cursors[lanes] - 1) % ring.ring_steps * self._num_lanes + lanes
         used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
         for _ in range(NUM_TIPS - 1):

@@ -60,8 +60,9 @@ class SumTree:
 
         Args:
             leaves: `[B]` int64 below N; those below 0 name none.
-            weights: `[B]` float64, at least 0.
+            weights: `[B]` float64, at least 0; `[1]` is that of all.
         """
+        weights = weights.expand(leaves.shape)
         leaves, order = only_last(torch.where(leaves < 0, self._spare, leaves), self._spare)
         weights = torch.where(leaves == self._spare, 0.0, weights[order])
         self._sums[-1].view(-1)[leaves] = weights

@@ -19,6 +19,8 @@ class NewRows:
     """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`."""
 
     seen: NewRows | None = None
+    #: Rows are laid out when they are made.
+    reads_fields = False
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ _STEP_MASK = MOST_STEPS - 1
 _NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
 # Not contiguous either, so that no loop is compiled twice.
 _NO_HEADERS = np.zeros((2, 2), np.int32)[:, 0]
+_Commit = tuple[np.ndarray, np.ndarray, np.ndarray]
+_NO_COMMIT: _Commit = _NO_WORDS, _NO_VALUES, _NO_WORDS
 # Of a selector that a fast writer moves on while its table is copied.
 _MOST_TRIES = 1000
 
@@ -122,6 +124,9 @@ class MarkedRows:
         num_steps: int,
         lanes: Sequence[int] | None = None,
         priorities: PriorityWords | None = None,
+        commits: Commits | None = None,
+        write_count: int = 0,
+        trajectories: np.ndarray = _NO_WORDS,
     ) -> None:
         """Gives the newest S steps, which were written, their checksums, and then their marks.
 
@@ -131,12 +136,28 @@ class MarkedRows:
             num_steps: S. Of more than T steps the last T found room.
             lanes: likewise.
             priorities: of the rows, which get the largest one, if they are kept.
+            commits: where all lanes are committed then, as `Commits.publish_lanes` does; None where that
+                is left for later.
+            write_count: of the commit.
+            trajectories: likewise.
         """
         most_live, room = ring.steps_per_lane, ring.ring_steps
         num_marked, written = min(num_steps, most_live), _written(ring, lanes)
         words = _NO_WORDS if priorities is None else priorities._words
         table = self._rows, self._marks, self._values, self._headers, words
-        _mark(*table, *ring._arrays, room, written, num_marked, history, self._factors)
+        commit: _Commit = _NO_COMMIT if commits is None else commits._arrays
+        _mark(
+            *table,
+            *ring._arrays,
+            room,
+            written,
+            num_marked,
+            history,
+            self._factors,
+            *commit,
+            write_count,
+            trajectories,
+        )
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
@@ -209,6 +230,7 @@ class Commits:
     def __init__(self, selector: torch.Tensor, tables: torch.Tensor) -> None:
         self._selector, self._tables = selector.numpy(), tables.numpy()
         self._factors = factors(tables.shape[1] - 1)
+        self._arrays = self._selector, self._tables, self._factors
 
     @property
     def number(self) -> int:
@@ -235,15 +257,7 @@ class Commits:
             write_count: the second one.
             trajectories: `[E]` int64.
         """
-        _publish_lanes(
-            self._selector,
-            self._tables,
-            ring._arrays[2],
-            history,
-            write_count,
-            trajectories,
-            self._factors,
-        )
+        _publish_lanes(*self._arrays, ring._arrays[2], history, write_count, trajectories)
 
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
@@ -431,6 +445,35 @@ def _clear(
 
 
 @compiled
+def _publish_lanes(
+    selector: np.ndarray,
+    tables: np.ndarray,
+    factors: np.ndarray,
+    lanes: np.ndarray,
+    history: int,
+    write_count: int,
+    trajectories: np.ndarray,
+) -> None:
+    number, num_lanes = selector[0] + 1, len(lanes)
+    table = tables[number & 1]
+    num_words = len(table) - 1
+    if 2 + 4 * num_lanes != num_words:
+        raise ValueError("as many words must be published as a table holds")
+    # What was written before is there before the words say so.
+    fenced()
+    table[0], table[1] = history, write_count
+    for lane in range(num_lanes):
+        table[2 + lane] = lanes[lane, CURSOR]
+        table[2 + num_lanes + lane] = lanes[lane, TAIL]
+        table[2 + 2 * num_lanes + lane] = lanes[lane, OPEN]
+        table[2 + 3 * num_lanes + lane] = trajectories[lane]
+    table[num_words] = _checksum(table[:num_words], number, number & 1, factors)
+    fenced()
+    selector[0] = number
+    fenced()
+
+
+@compiled
 def _mark(
     table: np.ndarray,
     marks: np.ndarray,
@@ -445,6 +488,11 @@ def _mark(
     num_steps: int,
     history: int,
     factors: np.ndarray,
+    selector: np.ndarray,
+    tables: np.ndarray,
+    table_factors: np.ndarray,
+    write_count: int,
+    trajectories: np.ndarray,
 ) -> None:
     new = np.empty((len(written), num_steps), np.int64)
     largest = _largest(words, factors) if len(words) else 0
@@ -478,6 +526,8 @@ def _mark(
         for s in range(num_steps):
             marks[place * len(lanes) + written[i], 0] = new[i, s]
             place = place + 1 if place + 1 < room else 0
+    if len(selector):
+        _publish_lanes(selector, tables, table_factors, lanes, history, write_count, trajectories)
     fenced()
 
 
@@ -594,35 +644,6 @@ def _publish(
     for k in range(len(words)):
         table[k] = words[k]
     table[len(words)] = _checksum(words, number, number & 1, factors)
-    fenced()
-    selector[0] = number
-    fenced()
-
-
-@compiled
-def _publish_lanes(
-    selector: np.ndarray,
-    tables: np.ndarray,
-    lanes: np.ndarray,
-    history: int,
-    write_count: int,
-    trajectories: np.ndarray,
-    factors: np.ndarray,
-) -> None:
-    number, num_lanes = selector[0] + 1, len(lanes)
-    table = tables[number & 1]
-    num_words = len(table) - 1
-    if 2 + 4 * num_lanes != num_words:
-        raise ValueError("as many words must be published as a table holds")
-    # What was written before is there before the words say so.
-    fenced()
-    table[0], table[1] = history, write_count
-    for lane in range(num_lanes):
-        table[2 + lane] = lanes[lane, CURSOR]
-        table[2 + num_lanes + lane] = lanes[lane, TAIL]
-        table[2 + 2 * num_lanes + lane] = lanes[lane, OPEN]
-        table[2 + 3 * num_lanes + lane] = trajectories[lane]
-    table[num_words] = _checksum(table[:num_words], number, number & 1, factors)
     fenced()
     selector[0] = number
     fenced()

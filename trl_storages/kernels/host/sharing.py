@@ -19,7 +19,6 @@ from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import Given, NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
-    COMMITTED,
     CONTINUES,
     ENTRY_BIT,
     FLUSHED,
@@ -57,7 +56,7 @@ class SharedTable(RowTable):
         sharing: what of a row is not stored in it.
         side: has next values that are not in other rows.
         ring: says which rows follow one another.
-        commits: says up to where, while another process writes them; None if the ring does.
+        commits: says up to where rows count, of a directory; None if the ring does.
     """
 
     is_plain = False
@@ -79,6 +78,8 @@ class SharedTable(RowTable):
         # Fields lie so many bytes further on in a row as it is seen.
         self._next_bytes = sharing.shared_words * _WORD
         self.before = self.array, self._headers, self._values, self._next_bytes
+        # The lanes of the index, and what `_cursors` found of them.
+        self._counted: tuple[Any, Any] = (None, None)
         # The sources of the rows written last, the headers of these, and where what is stored comes from:
         # a step is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
@@ -142,15 +143,16 @@ class SharedTable(RowTable):
     @property
     def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
         """Where the cursors are that count, as `_cursor` finds them, and E."""
-        if self._commits is None:
-            lanes = self._ring._arrays[2]
-            return lanes.reshape(-1), _NO_CHOICE, CURSOR, 0, lanes.shape[1], len(lanes)
-        selector, tables = self._commits._selector, self._commits._tables
-        return tables.reshape(-1), selector, _FIRST_CURSOR, tables.shape[1], 1, self._ring.num_envs
-
-    def note_committed(self, cursors: np.ndarray) -> None:
-        """Notes up to where rows count, `[E]` int64, if that is not what the ring says."""
-        self._side[2][:, COMMITTED] = cursors
+        known, commits = self._ring._arrays[2], self._commits
+        # To see an array in another shape takes longer than to link a row.
+        if self._counted[0] is not known:
+            num_lanes, size = known.shape
+            where: Any = known.reshape(-1), _NO_CHOICE, CURSOR, 0, size, num_lanes
+            if commits is not None:
+                tables, size = commits._tables.reshape(-1), commits._tables.shape[1]
+                where = tables, commits._selector, _FIRST_CURSOR, size, 1, num_lanes
+            self._counted = known, where
+        return self._counted[1]
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
         """Links rows that are about to be written to those before them; see `RowTable.sources`."""
@@ -165,6 +167,7 @@ class SharedTable(RowTable):
             *given,
             rows.sources,
             rows.is_compact,
+            *self._cursors[:-1],
             self.array,
             self._headers,
             self._values,
@@ -378,10 +381,9 @@ def _copy_next(sources: Any, row: int, values: Any, entry: int, num_shared: int)
 
 
 @compiled
-def _free_tip(headers: Any, lane: int, lanes: Any, room: int, held: Any) -> int:
+def _free_tip(headers: Any, lane: int, num_lanes: int, committed: int, room: int, held: Any) -> int:
     """Returns the number of a tip that holds nothing which may still be wanted."""
-    committed = held[lane, COMMITTED] if held[lane, COMMITTED] >= 0 else lanes[lane, CURSOR]
-    newest = (committed - 1) % room * len(lanes) + lane
+    newest = (committed - 1) % room * num_lanes + lane
     used = (headers[newest] >> TIP_BIT) & NUM_TIPS
     tip = 1
     while tip in (used, held[lane, FLUSHED]):
@@ -402,6 +404,11 @@ def _link(
     end_stride: int,
     sources: Any,
     is_compact: bool,
+    tables: Any,
+    selector: Any,
+    first_cursor: int,
+    table_size: int,
+    stride: int,
     table: Any,
     headers: Any,
     values: Any,
@@ -428,6 +435,11 @@ def _link(
         end_stride: how far it is to the next one.
         sources: `[f, 4]` of the rows as they are seen: the m next values, what they come back as, others.
         is_compact: whether next values are not known, and a row goes on unless its episode ends.
+        tables: as in `_cursor`, as the four that follow.
+        selector: likewise.
+        first_cursor: likewise.
+        table_size: likewise.
+        stride: likewise.
         table: `[N, *]`.
         headers: `[N]` of these rows.
         values: of the side table, as the three that follow.
@@ -443,9 +455,10 @@ def _link(
     first = max(num_steps - most_live, 0)
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
-        start, is_done = (cursor + first) % room, held[lane, COMMITTED] > cursor
-        tip = _free_tip(headers, lane, lanes, room, held)
-        if is_done:
+        start = (cursor + first) % room
+        committed = _cursor(lane, tables, selector, first_cursor, table_size, stride)
+        tip = _free_tip(headers, lane, num_lanes, committed, room, held)
+        if committed > cursor:
             # They count already, and stay as they are.
             for s in range(first, num_steps):
                 row = order[i, s] if order.size > 0 else i * num_steps + s

@@ -57,7 +57,7 @@ class SumTree:
 
         Args:
             leaves: `[B]` int64 below N; those below 0 name none.
-            weights: `[B]` float64, at least 0.
+            weights: `[B]` float64, at least 0; `[1]` is that of all.
         """
         at, new = leaves.numpy(), weights.numpy()
         _set_leaves(self._sums, self._starts, at, new, False)
@@ -327,12 +327,13 @@ def _set_leaves(
     """Sets weights of leaves, and joins anew what lies above them."""
     depth = starts.shape[0] - 2
     changed = np.empty(leaves.shape[0], dtype=np.int64)
-    count = 0
+    count, last = 0, weights.shape[0] - 1
     for i in range(leaves.shape[0]):
         if leaves[i] >= 0:
+            weight = weights[min(i, last)]
             # The least is that of leaves which weigh something.
-            counts = weights[i] > 0.0 or not is_least
-            nodes[starts[depth] + leaves[i]] = weights[i] if counts else _INFINITY
+            counts = weight > 0.0 or not is_least
+            nodes[starts[depth] + leaves[i]] = weight if counts else _INFINITY
             changed[count] = leaves[i]
             count += 1
     for level in range(depth, 0, -1):

@@ -58,6 +58,8 @@ class NewRows:
 
     #: The same rows as they are seen, where these are parts of them.
     seen: NewRows | None = None
+    #: Whether rows are read from where their fields lie when they are written, and not before.
+    reads_fields = True
 
     def __init__(
         self,
