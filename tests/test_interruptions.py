@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from trl_storages import EpisodeWriter, ERESampler, PackedStorage, PERSampler, R
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
 from trl_storages.rows import tensors_of
+from trl_storages.writing import writer
 
 Write = Callable[[], object]
 SIZE = 24
@@ -306,6 +308,29 @@ def test_rows_in_a_storage_of_torchrl(name):
 def test_other_errors_that_come_from_outside(name):
     """Such as those of signal handlers and timeouts."""
     interrupt(filled("one lane"), WRITES[name], error=TimeoutError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["extend", "record"])
+def test_an_error_that_comes_again(name, kind):
+    """As of a process that has no memory left: samplers hear of such rows with the next write."""
+    start = filled(kind)
+    counter = Interrupter(10**9, trl_storages)
+    write = WRITES[name](copy.deepcopy(start))
+    with counter:
+        write()
+    num_lines = 10**9 - counter.left
+    for line in np.unique(np.linspace(1, num_lines, min(2 * POINTS, num_lines)).astype(int)):
+        storage = copy.deepcopy(start)
+        write = WRITES[name](storage)
+        interrupter = Interrupter(line, trl_storages, error=MemoryError, lasts=True)
+        with (
+            suppress(MemoryError),
+            mock.patch.object(writer, "complete", interrupter.resumed_by(writer.complete)),
+            interrupter,
+        ):
+            write()
+        go_on(storage)
 
 
 def test_the_first_write():

@@ -117,6 +117,8 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
         # Whether it was said that rows come without the observations that episodes end with.
         self._has_warned_of_ends = False
+        # Slots of rows that were written by writes which failed, and that nobody has heard of.
+        self._untold: list[torch.Tensor] = []
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
         # The layout of steps that were found to be complete, and the last such step.
@@ -277,6 +279,9 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _prepare(self) -> None:
         """Does what earlier writes have left to be done."""
         self.gaps.warn_late()
+        while self._untold:
+            self._mark_update_entities(self._untold[-1])
+            self._untold.pop()
         if self._is_packed and self._storage.is_durable:
             self._storage.check_writable()
 
@@ -381,7 +386,12 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         except BaseException as error:
             act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
             recount = partial(self._episodes.recount, counters)
-            if not complete(error, act, recount) and self._directory is not None:
+            if complete(error, act, recount):
+                raise
+            if self._directory is None:
+                # What was overwritten is gone: the rows stay, and samplers hear of them later.
+                self._untold.append(self._episodes.slots_after(counters))
+            else:
                 # Marks may be missing that a later commit would count on.
                 recount()
                 self._storage.go_back()
