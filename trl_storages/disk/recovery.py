@@ -87,7 +87,7 @@ def _runs(
     tails, is_open, unknown = cursors.copy(), np.zeros_like(cursors), np.zeros_like(cursors)
     is_linked = np.ones_like(steps, bool)
     if words.side is not None:
-        is_linked = words.are_linked(torch.arange(steps.size)).view(steps.shape).numpy()
+        is_linked = words.check_next(torch.arange(steps.size), tips=False).view(steps.shape).numpy()
     for lane, order in enumerate(np.argsort(steps, axis=0).T):
         order = order[steps[order, lane] >= durable[lane]]
         run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
@@ -115,7 +115,7 @@ def _with_tip(
     num_lanes = len(words.rows) // ring_steps
     first, end = run
     newest = (end - 1) % ring_steps * num_lanes + lane
-    if words.have_tips(torch.tensor([newest])).all():
+    if words.check_next(torch.tensor([newest]), tips=True).all():
         return run
     for last in range(end - 2, first - 1, -1):
         if words.renew_tip(last % ring_steps * num_lanes + lane):

@@ -248,15 +248,12 @@ class Words:
         if self.side is None:
             return after[:0]
         newest = self._slots(np.maximum(cursors - 1, tails), cursors)[: None if tips else 0]
-        return torch.cat([after[~self.are_linked(after)], newest[~self.have_tips(newest)]])
+        is_linked, has_tip = (self.check_next(it, tips=it is newest) for it in (after, newest))
+        return torch.cat([after[~is_linked], newest[~has_tip]])
 
-    def are_linked(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether what rows say is next of the rows before them is whole, `[n]` bool."""
-        return self.marked.check_next(slots, self._description.num_lanes, tips=False)
-
-    def have_tips(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether what is next of rows is whole, as of newest ones, `[n]` bool."""
-        return self.marked.check_next(slots, self._description.num_lanes, tips=True)
+    def check_next(self, slots: torch.Tensor, *, tips: bool) -> torch.Tensor:
+        """Returns whether next values that rows name are whole, `[n]` bool; see `MarkedRows`."""
+        return self.marked.check_next(slots, self._description.num_lanes, tips=tips)
 
     def _header(self, slots: torch.Tensor | int) -> torch.Tensor:
         """Returns the headers of rows that share next observations, int64."""

@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torchrl.data.utils import numpy_to_torch_dtype_dict
 
-from trl_storages.rows import as_array
-
 __all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor", "environments"]
 
 #: TorchRL's table, and the unsigned integers that it leaves out.
@@ -81,22 +79,6 @@ class Column:
         self.numbers: frozenset[type] = frozenset()
         if self._shape == (1,):
             self.numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
-
-    def put(self, target: Any, value: Any, name: str, label: str, is_vector: bool) -> None:
-        """Checks a value, and writes it into a column.
-
-        Args:
-            target: `[E, *shape]`, an array or a tensor.
-            value: as in `read`, as all that follow.
-            name: likewise.
-            label: likewise.
-            is_vector: likewise.
-
-        Raises:
-            TypeError, ValueError: as `read`. Nothing is written then.
-        """
-        rows = self.read(value, name, label, is_vector)
-        target[...] = as_array(rows) if isinstance(target, np.ndarray) else rows
 
     def read(self, value: Any, name: str, label: str, is_vector: bool) -> torch.Tensor:
         """Returns `value` as a column.

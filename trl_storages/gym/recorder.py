@@ -202,7 +202,7 @@ class GymRecorder(SavedPart):
                     layout, infos, lane, is_vector=is_vector, needed=True
                 )
                 for key, row in ended_with:
-                    columns[key][lane] = as_array(row) if block.is_on_host else row
+                    block.put(key, row, lane)
         elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
         last = self._watch.last
@@ -212,7 +212,7 @@ class GymRecorder(SavedPart):
             for key, value in self._infos(infos, lanes, finals, is_vector).items():
                 column = Column(*layout.fields[key], len(lanes))
                 read = column.read(value, "infos", f"[{key!r}]", is_vector)
-                columns[key][lanes] = as_array(read) if block.is_on_host else read
+                block.put(key, read, lanes)
         ended = self._ended
         if self.autoreset_mode is _NEXT_STEP:
             ended = _host(done)
@@ -431,8 +431,8 @@ class _Desk:
             ):
                 target[...] = value
             else:
-                key, column, name, label = place
-                column.put(self.block.columns[key], value, name, label, is_vector)
+                key, column, *named = place
+                self.block.put(key, column.read(value, *named, is_vector))
         terminated, truncated = self._flags
         if len(self.ends) == 1:
             # Of one flag Python knows sooner than NumPy.

@@ -139,6 +139,10 @@ class StepBlock:
             end += columns[at].nbytes
         return memoryview(self._memory.view(torch.uint8).numpy())[:end], order  # type: ignore[arg-type]
 
+    def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
+        """Puts the values of a field of some environments to where they belong."""
+        self.columns[key][which] = as_array(values) if self.is_on_host else values
+
     def rows(self, device: torch.device) -> NewRows:
         """Returns what is in the block when it is written.
 

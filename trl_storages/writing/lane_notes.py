@@ -52,10 +52,6 @@ class LaneNotes:
         # The newest trajectories that were left for others before they ended, with their lanes.
         self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
 
-    def forget_reopened(self) -> None:
-        """Notes that the rows are no longer those which were there when a directory was opened."""
-        self.unsure = None
-
     def share_memory_(self) -> None:
         """Moves to memory that other processes see what they must know."""
         self.trajectory.share_memory_()  # type: ignore[no-untyped-call]

@@ -183,12 +183,6 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self._lanes.trajectory.copy_(torch.from_numpy(state.trajectories))
         self._write_count = state.write_count
 
-    def _commit(self) -> None:
-        """Makes what was written to a directory count."""
-        if (directory := self._directory) is not None:
-            numbers = self._lanes.numbers
-            directory.commit(self._episodes, self._write_count, numbers)
-
     def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
 
@@ -582,11 +576,12 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
         """Forgets all but the newest rows where none is ever moved."""
         episodes = self._episodes
-        self._directory.begin_history()  # type: ignore[union-attr]
+        directory: Directory = self._directory  # type: ignore[assignment]
+        directory.begin_history()
         episodes.evict(episodes.host_steps - keep_steps)
         if empty_write_count:
             self._write_count = 0
-        self._commit()
+        directory.commit(episodes, self._write_count, self._lanes.numbers)
         slots = episodes.slots_by_age(torch.arange(len(episodes)).flip(0))
         then(slots)
         return slots
@@ -615,8 +610,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         if (directory := self._directory) is not None:
             write_count = 0 if empty_write_count else self._write_count
-            numbers = self._lanes.numbers
-            directory.empty(self._episodes, write_count, numbers)
+            directory.empty(self._episodes, write_count, self._lanes.numbers)
         super()._empty(empty_write_count)
         if directory is None:
             self._forget_links()
@@ -687,7 +681,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
-        self._lanes.forget_reopened()
+        self._lanes.unsure = None  # they are no longer the rows that were there
         if len(self._episodes):
             self._count()
 

@@ -238,10 +238,6 @@ class Commits:
         found: int = self._selector.item()
         return found
 
-    def cursors(self, num_lanes: int) -> np.ndarray:
-        """Returns where the cursors `[E]` of the last commit are, as `publish_lanes` says them."""
-        return self._tables[self.number & 1, 2 : 2 + num_lanes]
-
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
         _publish(self._selector, self._tables, words.numpy(), self._factors)
