@@ -197,7 +197,8 @@ def test_only_what_is_wanted_is_read():
 
 def test_entries_of_a_batch():
     batch = TensorDict({"a": torch.ones(2)}, [2])
-    fields = BatchedFields(None, SLOTS, SLOTS.device, batch=batch)
+    fields = BatchedFields(None, SLOTS, SLOTS.device)
+    fields.batch = batch
     assert fields.names() == ("a",)
     assert fields["a"] is batch["a"]
     assert fields.tensordict({}) is batch

@@ -37,18 +37,20 @@ def test_whole_rows(kernels, shape, num_words):
 
 
 @BACKENDS
-@pytest.mark.parametrize("shape", [(0,), (40,), (3, 5)])
-@pytest.mark.parametrize("spans", [[], [(0, 8)], [(3, 1), (8, 30), (800, 5)]])
-def test_rows_that_others_lend_some_bytes(kernels, shape, spans):
-    rows, slots = random_rows(0, 20, 300), random_slots(1, shape, 20)
-    following = random_slots(2, shape, 20) % 20
-    spans = np.array(spans, np.int64).reshape(-1, 2)
-    picked = bits(kernels.RowTable(rows).pick(slots, following, spans)).numpy()
-    expected = bits(rows).numpy()[slots.numpy()]
-    for start, size in spans:
-        lent = bits(rows).numpy()[following.numpy(), start : start + size]
-        expected[..., start : start + size] = lent
-    np.testing.assert_array_equal(picked, expected)
+@pytest.mark.parametrize("num_rows", [0, 40])
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize("spans", [[], [(0, 8, 8)], [(3, 9, 1), (8, 1200, 30), (8, 40, 30)]])
+def test_rows_that_others_lend_some_bytes(kernels, num_rows, has_mask, spans):
+    rows, slots = random_rows(0, 20, 300), random_slots(1, (num_rows,), 20)
+    out, mask = random_rows(2, num_rows, 200), random_slots(3, (num_rows,), 20) > 0
+    before = bits(out).numpy().copy()
+    spans = np.array(spans, np.int64).reshape(-1, 3)
+    kernels.RowTable(rows).copy_into(out, slots, spans, mask if has_mask else None)
+    for row in range(num_rows):
+        expected = before[row]
+        for start, to, size in spans if mask[row] or not has_mask else ():
+            expected[to : to + size] = bits(rows)[slots[row], start : start + size]
+        np.testing.assert_array_equal(bits(out)[row].numpy(), expected)
 
 
 @BACKENDS

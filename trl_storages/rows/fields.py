@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -19,9 +21,13 @@ from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.views import nest
 
+if TYPE_CHECKING:
+    from trl_storages.rows.row_view import RowView
+
 __all__ = [
     "BatchedFields",
     "FollowingFields",
+    "Loan",
     "StoredFields",
     "read_field",
     "read_fields",
@@ -30,6 +36,58 @@ __all__ = [
 
 # Shorter rows are gathered as a whole at the first question: it costs about as much as one field.
 _SHORT = 4096  # bytes
+
+
+@dataclass(eq=False)
+class Loan:
+    """An entry of other rows, which stands for some of these where a mask holds.
+
+    Attributes:
+        lenders: `[B]` the other rows.
+        source: their entry, `[B, *G]`.
+        mask: `[B]` bool.
+        keys: the entries that it stands for.
+    """
+
+    lenders: RowView
+    source: NestedKey
+    mask: torch.Tensor
+    keys: tuple[NestedKey, ...]
+
+    @cached_property
+    def value(self) -> torch.Tensor:
+        """`[B, *G]` what is lent, also where the mask does not hold."""
+        return self.lenders[self.source]
+
+    def __call__(self, seen: RowView, key: NestedKey) -> Mapping[NestedKey, torch.Tensor]:
+        """Returns one of the entries, as a rule does."""
+        return {key: self.over(seen[key])}
+
+    def over(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns an entry with what is lent.
+
+        Args:
+            stored: `[B, *G]` or `[n, B, *G]`, as it is seen without.
+
+        Raises:
+            TypeError: what is lent is floating, the entry is not.
+            ValueError: they differ in shape.
+        """
+        value = self.value
+        if value.dtype is not stored.dtype:
+            if value.is_floating_point() and not stored.is_floating_point():
+                raise TypeError(
+                    "the desired goal must be floating, as the achieved goal is "
+                    f"({value.dtype}), got {stored.dtype}: goals that were reached would be truncated."
+                )
+            value = value.to(stored.dtype)
+        shape = stored.shape[stored.ndim - value.ndim + 1 :]
+        if value.shape[1:] != shape:
+            raise ValueError(
+                f"the achieved goal must have the desired goal's shape {list(shape)}, got "
+                f"{list(value.shape[1:])}."
+            )
+        return torch.where(self.mask.view(-1, *(1,) * (value.ndim - 1)), value, stored)
 
 
 class StoredFields(dict[NestedKey, torch.Tensor]):
@@ -47,6 +105,9 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         device: likewise.
         following: likewise.
     """
+
+    #: What the rows are gathered with, if anything.
+    loan: Loan | None = None
 
     def __init__(
         self,
@@ -79,7 +140,12 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with what lies under `next` of others."""
-        return type(self)(self.storage, self.slots, self.device, slots)
+        rows = type(self)(self.storage, self.slots, self.device, slots)
+        rows.loan = self.loan
+        return rows
+
+    def lend(self, loan: Loan) -> None:
+        """Takes a loan, if the rows are gathered as a whole, together with what is lent."""
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -101,11 +167,18 @@ class _WholeRows(StoredFields):
         self.update(layout.views(block))
         return self[key]
 
+    def lend(self, loan: Loan) -> None:
+        if self._block is None and len(self.storage.layout.lending(loan.source, loan.keys)):
+            self.loan = loan
+
     def packed(self) -> tuple[Layout, torch.Tensor]:
-        block = self._block
-        if block is None:
-            self._block = block = self.storage.gather(self.slots, self.following)
-        return self.storage.layout, block
+        storage, loan, lent = self.storage, self.loan, None
+        if self._block is None:
+            if loan is not None:
+                spans = storage.layout.lending(loan.source, loan.keys)
+                lent = loan.lenders.slots, spans, loan.mask.to(storage.device)
+            self._block = storage.gather(self.slots, self.following, lent)
+        return storage.layout, self._block
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout, block = self.packed()
@@ -151,27 +224,13 @@ class _SingleFields(StoredFields):
 class BatchedFields(StoredFields):
     """Rows as the batch that a storage of TorchRL's, or a function of the user's, makes of them.
 
-    Args:
-        storage: as in `StoredFields`, as `slots`, `device`, `following`.
-        slots: likewise.
-        device: likewise.
-        following: likewise.
+    Attributes:
         collate: turns what the storage returns into a batch; None leaves it as it is.
         batch: the batch, if it is there; None asks the storage when a field is asked for.
     """
 
-    def __init__(
-        self,
-        storage: Any,
-        slots: torch.Tensor,
-        device: torch.device,
-        following: torch.Tensor | None = None,
-        *,
-        collate: Callable[[Any], TensorDictBase] | None = None,
-        batch: TensorDictBase | None = None,
-    ) -> None:
-        super().__init__(storage, slots, device, following)
-        self._collate, self._batch = collate, batch
+    collate: Callable[[Any], TensorDictBase] | None = None
+    batch: TensorDictBase | None = None
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         batch = self._whole()
@@ -182,11 +241,13 @@ class BatchedFields(StoredFields):
 
     def names(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all fields, of the batch once it is there."""
-        return super().names() if self._batch is None else _names_of(self._batch)
+        return super().names() if self.batch is None else _names_of(self.batch)
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with what lies under `next` of others."""
-        return BatchedFields(self.storage, self.slots, self.device, slots, collate=self._collate)
+        rows = BatchedFields(self.storage, self.slots, self.device, slots)
+        rows.collate = self.collate
+        return rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns the batch, with `entries` beside or in the place of its own."""
@@ -196,15 +257,15 @@ class BatchedFields(StoredFields):
         return batch
 
     def _whole(self) -> TensorDictBase:
-        if self._batch is None:
-            self._batch = self._read(self.slots)
+        if self.batch is None:
+            self.batch = self._read(self.slots)
             if self.following is not None:
-                set_entry(self._batch, "next", self._read(self.following).get("next"))
-        return self._batch
+                set_entry(self.batch, "next", self._read(self.following).get("next"))
+        return self.batch
 
     def _read(self, slots: torch.Tensor) -> TensorDictBase:
         rows = self.storage.get(slots)
-        return rows if self._collate is None else self._collate(rows)
+        return rows if self.collate is None else self.collate(rows)
 
 
 class FollowingFields(_SingleFields):
@@ -234,7 +295,9 @@ def stored_fields(
     """
     device = getattr(storage, "out_device", None) or storage.device
     if collate is not None or not isinstance(storage, PackedStorage):
-        return BatchedFields(storage, slots, device, collate=collate)
+        rows = BatchedFields(storage, slots, device)
+        rows.collate = collate
+        return rows
     # Rows that are sent to another device go there in one piece.
     is_long = storage.layout.row_nbytes > _SHORT  # type: ignore[union-attr]
     kind = _SingleFields if is_long and not storage.is_sent_away else _WholeRows

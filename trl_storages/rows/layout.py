@@ -5,7 +5,7 @@ Letters: N rows, W words a row, B any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import attrgetter, itemgetter
@@ -161,8 +161,6 @@ class Layout:
         self._by_key = {field.key: field for field in self.fields}
         #: `[n, 2]` int64, the first byte of each field and how many it takes.
         self.places = np.array([(it.start_byte, it.num_bytes) for it in self.fields], np.int64)
-        #: `[m, 2]` int64, the same of what is stored under `next`, where neighbours are one.
-        self.following = _joined([it for it in self._own if it.key[0] == "next"])
         #: As given.
         self.nested = nested
         #: The layout of rows of which each stack is its newest frame only, as they are stored.
@@ -180,8 +178,55 @@ class Layout:
             self._stored = Views(stored, self.stored_nbytes, nested)
         self._dtypes = [field.dtype for field in self.fields]
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
+        self._lending: dict[Any, np.ndarray] = {}
         # The shapes of a batch like the last one that was written.
         self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
+
+    @cached_property
+    def rooted(self) -> np.ndarray:
+        """`[n, 3]` int64, the spans of what does not lie under `next` and is no stack."""
+        return self._spans(it for it in self.framed.fields if it.key[0] != "next")
+
+    @cached_property
+    def following(self) -> np.ndarray:
+        """`[n, 3]` int64, the spans of what lies under `next` and is no stack."""
+        return self._spans(it for it in self.framed.fields if it.key[0] == "next")
+
+    def _spans(self, frames: Iterable[Field]) -> np.ndarray:
+        """Returns where fields lie in a framed row and in one as it is seen, and their bytes.
+
+        Neighbours in both are one span.
+        """
+        spans: list[list[int]] = []
+        for frame in frames:
+            field = self.field(frame.key)
+            if field.stack:
+                continue
+            start, to, size = frame.start_byte, field.start_byte, frame.num_bytes
+            if spans and (start - spans[-1][0], to - spans[-1][1]) == (spans[-1][2],) * 2:
+                spans[-1][2] += size
+            else:
+                spans.append([start, to, size])
+        return np.array(spans, np.int64).reshape(-1, 3)
+
+    def lending(self, source: NestedKey, keys: tuple[NestedKey, ...]) -> np.ndarray:
+        """Returns the spans by which one field of a row stands for others of another row.
+
+        Returns:
+            `[n, 3]` int64; none where bytes of the one are not those of the others.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        spans = self._lending.get((source, keys))
+        if spans is None:
+            one, others = self.field(source), [self.field(key) for key in keys]
+            start, kind = self.framed.field(source).start_byte, (one.dtype, one.shape)
+            found = [(start, it.start_byte, it.num_bytes) for it in others]
+            if any(it.stack or (it.dtype, it.shape) != kind for it in (one, *others)):
+                found = []
+            self._lending[source, keys] = spans = np.array(found, np.int64).reshape(-1, 3)
+        return spans
 
     @cached_property
     def implied(self) -> np.ndarray:
@@ -489,17 +534,6 @@ _HEADERS = {None: None, "int32": torch.int32, "int64": torch.int64}
 def _rounded(size: int, unit: int) -> int:
     """Returns a number of bytes rounded up to a multiple of a unit."""
     return -(-size // unit) * unit
-
-
-def _joined(fields: Sequence[Field]) -> np.ndarray:
-    """Returns the first byte and the number of bytes of each run of neighbours."""
-    runs: list[list[int]] = []
-    for field in fields:
-        if runs and sum(runs[-1]) == field.start_byte:
-            runs[-1][1] += field.num_bytes
-        else:
-            runs.append([field.start_byte, field.num_bytes])
-    return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:

@@ -13,6 +13,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl import torchrl_logger
@@ -334,15 +335,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._reads += 1
         return reader.read_intact(self.episodes, self.refresh, read)  # type: ignore[arg-type]
 
-    def note(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> None:
-        """Notes which rows are read, where another process may overwrite them meanwhile.
-
-        Args:
-            slots: int64, of any shape.
-            following: likewise, those that lend what lies under `next`, if they are others.
-        """
+    def note(self, *slots: torch.Tensor | None) -> None:
+        """Notes which rows are read, int64 of any shapes, where others may overwrite them meanwhile."""
         if self._reader is not None and self._reader.seen is not None:
-            self._reader.seen += [slots] if following is None else [slots, following]
+            self._reader.seen += [some for some in slots if some is not None]
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
@@ -715,25 +711,35 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Whether batches are wanted on another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
-    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(
+        self,
+        slots: torch.Tensor,
+        following: torch.Tensor | None = None,
+        lent: tuple[torch.Tensor, np.ndarray, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Copies rows to where batches are wanted.
 
         Args:
             slots: `[*B]` int64.
             following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
                 themselves.
+            lent: what further rows lend to `[B]` slots, over that: rows `[B]`, spans, and a mask, as
+                `RowTable.copy_into` takes them.
 
         Returns:
             `[*B, W]` int64 in new memory.
         """
-        self.note(slots, following)
+        self.note(slots, following, None if lent is None else lent[0])
+        table: RowTable = self.table  # type: ignore[assignment]
         is_sent_away = self.is_sent_away
         is_pinned = is_sent_away and self.device.type == "cpu"
         if self.stacks is not None:
-            block = self.stacks.gather(self.table, slots, following, pin_memory=is_pinned)  # type: ignore[arg-type]
+            block = self.stacks.gather(table, slots, following, pin_memory=is_pinned)
         else:
             spans = self.layout.following  # type: ignore[union-attr]
-            block = self.table.pick(slots, following, spans, pin_memory=is_pinned)  # type: ignore[union-attr]
+            block = table.pick(slots, following, spans, pin_memory=is_pinned)
+        if lent is not None:
+            table.copy_into(block, *lent)
         return block.to(self.out_device, non_blocking=True) if is_sent_away else block
 
     def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:

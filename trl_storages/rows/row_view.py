@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows.fields import BatchedFields, FollowingFields, StoredFields
+from trl_storages.rows.fields import BatchedFields, FollowingFields, Loan, StoredFields
 
 __all__ = ["RowView", "Rule", "joined"]
 
@@ -96,6 +96,8 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
+        if rule is self._stored.loan:
+            return self._stored[key]
         seen = RowView(self._stored, None, before)
         for found, value in rule(seen, key).items():
             # What was set or defined since stays.
@@ -134,6 +136,32 @@ class RowView:
     def is_defined(self, key: NestedKey) -> bool:
         """Returns whether an entry is seen in another light than it is stored in."""
         return key in self._lights
+
+    def lend(
+        self,
+        keys: Collection[NestedKey],
+        slots: torch.Tensor,
+        source: NestedKey,
+        mask: torch.Tensor,
+    ) -> Loan:
+        """Shows entries as one of other rows where a mask holds, for these rows and for further ones.
+
+        Args:
+            keys: the entries.
+            slots: `[B]` int64, a row for each of these, which is seen as it is now.
+            source: its entry.
+            mask: `[B]` bool, for which of these it is.
+        """
+        loan = Loan(self.at(slots), source, mask, tuple(keys))
+        if not self._lights:
+            # Otherwise somebody may ask how entries were before.
+            self._stored.lend(loan)
+        self.define(keys, loan)
+        return loan
+
+    def lent(self, loan: Loan) -> torch.Tensor:
+        """Returns what is lent, `[B, *G]`; what it is where the mask does not hold is not said."""
+        return self._stored[loan.keys[-1]] if self._stored.loan is loan else loan.value
 
     # Further rows
 
@@ -210,8 +238,8 @@ class RowView:
     def _become(self, batch: TensorDictBase) -> None:
         """Takes a batch, in which all entries are, for what is seen of the rows."""
         stored = self._stored
-        self._stored = BatchedFields(stored.storage, stored.slots, stored.device, batch=batch)
-        self._entries = {}
+        self._stored = BatchedFields(stored.storage, stored.slots, stored.device)
+        self._stored.batch, self._entries = batch, {}
 
 
 def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:

@@ -6,7 +6,7 @@ of slots, L lanes and S steps written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -94,9 +94,6 @@ class Stacks:
         self._newest = [(frame.start_byte, frame.num_bytes) for frame in frames]
         # The stacks that were wanted last, and how the table is asked for them.
         self._wanted: tuple[Any, ...] = ((), None, (), (), ())
-        # What is no stack: where it begins in a row with single frames, and in one as it is seen, how
-        # many bytes it takes, and whether it lies under `next`.
-        self._spans = [*_spans(layout)]
 
     @staticmethod
     def past_shape(layout: Layout, num_lanes: int) -> tuple[int, int]:
@@ -128,10 +125,9 @@ class Stacks:
         """
         size = (slots.numel(), self._layout.num_words)
         out = torch.empty(size, dtype=torch.int64, device=slots.device, pin_memory=pin_memory)
-        into = out.view(torch.uint8)
-        for start, to, num_bytes, is_next in self._spans:
-            lenders = following if is_next and following is not None else slots
-            table.pick_into(into[:, to : to + num_bytes], lenders, start)
+        into, flat = out.view(torch.uint8), slots.reshape(-1)
+        table.copy_into(out, flat, self._layout.rooted)
+        table.copy_into(out, flat if following is None else following, self._layout.following)
         targets = {
             key: into[:, it.start_byte : it.start_byte + it.num_bytes]
             for key in self._layout.stacks
@@ -184,10 +180,11 @@ class Stacks:
         seen, after = [*map(targets.get, roots)], [*map(targets.get, twins)]
         lent = None if following is None else following.reshape(-1)
         self._table.fill(self._episodes.ring, fields, slots.reshape(-1), lent, seen, after)
-        lenders = slots if following is None else following
+        lenders = slots.reshape(-1) if lent is None else lent
         for (start, size), later in zip(newest, after, strict=True):
             if later is not None:
-                table.pick_into(later[:, -size:], lenders, start)
+                spans = np.array([[start, later.shape[1] - size, size]])
+                table.copy_into(later, lenders, spans)
 
     # Writing
 
@@ -339,32 +336,9 @@ def framed_rows(layout: Layout, rows: NewRows) -> NewRows:
     return framed
 
 
-def _spans(layout: Layout) -> Iterator[tuple[int, int, int, bool]]:
-    """Yields what is no stack, neighbours together; see `Stacks._spans`."""
-    known: tuple[int, int, int, bool] | None = None
-    for frame in sorted(layout.framed.fields, key=_start):
-        field, is_next = layout.field(frame.key), frame.key[0] == "next"
-        if field.stack:
-            continue
-        start, to, size = frame.start_byte, field.start_byte, frame.num_bytes
-        if known is not None:
-            first, before, so_far, was_next = known
-            if (first + so_far, before + so_far, was_next) == (start, to, is_next):
-                known = first, before, so_far + size, is_next
-                continue
-            yield known
-        known = start, to, size, is_next
-    if known is not None:
-        yield known
-
-
 def _in_words(frame: Field) -> int:
     return -(-frame.num_bytes // _WORD)
 
 
 def _is_next(field: tuple[int, ...]) -> bool:
     return field[0] != field[1]
-
-
-def _start(field: Field) -> int:
-    return field.start_byte

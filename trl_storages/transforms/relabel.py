@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey, unravel_key
@@ -17,7 +17,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
-from trl_storages.rows import RowView, files_of, read_fields
+from trl_storages.rows import Loan, RowView, files_of, read_fields
 from trl_storages.signatures import shown
 from trl_storages.transforms.base import ReplayTransform
 
@@ -114,6 +114,7 @@ class GoalRelabel(ReplayTransform):
             )
         written = self.goal_key or self.desired_goal_key
         self._written = written, keys.next_key(written)
+        self._desired = self.desired_goal_key, self.next_desired_goal_key
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key or keys.DESIRED_GOAL)
         self.reward_key = arguments.key("reward_key", reward_key)
         self.done_key = arguments.key("done_key", done_key)
@@ -152,57 +153,48 @@ class GoalRelabel(ReplayTransform):
                 f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
                 f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage."
             )
-        goal = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
-        drawn = _DrawnGoals(rows[self._mask_key].unsqueeze(-1), goal)
-        written, (stored, next_stored) = self._written[0], self._written
-        if self.goal_key is not None and stored not in rows:
+        slots, mask = rows[self._index_key], rows[self._mask_key]
+        written, following = self._written
+        stored = self._written if written in rows else self._desired
+        shown = self._written if stored[1] in rows else (written,)
+        if written not in rows:
             # A goal of its own is the desired one where it was neither stored nor drawn.
-            stored, next_stored = self.desired_goal_key, self.next_desired_goal_key
-        has_following = next_stored in rows
-
-        def goal_of(seen: RowView, key: NestedKey) -> dict[NestedKey, torch.Tensor]:
-            if key == written:
-                return {key: drawn.pursued(seen[stored])}
-            if has_following:
-                return {key: drawn.pursued(seen[next_stored])}
+            before = dict(zip(self._written, stored, strict=True))
+            rows.define(shown, lambda seen, key: {key: seen[before[key]]})
+        goals = rows.lend(shown, slots, self.next_achieved_goal_key, mask)
+        if len(shown) == 1:
             # Such rows pursue one goal throughout.
-            return {key: _repeated(rows[written], seen)}
-
-        rows.define(self._written, goal_of)
+            rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
-            rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, drawn))
+            rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, goals))
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
-            rows.define(flags, lambda seen, _: self._flags(seen, drawn))
+            rows.define(flags, lambda seen, _: self._flags(seen, goals))
 
-    def _rewards(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
-        computed = self._ask("reward_fn", self.reward_fn, seen, drawn)  # type: ignore[arg-type]
+    def _rewards(self, seen: RowView, goals: Loan) -> dict[NestedKey, torch.Tensor]:
+        computed = self._ask("reward_fn", self.reward_fn, seen, goals)  # type: ignore[arg-type]
         stored = _one_a_row(seen, self.reward_key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
             stored, computed = stored.to(dtype), computed.to(dtype)
-        return {self.reward_key: torch.where(drawn.mask, computed, stored)}
+        return {self.reward_key: torch.where(goals.mask.unsqueeze(-1), computed, stored)}
 
-    def _flags(self, seen: RowView, drawn: _DrawnGoals) -> dict[NestedKey, torch.Tensor]:
-        terminated = self._ask("terminated_fn", self.terminated_fn, seen, drawn)  # type: ignore[arg-type]
+    def _flags(self, seen: RowView, goals: Loan) -> dict[NestedKey, torch.Tensor]:
+        terminated = self._ask("terminated_fn", self.terminated_fn, seen, goals)  # type: ignore[arg-type]
         if terminated.dtype is not torch.bool:
             # A reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
                 f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
                 "`distance < 0.05`."
             )
-        done = terminated | seen[self.truncated_key]
+        done, mask = terminated | seen[self.truncated_key], goals.mask.unsqueeze(-1)
         flags = {self.terminated_key: terminated, self.done_key: done}
-        return {
-            key: torch.where(drawn.mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()
-        }
+        return {key: torch.where(mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()}
 
-    def _ask(
-        self, name: str, function: GoalFunction, seen: RowView, drawn: _DrawnGoals
-    ) -> torch.Tensor:
+    def _ask(self, name: str, function: GoalFunction, seen: RowView, goals: Loan) -> torch.Tensor:
         """Returns what a goal function says of all rows, `[*B, 1]`."""
         achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
-        goal, infos = drawn.goal, {key: seen[key] for key in self.info_keys}
+        goal, infos = seen.lent(goals), {key: seen[key] for key in self.info_keys}
         if len(batch) > 1:
             # The function sees one flat batch, however many rows of a transition there are.
             achieved, goal = achieved.flatten(0, 1), goal.expand(achieved.shape).flatten(0, 1)
@@ -312,46 +304,6 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     infos = {key: rows[key] for key in relabel.info_keys}
     computed = _judge("reward_fn", relabel.reward_fn, achieved, desired, infos)  # type: ignore[arg-type]
     return computed.reshape(-1, 1)
-
-
-class _DrawnGoals(NamedTuple):
-    """The goals that were drawn for a batch.
-
-    Attributes:
-        mask: `[B, 1]` bool, the samples that are seen with theirs.
-        goal: `[B, *G]`.
-    """
-
-    mask: torch.Tensor
-    goal: torch.Tensor
-
-    def pursued(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns the goals that are pursued.
-
-        Args:
-            stored: `[B, *G]` or `[n, B, *G]`, those of the rows as they are stored.
-
-        Raises:
-            TypeError: achieved goals are floating, desired ones are not.
-            ValueError: goals differ in shape.
-        """
-        goal, mask = self.goal, self.mask
-        if goal.dtype is not stored.dtype:
-            if goal.is_floating_point() and not stored.is_floating_point():
-                raise TypeError(
-                    "the desired goal must be floating, as the achieved goal is "
-                    f"({goal.dtype}), got {stored.dtype}: goals that were reached would be truncated."
-                )
-            goal = goal.to(stored.dtype)
-        shape = stored.shape[stored.ndim - goal.ndim + 1 :]
-        if goal.shape[1:] != shape:
-            raise ValueError(
-                f"the achieved goal must have the desired goal's shape {list(shape)}, got "
-                f"{list(goal.shape[1:])}."
-            )
-        if goal.ndim != 2:
-            mask = mask.view(-1, *(1,) * (goal.ndim - 1))
-        return torch.where(mask, goal, stored)
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:

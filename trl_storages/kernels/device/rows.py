@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RowTable", "fold"]
 
-_NO_SPANS = np.zeros((0, 2), np.int64)
+_NO_SPANS = np.zeros((0, 3), np.int64)
 
 
 class RowTable:
@@ -49,16 +49,15 @@ class RowTable:
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
-        picked = self.rows.index_select(0, self._counted(slots))
+        picked = self._rows_of(self._counted(slots))
         if following is not None:
-            lent, into = (
-                self._bytes.index_select(0, following.reshape(-1)),
-                picked.view(torch.uint8),
-            )
-            for start, size in spans.tolist():
-                into[:, start : start + size] = lent[:, start : start + size]
-        picked = picked.view((*slots.shape, self._num_words))
+            self.copy_into(picked, following.reshape(-1), spans)
+        picked = picked.view((*slots.shape, picked.shape[1]))
         return picked.pin_memory() if pin_memory else picked
+
+    def _rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns rows `[B, W]` as they are seen, of slots counted from the first row."""
+        return self.rows.index_select(0, slots)
 
     def pick_field(
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
@@ -70,10 +69,18 @@ class RowTable:
         # Flat, as a row of no bytes at all has no stride that another dtype could be seen with.
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
-    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
-        """Copies neighbouring fields of rows to where they are wanted, `[B, *]` uint8."""
-        size = out.shape[1]
-        out.copy_(self.pick_field(slots, start_byte, torch.uint8, (size,)).view(len(out), size))
+    def copy_into(
+        self,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Copies some bytes of rows to where they are wanted; see `kernels.host.rows.RowTable`."""
+        into = out.view(torch.uint8)
+        for start, at, size in spans.tolist():
+            to, found = into[:, at : at + size], self.pick_field(slots, start, torch.uint8, (size,))
+            to.copy_(found if mask is None else torch.where(mask.unsqueeze(1), found, to))
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""

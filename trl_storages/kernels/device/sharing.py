@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["SharedTable"]
 
 _WORD = 8  # bytes
-_NO_SPANS = np.zeros((0, 2), np.int64)
 
 
 class SharedTable(RowTable):
@@ -75,28 +74,10 @@ class SharedTable(RowTable):
 
     # Reading
 
-    def pick(
-        self,
-        slots: torch.Tensor,
-        following: torch.Tensor | None = None,
-        spans: np.ndarray = _NO_SPANS,
-        *,
-        pin_memory: bool = False,
-    ) -> torch.Tensor:
-        """Copies whole rows as they are seen, `[*B]` slots to `[*B, W]`."""
-        own = self.rows.index_select(0, self._counted(slots))
-        lent = own if following is None else self.rows.index_select(0, self._counted(following))
-        following = slots if following is None else following
-        values = self.side.values[:, : self._sharing.shared_words]
-        after = self._next(following, self._sharing.headers(lent).long(), self.rows, values)
-        picked = torch.cat([after, own], 1)
-        if lent is not own:
-            into, lent = picked.view(torch.uint8), lent.view(torch.uint8)
-            for start, size in spans.tolist():
-                at = start - self._next_bytes
-                into[:, start : start + size] = lent[:, at : at + size]
-        picked = picked.view((*slots.shape, picked.shape[1]))
-        return picked.pin_memory() if pin_memory else picked
+    def _rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        own, values = super()._rows_of(slots), self.side.values[:, : self._sharing.shared_words]
+        after = self._next(slots, self._sharing.headers(own).long(), self.rows, values)
+        return torch.cat([after, own], 1)
 
     def pick_field(
         self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
     from trl_storages.kernels.ring_tables import RingTables
 
-__all__ = ["RowTable", "fold", "not_found"]
+__all__ = ["ALL", "RowTable", "fold", "not_found", "one_span"]
 
 _WORD = 8  # bytes
 _LINE = 64  # bytes that memory delivers at once
 # Rows are asked for so many rows ahead, and no more bytes of each: the processor goes on by itself.
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
-_NO_SPANS, _NO_HEADERS = np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
+_NO_VALUES = np.zeros((0, 2), np.int64)
+_NO_SPANS, _NO_HEADERS = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
+#: A mask where there is none.
+ALL = np.zeros(0, bool)
 
 
 class RowTable:
@@ -49,7 +53,7 @@ class RowTable:
         self.array = rows.numpy()
         self._num_words = rows.shape[1]
         #: The rows as `find_gaps` looks for what they led to.
-        self.before: Before = (self.array, _NO_HEADERS, _NO_SPANS, 0)
+        self.before: Before = (self.array, _NO_HEADERS, _NO_VALUES, 0)
 
     def pick(
         self,
@@ -63,8 +67,8 @@ class RowTable:
 
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
-            following: `[*B]` int64, rows that lend some of their bytes; None lends none.
-            spans: `[n, 2]` int64, the first byte of each stretch that is lent, and its length.
+            following: `[*B]` int64, rows that lend what lies under `next`; None are the rows themselves.
+            spans: where that lies in a row, as `copy_into` takes it.
             pin_memory: whether the new memory is such that a GPU reads it by itself.
 
         Returns:
@@ -75,10 +79,10 @@ class RowTable:
         """
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        size = self._num_words * _WORD
-        self._copy(slots, 0, size, out.data_ptr(), size)
+        pitch = self._num_words * _WORD
+        self._copy(slots, one_span(0, pitch), out.data_ptr(), pitch)
         if following is not None:
-            _lend(self.array, following.numpy().reshape(-1), spans, out.data_ptr())
+            self._copy(following, spans, out.data_ptr(), pitch)
         return out
 
     def pick_field(
@@ -100,22 +104,42 @@ class RowTable:
         """
         out = torch.empty((*slots.shape, *shape), dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
-        self._copy(slots, start_byte, size, out.data_ptr(), size)
+        self._copy(slots, one_span(start_byte, size), out.data_ptr(), size)
         return out
 
-    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
-        """Copies neighbouring fields of rows to where they are wanted.
+    def copy_into(
+        self,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Copies some bytes of rows to where they are wanted.
 
         Args:
-            out: `[B, *]` uint8, the bytes of each row one after another.
-            slots: `[*B]`, as in `pick_field`.
-            start_byte: likewise.
-        """
-        self._copy(slots, start_byte, out.shape[1], out.data_ptr(), out.stride(0))
+            out: `[B, *]`, the bytes of each row one after another.
+            slots: `[B]` int64; negative ones count from the end.
+            spans: `[n, 3]` int64: where bytes begin in a row, where they go in one of `out`, and how
+                many they are.
+            mask: `[B]` bool, which rows are copied; None is all.
 
-    def _copy(self, slots: torch.Tensor, start: int, size: int, out: int, pitch: int) -> None:
+        Raises:
+            IndexError: a slot lies beyond the rows.
+        """
+        self._copy(slots, spans, out.data_ptr(), out.stride(0) * out.element_size(), mask)
+
+    def _copy(
+        self,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        out: int,
+        pitch: int,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Copies bytes of rows to an address, so many bytes on from row to row."""
         flat = slots.numpy().reshape(-1)
-        if (wrong := _pick(self.array, flat, start, size, out, pitch)) >= 0:
+        wrong = _pick(self.array, flat, ALL if mask is None else mask.numpy(), spans, out, pitch)
+        if wrong >= 0:
             raise not_found(flat[wrong], len(self.array))
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
@@ -168,37 +192,36 @@ def not_found(slot: int, num_rows: int) -> IndexError:
     return IndexError(f"slots must be below {num_rows}, the size of the storage, got {slot}.")
 
 
+@cache
+def one_span(start: int, size: int) -> np.ndarray:
+    """Returns the span of one field, which goes to where nothing else does."""
+    return np.array([[start, 0, size]])
+
+
 @compiled
-def _pick(table: np.ndarray, slots: np.ndarray, start: int, size: int, out: int, pitch: int) -> int:
-    """Copies `size` bytes of each row; returns which of `slots` is of no row, or -1."""
+def _pick(
+    table: np.ndarray, slots: np.ndarray, mask: np.ndarray, spans: np.ndarray, out: int, pitch: int
+) -> int:
+    """Copies bytes of each row; returns which of `slots` is of no row, or -1."""
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
-    asked = min(size, _MOST_AHEAD)
-    for i in range(slots.shape[0]):
-        ahead = i + _AHEAD
-        if ahead < slots.shape[0]:
-            for byte in range(0, asked, _LINE):
-                prefetch(table, slots[ahead] * row_bytes + start + byte)
-        slot = slots[i]
-        if slot < 0:
-            slot += num_rows
-        if slot < 0 or slot >= num_rows:
-            return i
-        copy_bytes(out + i * pitch, address + slot * row_bytes + start, size)
-    return -1
-
-
-@compiled
-def _lend(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> None:
-    """Copies some bytes of each row over those of others, which lie one after another."""
-    address, row_bytes = table.ctypes.data, table.shape[1] * _WORD
-    for i in range(slots.shape[0]):
-        ahead = i + _AHEAD
-        for s in range(spans.shape[0]):
-            start, size = spans[s, 0], spans[s, 1]
+    is_masked = mask.shape[0] > 0
+    for s in range(spans.shape[0]):
+        start, to, size = spans[s, 0], out + spans[s, 1], spans[s, 2]
+        asked = min(size, _MOST_AHEAD)
+        for i in range(slots.shape[0]):
+            ahead = i + _AHEAD
             if ahead < slots.shape[0]:
-                for byte in range(0, min(size, _MOST_AHEAD), _LINE):
+                for byte in range(0, asked, _LINE):
                     prefetch(table, slots[ahead] * row_bytes + start + byte)
-            copy_bytes(out + i * row_bytes + start, address + slots[i] * row_bytes + start, size)
+            if is_masked and not mask[i]:
+                continue
+            slot = slots[i]
+            if slot < 0:
+                slot += num_rows
+            if slot < 0 or slot >= num_rows:
+                return i
+            copy_bytes(to + i * pitch, address + slot * row_bytes + start, size)
+    return -1
 
 
 @compiled

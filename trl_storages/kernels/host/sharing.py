@@ -6,8 +6,6 @@ S steps written now, T live steps per lane at most, R ring steps per lane, E lan
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.host.rows import RowTable, not_found
+from trl_storages.kernels.host.rows import ALL, RowTable, not_found, one_span
 from trl_storages.kernels.host.writing import Given, NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
@@ -43,7 +41,7 @@ _LINE = 64  # bytes that memory delivers at once
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
-_NO_SPANS, _NO_CHOICE = np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
+_NO_SPANS, _NO_CHOICE = np.zeros((0, 3), np.int64), np.zeros(1, np.int64)
 # Of a table of commits.
 _FIRST_CURSOR = 2
 
@@ -95,48 +93,44 @@ class SharedTable(RowTable):
         """Copies whole rows as they are seen; see `RowTable.pick`."""
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        pitch = self._num_words * _WORD
-        size = self._next_bytes
-        self._copy_seen(slots, following, spans, 0, size, True, out.data_ptr(), pitch)
+        lenders, pitch = slots if following is None else following, self._num_words * _WORD
+        spans = _NO_SPANS if following is None else spans
+        self._copy_seen(slots, lenders, spans, 0, self._next_bytes, True, out.data_ptr(), pitch)
         return out
 
-    def pick_field(
-        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
-    ) -> torch.Tensor:
-        """Copies one field of rows; see `RowTable.pick_field`."""
-        if start_byte >= self._next_bytes:
-            return super().pick_field(slots, start_byte - self._next_bytes, dtype, shape)
-        out = torch.empty((*slots.shape, *shape), dtype=dtype)
-        size = math.prod(shape) * dtype.itemsize
-        self._copy_seen(slots, None, _NO_SPANS, start_byte, size, False, out.data_ptr(), size)
-        return out
-
-    def pick_into(self, out: torch.Tensor, slots: torch.Tensor, start_byte: int) -> None:
-        """Copies neighbouring fields of rows to where they are wanted; see `RowTable.pick_into`."""
-        if start_byte >= self._next_bytes:
-            super().pick_into(out, slots, start_byte - self._next_bytes)
-            return
-        place = start_byte, out.shape[1], False, out.data_ptr(), out.stride(0)
-        self._copy_seen(slots, None, _NO_SPANS, *place)
+    def _copy(
+        self,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        out: int,
+        pitch: int,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        for start, to, size in spans.tolist():
+            if start >= self._next_bytes:
+                span = one_span(start - self._next_bytes, size)
+                super()._copy(slots, span, out + to, pitch, mask)
+            else:
+                self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch, mask)
 
     def _copy_seen(
         self,
         slots: torch.Tensor,
-        following: torch.Tensor | None,
+        lenders: torch.Tensor,
         spans: np.ndarray,
         start: int,
         size: int,
         with_own: bool,
         out: int,
         pitch: int,
+        mask: torch.Tensor | None = None,
     ) -> None:
         """Copies bytes of what is next, and perhaps what is stored in the row behind them."""
-        flat = slots.numpy().reshape(-1)
-        lenders = flat if following is None else following.numpy().reshape(-1)
-        spans = _NO_SPANS if following is None else spans
+        flat, lent = slots.numpy().reshape(-1), lenders.numpy().reshape(-1)
+        which = ALL if mask is None else mask.numpy()
         table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
-        moved = self._next_bytes
-        wrong = _pick(*table, moved, flat, lenders, spans, start, size, with_own, out, pitch)
+        rows = flat, lent, which, spans
+        wrong = _pick(*table, self._next_bytes, *rows, start, size, with_own, out, pitch)
         if wrong >= 0:
             raise not_found(flat[wrong], len(self.array))
 
@@ -278,6 +272,7 @@ def _pick(
     moved: int,
     slots: Any,
     lenders: Any,
+    mask: Any,
     spans: Any,
     start: int,
     size: int,
@@ -301,7 +296,9 @@ def _pick(
         moved: bytes by which fields lie further on in a row as it is seen.
         slots: `[B]`.
         lenders: `[B]` the rows that lend what is next.
-        spans: `[n, 2]` further bytes that they lend.
+        mask: `[B]` which rows are copied; `[0]` is all.
+        spans: `[n, 3]` further bytes that they lend, as in `RowTable.copy_into`, of what is stored in the
+            row.
         start: the first byte of what is next that is wanted.
         size: how many bytes of it.
         with_own: whether the fields of the row itself are wanted behind them.
@@ -315,6 +312,7 @@ def _pick(
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     header_start = headers.ctypes.data - address
     own_bytes, num_slots = row_bytes if with_own else 0, room * num_lanes
+    is_masked = mask.shape[0] > 0
     cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
     for lane in range(num_lanes):
         cursors[lane] = _cursor(lane, tables, selector, first_cursor, table_size, stride)
@@ -327,6 +325,8 @@ def _pick(
             _ask_for(table, after + start, size)
             if with_own:
                 _ask_for(table, slots[ahead] * row_bytes, row_bytes)
+        if is_masked and not mask[i]:
+            continue
         slot, lender = slots[i], lenders[i]
         slot = slot + num_rows if slot < 0 else slot
         lender = lender + num_rows if lender < 0 else lender
@@ -348,8 +348,9 @@ def _pick(
         if with_own:
             copy_bytes(to + size, address + slot * row_bytes, own_bytes)
         for s in range(spans.shape[0]):
-            at = spans[s, 0]
-            copy_bytes(to + at, address + lender * row_bytes + at - moved, spans[s, 1])
+            if spans[s, 0] >= moved:
+                source = address + lender * row_bytes + spans[s, 0] - moved
+                copy_bytes(to + spans[s, 1], source, spans[s, 2])
     return -1
 
 
