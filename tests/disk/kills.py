@@ -1,4 +1,4 @@
-"""What may be found after a kill: `python -m disk.kills DIRECTORY LANES KILLS`.
+"""What may be found after a kill: `python -m disk.kills DIRECTORY LANES KILLS KIND`.
 
 Run as a script it forks writers that are imported already, kills them at random moments, and opens what
 they left. Prints a line of JSON.
@@ -19,7 +19,7 @@ import torch
 from disk.acts import Act, prioritise, write
 from disk.history import History
 from disk.moments import Files, put_back
-from disk.rows import abandon, count_from, found, is_torn, make
+from disk.rows import abandon, count_from, found, is_torn, make, stored_as
 
 from trl_storages import ReplayStorage, UniformSampler
 
@@ -170,4 +170,5 @@ def at_random(path: Path, num_lanes: int, kills: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(at_random(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    with stored_as(sys.argv[4]):
+        print(json.dumps(at_random(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -9,7 +9,6 @@ the row that led to it or, where an episode begins with it, of its own row.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,14 +69,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "frames": {"share_next": True, "fields": _STACKED},
 }
 #: How they are, in this process; see `stored_as`.
-kind = [os.environ.get("DISK_KIND", "plain")]
+kind = ["plain"]
 
 _last = [0]
 
 
 @contextmanager
 def stored_as(name: str) -> Iterator[None]:
-    """Makes storages whose rows are stored so, also in processes that are started meanwhile."""
+    """Makes storages whose rows are stored so, also in processes that are forked meanwhile."""
     before, kind[0] = kind[0], name
     try:
         yield

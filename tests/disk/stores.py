@@ -1,8 +1,9 @@
-"""Subsets of what is stored between two fences: `python -m disk.stores LANES ROUNDS SUBSETS`.
+"""Subsets of what is stored between two fences: `python -m disk.stores LANES ROUNDS SUBSETS KIND...`.
 
 Compiled loops have no lines to be killed at, and may store in any order what no fence parts. So they run
 as Python (`NUMBA_DISABLE_JIT=1`), the files are kept at each fence, and any part of the words that
-changed until the next one is taken for what a killed writer left. Prints a line of JSON.
+changed until the next one is taken for what a killed writer left. Prints a line of JSON: how many were
+tried of rows of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from disk.acts import ACTS, Act
 from disk.history import History
 from disk.kills import opens
 from disk.moments import Files, files_in, put_back, subsets
-from disk.rows import abandon, found, make
+from disk.rows import abandon, found, make, stored_as
 
 from trl_storages import ReplayStorage
 
@@ -75,9 +76,8 @@ def parted(call: Callable[..., None], fence: Callable[[], None]) -> Callable[...
     return act
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    num_lanes, rounds, number = map(int, sys.argv[1:4])
+def try_subsets(num_lanes: int, rounds: int, number: int) -> int:
+    """Does everything for some rounds, and returns how many subsets were tried."""
     size, tried = SIZE * num_lanes, 0
     with tempfile.TemporaryDirectory() as folder:
         path, killed = Path(folder) / "rows", Path(folder) / "killed"
@@ -94,7 +94,16 @@ def main() -> None:
                 assert found(storage) == history.live
             abandon(storage)
             put_back({}, path)
-    print(json.dumps({"tried": tried}))
+    return tried
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    tried = {}
+    for stored in sys.argv[4:]:
+        with stored_as(stored):
+            tried[stored] = try_subsets(*map(int, sys.argv[1:4]))
+    print(json.dumps(tried))
 
 
 if __name__ == "__main__":
