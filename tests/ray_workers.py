@@ -11,17 +11,17 @@ from torchrl.collectors import Collector
 
 from trl_storages import UniformReplayStorage
 
-__all__ = ["Sampling", "Writing", "priority_of"]
+__all__ = ["Worker", "priority_of"]
 
 
-class Writing:
-    """Writes what an environment does."""
+class Worker:
+    """Writes what an environment does; samples, checks, and gives priorities back."""
 
     def __init__(self) -> None:
         self.env = TallyEnv()
         self.observation, _ = self.env.reset()
 
-    def loop(self, replay: Any, lane: int, num_batches: int) -> None:
+    def write(self, replay: Any, lane: int, num_batches: int) -> None:
         """Goes on with a gymnasium loop, and writes seven steps at a time to a lane of its own."""
         rows = UniformReplayStorage(
             self.env.observation_space, self.env.action_space, storage_size=7
@@ -48,11 +48,7 @@ class Writing:
             pass
         collector.shutdown()
 
-
-class Sampling:
-    """Samples, checks, and gives priorities back."""
-
-    def loop(self, replay: Any, num_batches: int) -> torch.Tensor:
+    def sample(self, replay: Any, num_batches: int) -> torch.Tensor:
         """Returns the slots of all rows that were given a priority."""
         slots = []
         for _ in range(num_batches):

@@ -11,7 +11,8 @@ nb_run = pytest.importorskip("nbmake.nb_run", reason="runs notebooks")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 # The agents of the notebooks are trained for as long as takes every line once.
-LONG, SHORT = "BITS, UPDATES = 5, 400", "BITS, UPDATES = 5, 80"
+LONG = "BITS, UPDATES, SEEDS = 5, 400, 3"
+SHORT = "BITS, UPDATES, SEEDS = 5, 80, 1"
 
 
 # What runs the kernel leaves sockets and warnings of its own behind.

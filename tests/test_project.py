@@ -94,11 +94,12 @@ def test_wheel_and_source_distribution_work_outside_of_the_checkout(tmp_path):
     installed = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     run(*pip, "--target", str(installed), str(wheel), cwd=tmp_path)
-    show = "import trl_storages; print(trl_storages.__file__)"
     # A new installation would compile its loops.
     environment = {"PYTHONPATH": str(installed), "NUMBA_DISABLE_JIT": "1"}
-    place = run(sys.executable, "-c", show, cwd=unpacked, **environment).strip()
-    assert place == str(installed / "trl_storages/__init__.py")
-    pytest_run = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", *PART]
-    told = run(*pytest_run, cwd=unpacked, **environment)
+    program = (
+        "import pytest, sys, trl_storages; print(trl_storages.__file__); sys.exit(pytest.main())"
+    )
+    arguments = ["-x", "-m", "not slow", *PART]
+    told = run(sys.executable, "-c", program, *arguments, cwd=unpacked, **environment)
+    assert told.startswith(f"{installed / 'trl_storages/__init__.py'}\n")
     assert "100%" in told

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from mktestdocs import check_md_file
-from ray_workers import Sampling, Writing, priority_of
+from ray_workers import Worker, priority_of
 from tally_env import TallyEnv, check_batch, check_rows, reward
 from tensordict import TensorDict
 from torchrl.data import RayReplayBuffer
@@ -188,12 +188,9 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def workers(local_ray) -> dict[type, list]:
-    """Two actors that write and two that sample, in processes of their own."""
-    return {
-        kind: [ray.remote(num_cpus=0)(kind).remote() for _ in range(2)]
-        for kind in (Writing, Sampling)
-    }
+def workers(local_ray) -> list:
+    """Two processes, each of which may write and sample at once."""
+    return [ray.remote(num_cpus=0, max_concurrency=2)(Worker).remote() for _ in range(2)]
 
 
 @pytest.fixture
@@ -232,13 +229,13 @@ class TestActors:
         options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50, "share_next": True}
         replay = on_ray(HERReplayStorage, *SPACES, **options)
         assert isinstance(replay, RayReplayBuffer)
-        client, writing, sampling = replay.client(), workers[Writing], workers[Sampling]
+        client = replay.client()
 
-        ray.get([worker.loop.remote(client, lane, 1) for lane, worker in enumerate(writing)])
-        busy = [worker.loop.remote(client, lane, 40) for lane, worker in enumerate(writing)]
-        busy += [worker.loop.remote(client, 30) for worker in sampling]
+        ray.get([worker.write.remote(client, lane, 1) for lane, worker in enumerate(workers)])
+        busy = [worker.write.remote(client, lane, 40) for lane, worker in enumerate(workers)]
+        busy += [worker.sample.remote(client, 30) for worker in workers]
         ray.get(busy)
-        prioritised = torch.cat(ray.get([worker.loop.remote(client, 10) for worker in sampling]))
+        prioritised = torch.cat(ray.get([worker.sample.remote(client, 10) for worker in workers]))
 
         assert len(replay) == 300
         assert replay.write_count == 2 * 41 * 7
@@ -262,7 +259,7 @@ class TestActors:
         }
         replay = on_ray(ReplayStorage, storage=partial(PackedStorage, 100), batch_size=64, **parts)
 
-        ray.get([worker.collect.remote(replay.client(), 100, 2) for worker in workers[Writing]])
+        ray.get([worker.collect.remote(replay.client(), 100, 2) for worker in workers])
 
         assert replay.write_count > 150
         with pytest.raises(ValueError, match="batch_size must be an integer of at least 1"):
