@@ -396,18 +396,15 @@ class TestFirstTries:
         with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
             UniformReplayStorage(*CART, storage_size=10**12)
 
-    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, caplog, monkeypatch):
-        # Whatever was done to TorchRL's logger.
-        monkeypatch.setattr(torchrl_logger, "disabled", False)
-        monkeypatch.setattr(torchrl_logger, "propagate", False)
-        monkeypatch.setattr(torchrl_logger, "handlers", [caplog.handler])
-        caplog.set_level("INFO", torchrl_logger.name)
+    def test_a_directory_with_rows_of_a_run_before(self, tmp_path, monkeypatch):
+        said = []
+        monkeypatch.setattr(torchrl_logger, "info", said.append)
         storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
         loop(storage, gymnasium.make("CartPole-v1"), 3)
         storage.close()
-        assert not caplog.messages
+        assert not said
         assert len(UniformReplayStorage(*CART, storage_size=8, path=tmp_path)) == 3
-        (told,) = caplog.messages
+        (told,) = said
         assert f"goes on with 3 rows that {tmp_path} holds; to begin with none call empty()" in told
 
     def test_spaces_of_all_environments(self):
