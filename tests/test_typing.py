@@ -108,10 +108,10 @@ THEIRS = re.compile(
 
 #: What takes long to read, and tells nothing of the types here.
 UNSEEN = """
-IPython matplotlib numba PIL pydantic ray rich gymnasium.wrappers torch._decomp torch._dynamo torch._export
-torch._functorch torch._higher_order_ops torch._inductor torch._meta_registrations torch._prims torch._refs
-torch._subclasses torch.ao torch.distributed torch.distributions torch.export torch.fx torch.jit torch.onnx
-torch.testing
+IPython matplotlib numba PIL pydantic ray rich gymnasium.wrappers torch._decomp torch._dynamo
+torch._export torch._functorch torch._higher_order_ops torch._inductor torch._meta_registrations
+torch._prims torch._refs torch._subclasses torch.ao torch.distributed torch.distributions
+torch.export torch.fx torch.jit torch.onnx torch.testing
 """
 
 
