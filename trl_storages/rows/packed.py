@@ -692,15 +692,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
         Args:
             index: int64 slots of any shape B, or anything else that TorchRL's storages take: an int, a
-                slice, a mask, a list.
+                slice, a mask, a list; or a key.
 
         Returns:
-            TensorDict of batch size B, in new memory.
+            TensorDict of batch size B, in new memory; of a key what is stored of it.
         """
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
+        if isinstance(index, str) or (isinstance(index, tuple) and isinstance(index[0], str)):
+            return super().get(index)
         # A directory has more slots than rows.
         size = len(self.rows if self.is_durable else self)
         slots = torch.arange(size, device=self.device)[index]
