@@ -479,3 +479,19 @@ class TestErrors:
         with pytest.raises((RuntimeError, ValueError, FileExistsError), match="rows"):
             PackedStorage(4, scratch_dir=tmp_path)
         assert torch.equal(first.storage.rows, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer, value: buffer.set_("number", value),
+        lambda buffer, value: buffer.set_at_("number", value, torch.arange(5)),
+        lambda buffer, value: buffer.update_(TensorDict({"number": value}, [5])),
+    ],
+)
+def test_torchrls_buffers_write_in_place(change):
+    buffer = TensorDictReplayBuffer(storage=PackedStorage(8), batch_size=2)
+    buffer.extend(TensorDict({"number": torch.zeros(5, 2)}, [5]))
+    value = torch.rand(5, 2)
+    change(buffer, value)
+    assert torch.equal(buffer.storage.get(torch.arange(5))["number"], value)

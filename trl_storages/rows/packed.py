@@ -691,19 +691,22 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Returns the transitions at `index`.
 
         Args:
-            index: int64 slots of any shape B, or anything else that TorchRL's storages take: an int, a
-                slice, a mask, a list; or a key.
+            index: int64 slots of any shape B, for one gather into new memory; anything else that
+                TorchRL's storages take (int, slice, mask, list, key) reads through the views.
 
         Returns:
-            TensorDict of batch size B, in new memory; of a key what is stored of it.
+            TensorDict of batch size B; of a key what is stored of it.
         """
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
-        if isinstance(index, str) or (isinstance(index, tuple) and isinstance(index[0], str)):
+        is_key = isinstance(index, str) or (isinstance(index, tuple) and isinstance(index[0], str))
+        if is_key or not (self.is_durable or self.share_next or self.stacks is not None):
+            # TorchRL writes to what it reads so.
             return super().get(index)
-        # A directory has more slots than rows.
+        # TorchRL would look below the length, and a directory has more slots than rows; and at views,
+        # which show what is stored in the rows only.
         size = len(self.rows if self.is_durable else self)
         slots = torch.arange(size, device=self.device)[index]
         return self.layout.tensordict(self.gather(slots.reshape(-1))).reshape(slots.shape)  # type: ignore
