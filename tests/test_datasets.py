@@ -266,6 +266,21 @@ def test_a_goal_in_the_middle_of_a_trajectory_is_no_end_of_what_is_known():
     )
 
 
+@pytest.mark.parametrize("between", "_/")
+def test_flags_under_next_are_those_of_the_step(between):
+    done = np.arange(9) % 3 == 2
+    storage = from_arrays(d4rl() | {f"next{between}done": done}, on_gap="ignore")
+    assert (
+        storage.episodes.episodes()["length"].tolist()
+        == from_arrays(d4rl() | {"dones": done}, on_gap="ignore")
+        .episodes.episodes()["length"]
+        .tolist()
+    )
+    name = f"next{between}terminated"
+    with pytest.raises(ValueError, match=f"terminals once, got 'terminals' and '{name}'"):
+        from_arrays(d4rl() | {name: done})
+
+
 @pytest.mark.parametrize("ends", ["terminals", [0, 0, 0, 1, 0, 0], torch.arange(6) == 3])
 def test_ends_that_are_named(ends):
     data = {

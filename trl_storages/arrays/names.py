@@ -44,6 +44,13 @@ _ROLES: dict[str, tuple[str, ...]] = {
 }
 #: Name -> role.
 ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+# TorchRL has what a step led to under "next", its flags too.
+ROLE_OF |= {
+    f"next{between}{name}": role
+    for role in ("terminals", "timeouts", "dones")
+    for name in _ROLES[role]
+    for between in "_/"
+}
 # What these hold is no flag.
 _VALUES = ("observations", "next_observations", "actions", "rewards")
 # Words in names of entries that may tell where episodes end.
