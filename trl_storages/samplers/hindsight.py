@@ -180,7 +180,10 @@ class HERSampler(WrappingSampler):
         kinds = self._kinds(noise)
         if "geometric" in self._names:
             steps = geometric_steps(noise, self.discount)
-            noise = torch.where(kinds == GOAL_KINDS["geometric"], steps, noise)
+            is_only = len(self._names) == 1
+            noise = (
+                steps if is_only else torch.where(kinds == GOAL_KINDS["geometric"], steps, noise)
+            )
         goals, mask = episodes.goals(index.to(noise.device), noise, kinds, self._names)
         info[self._index_key], info[self._mask_key] = goals.to(index.device), mask.to(index.device)
         return index, info
