@@ -84,8 +84,6 @@ class RowView:
         entry = self._entries.get(key)
         if entry is not None:
             return entry
-        if self._following is not None and key[0] == "next":
-            return self._following[key]
         light = self._lights.get(key)
         if light is None:
             return self._stored[key]
@@ -98,6 +96,8 @@ class RowView:
             )
         if rule is self._stored.loan:
             return self._stored[key]
+        if self._following is not None and key[0] == "next":
+            return self._following[key]
         seen = RowView(self._stored, None, before)
         for found, value in rule(seen, key).items():
             # What was set or defined since stays.
