@@ -5,7 +5,6 @@ Letters: T live steps per lane at most, E lanes (environments), B any shape of s
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -272,42 +271,7 @@ class EpisodeAnswers:
         """
         n = arguments.integer("n", n)
         arguments.generator("generator", generator)
-        return self.draw(random_noise(n, generator=generator, device=self.device))
-
-    def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
-        """Draws live slots, of all rows or of the newest ones.
-
-        Args:
-            noise: `[B]` int64 of `random_noise`, on the device.
-            window: `[]` int64, how many of the newest rows to draw from; None is all.
-
-        Returns:
-            `[B]` int64 slots.
-        """
-        return self.ring.draw(noise, window)
-
-    def goals(
-        self,
-        slots: torch.Tensor,
-        noise: torch.Tensor,
-        kinds: torch.Tensor,
-        strategies: Collection[str],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws the rows that lend their goals.
-
-        Args:
-            slots: `[B]` int64 slots t of live rows, of episodes first..last.
-            noise: `[B]` int64 of `random_noise`, on the device; of "geometric" goals how many steps ahead
-                they are, if the episode goes on so far.
-            kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
-                "episode" first..last, "random" any live row, "geometric" `noise` rows after t or last,
-                "current" t. A row of kind 0 is its own.
-            strategies: those among `kinds`.
-
-        Returns:
-            `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
-        """
-        return self.ring.goals(slots, noise, kinds, strategies)
+        return self.ring.draw(random_noise(n, generator=generator, device=self.device))
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.

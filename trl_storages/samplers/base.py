@@ -85,7 +85,7 @@ class UniformSampler(SavedPart, SealedSampler, RandomSampler):  # type: ignore[m
     def _draw(self, storage: Storage, batch_size: int, window: torch.Tensor | None = None) -> Drawn:
         episodes = episodes_of(storage)
         noise = random_noise(batch_size, generator=self._rng, device=episodes.device)
-        return episodes.draw(noise, window), {}
+        return episodes.ring.draw(noise, window), {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing, as each draw is as likely as any other."""

@@ -184,7 +184,7 @@ class HERSampler(WrappingSampler):
             noise = (
                 steps if is_only else torch.where(kinds == GOAL_KINDS["geometric"], steps, noise)
             )
-        goals, mask = episodes.goals(index.to(noise.device), noise, kinds, self._names)
+        goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names)
         info[self._index_key], info[self._mask_key] = goals.to(index.device), mask.to(index.device)
         return index, info
 

@@ -93,9 +93,9 @@ class SharedTable(RowTable):
         """Copies whole rows as they are seen; see `RowTable.pick`."""
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        lenders, pitch = slots if following is None else following, self._num_words * _WORD
-        spans = _NO_SPANS if following is None else spans
-        self._copy_seen(slots, lenders, spans, 0, self._next_bytes, True, out.data_ptr(), pitch)
+        lenders, lent = (slots, _NO_SPANS) if following is None else (following, spans)
+        to = out.data_ptr(), self._num_words * _WORD
+        self._copy_seen(slots, lenders, ALL, lent, 0, self._next_bytes, True, *to)
         return out
 
     def _copy(
@@ -106,32 +106,25 @@ class SharedTable(RowTable):
         pitch: int,
         mask: torch.Tensor | None = None,
     ) -> None:
+        which = ALL if mask is None else mask.numpy()
         for start, to, size in spans.tolist():
             if start >= self._next_bytes:
                 span = one_span(start - self._next_bytes, size)
                 super()._copy(slots, span, out + to, pitch, mask)
             else:
-                self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch, mask)
+                self._copy_seen(slots, slots, which, _NO_SPANS, start, size, False, out + to, pitch)
 
-    def _copy_seen(
-        self,
-        slots: torch.Tensor,
-        lenders: torch.Tensor,
-        spans: np.ndarray,
-        start: int,
-        size: int,
-        with_own: bool,
-        out: int,
-        pitch: int,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        """Copies bytes of what is next, and perhaps what is stored in the row behind them."""
+    def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor, *what: Any) -> None:
+        """Copies bytes of what is next, and perhaps those of the row behind them.
+
+        Args:
+            slots: `[*B]`.
+            lenders: `[*B]`, the rows that lend what is next.
+            *what: and where to, as `_pick` takes it.
+        """
         flat, lent = slots.numpy().reshape(-1), lenders.numpy().reshape(-1)
-        which = ALL if mask is None else mask.numpy()
         table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
-        rows = flat, lent, which, spans
-        wrong = _pick(*table, self._next_bytes, *rows, start, size, with_own, out, pitch)
-        if wrong >= 0:
+        if (wrong := _pick(*table, self._next_bytes, flat, lent, *what)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
     @property
