@@ -32,6 +32,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long ones come first: one that is left to the end keeps the other workers waiting.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device"

@@ -207,7 +207,7 @@ def part(case, capacity):
     return case.make(capacity)
 
 
-def drawn(buffer, oracle, num_batches=60):
+def drawn(buffer, oracle, num_batches=40):
     """Samples batches, and checks that each row is a live one. Returns them as rows of the model."""
     live, batches = oracle.live(), []
     for _ in range(num_batches):
