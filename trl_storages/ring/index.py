@@ -280,7 +280,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     ) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written since; see `slots_since`."""
         lanes, on_host = counters
-        return self.slots_since(torch.from_numpy(lanes[:, 0] if on_host is None else on_host[0]))
+        return self.slots_since(torch.as_tensor(lanes[:, 0] if on_host is None else on_host[0]))
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
