@@ -106,7 +106,9 @@ def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
     agent = Agent(joined(envs.reset()[0]).shape[-1], envs.action_space.sample().shape[-1])
     went: dict[str, Any] = {"rounds": 0, "result": 0.0, "curve": [], "seconds": 0.0}
     if (path / "agent.pt").exists():
-        agent, went = torch.load(path / "agent.pt", weights_only=False)
+        saved, optimizer, went = torch.load(path / "agent.pt")
+        agent.load_state_dict(saved)
+        agent.optimizer.load_state_dict(optimizer)
     rounds = steps // (NUM_ENVS * EPISODE_STEPS)
     start = time.process_time() - went["seconds"]
     for number in range(went["rounds"], rounds):
@@ -124,7 +126,8 @@ def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
             went["result"] = rate
         went.update(rounds=number + 1, seconds=round(time.process_time() - start, 1))
         storage.flush()
-        torch.save((agent, went), path / "agent.new")
+        saved = agent.state_dict(), agent.optimizer.state_dict()
+        torch.save((*saved, went), path / "agent.new")
         os.replace(path / "agent.new", path / "agent.pt")
     storage.close()
     return went

@@ -1,24 +1,26 @@
-"""DDPG in plain torch, for goals that are rarely reached: the agent of fetch_push.py.
+"""DDPG of TorchRL's loss, for goals that are rarely reached: the agent of fetch_push.py.
 
 Reference: Plappert et al. 2018, arXiv:1802.09464: bounded targets, small actions, scaled inputs.
 """
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from goal_agents import INPUTS
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import MLP
+from torchrl.modules import MLP, ValueOperator
+from torchrl.objectives import DDPGLoss, SoftUpdate
 
 __all__ = ["Agent", "joined"]
 
 DISCOUNT = 0.98
 LEARNING_RATE = 1e-3
 TARGET_RATE = 0.005
+LAYERS = partial(MLP, num_cells=[128, 128, 128], activation_class=nn.ReLU)
 
 
 class Normalizer(nn.Module):
@@ -49,18 +51,44 @@ def joined(observations: Mapping[str, Any] | TensorDictBase) -> Tensor:
     return torch.cat([torch.as_tensor(observations[key]).float() for key in INPUTS], dim=-1)
 
 
+class Critic(nn.Module):
+    """The value of actions `[B, A]` that follow inputs `[B, D]`."""
+
+    def __init__(self, num_inputs: int, num_actions: int) -> None:
+        super().__init__()
+        self.layers = LAYERS(num_inputs + num_actions, 1)
+
+    def forward(self, inputs: Tensor, actions: Tensor) -> Tensor:
+        """Returns `[B, 1]`; of actions that are being learnt, less their squares."""
+        values = self.layers(torch.cat([inputs, actions], dim=-1))
+        if actions.requires_grad:
+            # Without these, actions grow until the tanh has no gradient any more.
+            values = values - (actions**2).mean(dim=-1, keepdim=True)
+        return values
+
+
+def bounded(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keeps targets within what a return can be: at worst, -1 is the reward of every step to come."""
+    return lambda *args, **kwargs: estimate(*args, **kwargs).clamp(-1 / (1 - DISCOUNT), 0)
+
+
 class Agent(nn.Module):
     """DDPG: the networks, and one update of them."""
 
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         super().__init__()
-        layers = partial(MLP, num_cells=[128, 128, 128], activation_class=nn.ReLU)
-        self.actor = nn.Sequential(layers(num_inputs, num_actions), nn.Tanh())
-        self.critic = layers(num_inputs + num_actions, 1)
-        self.trained = nn.ModuleList([self.actor, self.critic])
-        self.targets, self.normalizer = copy.deepcopy(self.trained), Normalizer(num_inputs)
-        parts = [part.parameters() for part in self.trained]
-        self.optimizers = [torch.optim.Adam(part, lr=LEARNING_RATE, fused=True) for part in parts]
+        self.actor = nn.Sequential(LAYERS(num_inputs, num_actions), nn.Tanh())
+        policy = TensorDictModule(self.actor, in_keys=["inputs"], out_keys=["action"])
+        critic = ValueOperator(Critic(num_inputs, num_actions), in_keys=["inputs", "action"])
+        # Priorities say what there is to learn from, and are not to be corrected for.
+        options = {"delay_actor": True, "use_prioritized_weights": False}
+        self.loss = DDPGLoss(policy, critic, **options)
+        self.loss.make_value_estimator(gamma=DISCOUNT)
+        estimator = self.loss.value_estimator
+        estimator.value_estimate = bounded(estimator.value_estimate)
+        self.normalizer = Normalizer(num_inputs)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=LEARNING_RATE, fused=True)
+        self.targets = SoftUpdate(self.loss, tau=TARGET_RATE)
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Any]) -> Tensor:
@@ -68,26 +96,11 @@ class Agent(nn.Module):
         return self.actor(self.normalizer(joined(observations)))
 
     def update(self, batch: TensorDictBase) -> None:
-        """Takes one step of each network on a batch."""
-        before, after = self.normalizer(joined(batch)), self.normalizer(joined(batch["next"]))
-        with torch.no_grad():
-            actor, critic = self.targets
-            value = critic(torch.cat([after, actor(after)], dim=-1))
-            # No return is beyond these: at worst, -1 is the reward of every step to come.
-            wanted = batch["next", "reward"] + DISCOUNT * value
-            wanted = wanted.clamp(-1 / (1 - DISCOUNT), 0)
-        values = self.critic(torch.cat([before, batch["action"]], dim=-1))
-        self.step(1, ((values - wanted) ** 2).mean())
-        actions = self.actor(before)
-        # Without the squares, actions grow until the tanh has no gradient any more.
-        self.step(0, (actions**2).mean() - self.critic(torch.cat([before, actions], dim=-1)).mean())
-        with torch.no_grad():
-            pairs = zip(self.targets.parameters(), self.trained.parameters(), strict=True)
-            for target, parameter in pairs:
-                target.lerp_(parameter, TARGET_RATE)
-
-    def step(self, number: int, loss: Tensor) -> None:
-        """Takes a step of one network."""
-        self.optimizers[number].zero_grad()
-        loss.backward(inputs=list(self.trained[number].parameters()))
-        self.optimizers[number].step()
+        """Takes one step of each network on a batch, of the critic first."""
+        for transitions in (batch, batch["next"]):
+            transitions["inputs"] = self.normalizer(joined(transitions))
+        for loss in (self.loss.loss_value, self.loss.loss_actor):
+            self.optimizer.zero_grad()
+            loss(batch)[0].backward()
+            self.optimizer.step()
+        self.targets.step()
