@@ -1,6 +1,7 @@
 """Stacks of frames, of which rows hold the newest one: what is read is as if they held all."""
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -532,6 +533,26 @@ def test_directories_take_dumps_of_whole_stacks_and_give_them(
     assert_same(plain[:], storage[:])
     plain.validate()
     storage.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (FrameStack(2), "num_frames=2"),
+        (FrameStack(4, padding="constant"), "padding='constant'"),
+    ],
+)
+def test_dumps_of_other_stacks_are_refused_and_say_where_they_fit(
+    other: FrameStack, said: str
+) -> None:
+    _, framed = both(FrameStack(4), (4, 2, 3), 24)
+    plain, unlike = both(other, (4, 2, 3), 24)
+    framed.extend(streams(FrameStack(4), "first", 1, 5)[0].steps(5))
+    with pytest.raises(ValueError, match=rf"got uint8.*{re.escape(said)}.*without FrameStack"):
+        unlike.load_state_dict(framed.state_dict())
+    assert len(unlike) == 0
+    plain.load_state_dict(framed.state_dict())
+    assert_same(framed[:], plain[:])
 
 
 def test_whole_stacks_that_do_not_continue_one_another_stay_whole() -> None:

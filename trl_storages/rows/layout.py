@@ -88,7 +88,7 @@ class Field:
         return stack.as_seen(flat.view(*batch, *frames), len(batch))
 
     def __str__(self) -> str:
-        stacked = "" if self.stack is None else f" of {self.stack.num_frames} frames"
+        stacked = "" if self.stack is None else f" as {self.stack}"
         return f"{dtype_name(self.dtype)} {list(self.shape)}{stacked}"
 
 

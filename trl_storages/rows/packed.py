@@ -866,10 +866,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         own = self.layout
         fits = self._are_declared(layout) if own is None else layout.declared == own.declared
         if not fits:
+            named = self._declared if own is None else own.declared
+            stacks = " Stacks of frames fit one without FrameStack, too." if layout.stacks else ""
             raise ValueError(
                 "the saved rows are of other fields than those of this storage: "
-                f"{layout.unlike(self._declared if own is None else own.declared)}. Nothing was "
-                "changed."
+                f"{layout.unlike(named)}. Load them into a storage of the fields that they were saved "
+                f"with.{stacks} Nothing was changed."
             )
 
     def _are_declared(self, layout: Layout) -> bool:
