@@ -11,10 +11,12 @@ from functools import partial
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward, episode_flags, goal_transitions, write
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import RingOracle
 from scipy import stats
+from tensordict import TensorDict
 from torchrl.data import (
     ConsumingSampler,
     LazyMemmapStorage,
@@ -24,6 +26,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
+from trl_storages import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
@@ -225,6 +228,36 @@ class TestOverwritingInPlace:
         assert storage[3:6]["effort"].flatten().tolist() == [3, 4, 5]
         storage["next", "reward"] = torch.ones(10, 1)
         assert storage["next", "reward"].sum() == 10
+
+    @each_storage
+    def test_as_torchrl_does(self, storage_type):
+        storage, _ = self.wrapped(storage_type=storage_type)
+        reward, key = torch.arange(10.0).unsqueeze(1), ("next", "reward")
+        assert storage.set_(key, reward) is storage
+        assert torch.equal(storage[key], reward)
+        storage.set_at_(key, torch.full((3, 1), -1.0), slice(2, 5))
+        assert storage[key].flatten().tolist() == [0, 1, -1, -1, -1, 5, 6, 7, 8, 9]
+        storage.update_(TensorDict({"next": {"reward": -reward}}, [10]))
+        assert torch.equal(storage[key], -reward)
+        before = storage[:]
+        with pytest.raises(KeyError, match="rewrd"):
+            storage.set_("rewrd", reward)
+        with pytest.raises(ValueError, match="done"):
+            storage.set_(("next", "done"), torch.ones(10, 1, dtype=torch.bool))
+        assert_same(storage[:], before)
+
+    def test_what_rows_share_is_written_or_refused(self, tmp_path):
+        for options in ({"share_next": True}, {"path": tmp_path / "rows"}):
+            storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), **options)
+            for step in range(4):
+                storage.record([step], 0, 1.0, False, step == 3, {}, [step + 1])
+            key, reward = ("next", "reward"), torch.full((4, 1), 7.0)
+            if "path" not in options:
+                assert torch.equal(storage.set_(key, reward)[key], reward)
+                continue
+            with pytest.raises(RuntimeError, match="never changed in place"):
+                storage.set_(key, reward)
+            assert storage[key].sum() == 4
 
     @each_storage
     @pytest.mark.parametrize("index", [slice(None), list(range(10))])

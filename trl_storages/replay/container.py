@@ -416,6 +416,42 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         with self._replay_lock, self._write_lock:
             history.overwrite_rows(self._storage, self._writer, index, value)
 
+    # TorchRL's would write, unchecked, into views of the rows, or into copies where there are none.
+
+    def set_(self, key: NestedKey, value: torch.Tensor) -> Self:
+        """Overwrites an entry of the whole history, checked as `storage[key] = value`.
+
+        Returns:
+            itself.
+        """
+        key = arguments.key("key", key)
+        return self._rewrite(slice(None), lambda rows: rows.set_(key, value))
+
+    def set_at_(self, key: NestedKey, value: torch.Tensor, index: Any) -> Self:
+        """Overwrites an entry of some rows; `index` is as for reading.
+
+        Returns:
+            itself.
+        """
+        key = arguments.key("key", key)
+        return self._rewrite(index, lambda rows: rows.set_(key, value))
+
+    def update_(
+        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None
+    ) -> Self:
+        """Overwrites some entries of the whole history; the arguments are as in a TensorDict's `update_`.
+
+        Returns:
+            itself.
+        """
+        options = {"clone": clone, "keys_to_update": keys_to_update}
+        return self._rewrite(slice(None), lambda rows: rows.update_(input_dict_or_td, **options))
+
+    def _rewrite(self, index: Any, change: Callable[[TensorDictBase], TensorDictBase]) -> Self:
+        with self._replay_lock, self._write_lock:
+            self[index] = change(history.read_rows(self._storage, index))
+        return self
+
     @on_disk.intact
     def query(
         self,
