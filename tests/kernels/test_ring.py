@@ -210,43 +210,6 @@ TestRingMachine = RingMachine.TestCase
 TestRingMachine.settings = settings(max_examples=50, stateful_step_count=8)
 
 
-@pytest.mark.parametrize(("num_places", "spare_steps"), [(255, 1), (513, 0), (700, 90)])
-@pytest.mark.parametrize("share_of_ends", [0.002, 0.5, 1.0])
-def test_episodes_over_many_stretches(num_places, spare_steps, share_of_ends):
-    num_lanes, generator = 2, torch.Generator().manual_seed(1)
-    rings = [
-        kernels.Ring(num_lanes * num_places, num_lanes, CPU, spare_steps=spare_steps)
-        for kernels in (host, device)
-    ]
-    # Of each lane, the first step of the episode of each step.
-    firsts, goes_on = [[] for _ in range(num_lanes)], [False] * num_lanes
-    sizes = [1, 255, 2, 300, 1, num_places, 1, 3 * num_places, 700, 1, 1, num_places + 40, 256, 511]
-    for turn, num_steps in enumerate(sizes):
-        lanes = [[0, 1], [1]][turn % 3 == 2]
-        done = torch.rand(len(lanes), num_steps, generator=generator) < share_of_ends
-        both(rings, lambda ring, done=done, lanes=lanes: append(ring, done, None, lanes))
-        for lane, flags_of_lane in zip(lanes, done.tolist(), strict=True):
-            for flag in flags_of_lane:
-                known = firsts[lane]
-                known.append(known[-1] if goes_on[lane] else len(known))
-                goes_on[lane] = not flag
-        if turn == 4:
-            tails = torch.tensor([len(firsts[0]), len(firsts[1]) - 2])
-            both(rings, lambda ring, tails=tails: ring.evict(tails) or ring.tails)
-            goes_on[0] = False
-        for lane in range(num_lanes):
-            tail, known = int(rings[0].tails[lane]), torch.tensor(firsts[lane])
-            steps = torch.arange(tail, len(known))
-            slots = steps % (num_places + spare_steps) * num_lanes + lane
-            behind, ahead = both(rings, lambda ring, slots=slots: ring.extent(slots))
-            assert torch.equal(behind, steps - known[tail:].clamp(min=tail))
-            last = torch.searchsorted(known, known[tail:], right=True) - 1
-            assert torch.equal(ahead, last - steps)
-            both(rings, lambda ring, slots=slots: ring.entries(slots))
-            crossed = both(rings, lambda ring, slots=slots: ring.sequences(slots, 3, 40, "cross"))
-            assert torch.equal(crossed[2][:, 3], known[tail:] == steps)
-
-
 @BACKENDS
 @pytest.mark.parametrize("lanes", [None, [2, 0]])
 @pytest.mark.parametrize("is_ordered", [False, True])

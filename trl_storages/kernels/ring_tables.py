@@ -4,9 +4,8 @@ Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (env
 slots, B any shape of slots.
 
 Step s of lane l lives in slot `(s % R) * E + l`. The live rows of a lane are those from its tail up to
-its cursor. A table of episodes holds the steps with which each one began and ended. The first row of each
-stretch of 256 steps names the entry of its episode there, and the others how many episodes began in the
-stretch since. A row that was evicted changes no entry: answers are clamped to the tail.
+its cursor. Every slot names an entry of a table of episodes, and an entry holds the steps with which its
+episode began and ended. A row that was evicted changes no entry: answers are clamped to the tail.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ __all__ = [
     "GOAL_STRATEGIES",
     "LAST",
     "OPEN",
-    "STRETCH",
     "TAIL",
     "RingTables",
     "take",
@@ -34,8 +32,6 @@ __all__ = [
 # Columns of the table of episodes, and of that of the lanes.
 FIRST, LAST, FINISHED = 0, 1, 2
 CURSOR, BEGUN, OPEN, TAIL = 0, 1, 2, 3
-#: Steps of a stretch, of which each counts episodes in one byte.
-STRETCH = 256
 
 #: How a goal row is drawn. `GOAL_KINDS` has the number of each; 0 is that of a row without a drawn goal.
 GOAL_STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
@@ -65,13 +61,10 @@ class RingTables:
         self.ring_steps = self.steps_per_lane + spare_steps
         self.num_slots = self.ring_steps * num_envs
         self.device = device
-        #: `[M]` uint8, how many episodes began since the first row of the stretch of a slot's row.
-        self.episode = zeros(self.num_slots, device=device, dtype=torch.uint8)
-        # So many stretches hold R steps, wherever these begin; a power of two, to spare divisions.
-        self.num_stretches = 1 << ((self.ring_steps + 2 * STRETCH - 2) // STRETCH - 1).bit_length()
-        #: `[E K + 1]` int64, of the first row of each stretch the number of its episode modulo T: stretch
-        #: n of lane l is `l * K + n % K`. Masked writes go to the last entry, as below.
-        self.stretches = zeros(num_envs * self.num_stretches + 1, device=device)
+        # 4 bytes a slot while entries fit.
+        entries = torch.int32 if self.capacity < 2**31 else torch.int64
+        #: `[M]` the entry of each slot's episode.
+        self.episode = zeros(self.num_slots, device=device, dtype=entries)
         #: `[T E + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
         #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
         #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
@@ -84,12 +77,7 @@ class RingTables:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the index knows, by name."""
-        return {
-            "episode": self.episode,
-            "stretches": self.stretches,
-            "spans": self.spans,
-            "lanes": self.lanes,
-        }
+        return {"episode": self.episode, "spans": self.spans, "lanes": self.lanes}
 
     def share_memory_(self) -> None:
         """Moves the tables to memory that other processes see."""
@@ -151,19 +139,11 @@ class RingTables:
 
     def entries(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the number of the entry of each slot's episode, int64."""
-        lane = slots % self.num_envs
-        began = take(self.stretches, self.stretch_of(lane, self.steps(slots)))
-        return (
-            lane * self.steps_per_lane + (began + take(self.episode, slots)) % self.steps_per_lane
-        )
-
-    def stretch_of(self, lanes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Returns where in `stretches` those of steps of lanes are."""
-        return lanes * self.num_stretches + steps // STRETCH % self.num_stretches
+        return take(self.episode, slots).long()
 
     def span(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the entry of each slot's episode, `[*B, 3]`."""
-        return take(self.spans, self.entries(slots))
+        return take(self.spans, take(self.episode, slots))
 
     def begin(self, slots: torch.Tensor, steps: torch.Tensor | int) -> None:
         """Notes with which steps the episodes of some slots began, also those before step 0.

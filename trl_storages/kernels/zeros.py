@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["zeros"]
 
-_NUMPY_DTYPES = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64}
+_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 # Smaller tables take their memory whatever is written to them.
 _LEAST_SPARSE = 1 << 18  # bytes
 # Windows knows none of them.
@@ -23,7 +23,7 @@ _ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
 def zeros(
     *shape: int, device: torch.device, dtype: torch.dtype = torch.int64, sparse: bool = False
 ) -> torch.Tensor:
-    """Returns zeros of a shape, as whole numbers.
+    """Returns int32 or int64 zeros of a shape.
 
     Args:
         *shape: of the table.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["EpisodeIndex", "Kept", "LaneRows", "episodes_of"]
 
 _MOST_STEPS = 2**62
-# Of what is saved of lanes and episodes.
-_LIMITS = {"episode": (0, 255), "spans": (-_MOST_STEPS, _MOST_STEPS), "lanes": (-1, _MOST_STEPS)}
 _NO_PLACES = np.zeros((0, 2), np.int64)
 
 
@@ -393,8 +391,8 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         for name, table in tables.items():
             hint = "the size of the storage and num_envs must be those it was saved with"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
-            least, most = _LIMITS.get(name, (0, self.steps_per_lane - 1))
-            saved.within(name, least, most)
+            least, most = -1, self.capacity - 1 if name == "episode" else _MOST_STEPS
+            saved.within(name, -_MOST_STEPS if name == "spans" else least, most)
             table.copy_(tensor)
         try:
             read.validate()

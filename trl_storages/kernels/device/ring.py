@@ -17,7 +17,7 @@ import torch
 from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.ring_tables import GOAL_KINDS, STRETCH, RingTables, take
+from trl_storages.kernels.ring_tables import GOAL_KINDS, RingTables, take
 
 __all__ = ["Ring"]
 
@@ -85,7 +85,6 @@ class Ring(RingTables):
             compact = ~begins[:, -room:] if rows.is_compact else None
             table.write(self, lanes, step, words[:, -room:], compact)
         number = begun + begins.cumsum(1) - 1
-        self._count(lanes, number, step)
         first_step = torch.where(begins, step, -1).cummax(1).values
         # Whether a row is the last of its episode among those written now.
         last = torch.ones_like(begins)
@@ -96,6 +95,7 @@ class Ring(RingTables):
 
         entry = (lane * room + number % room)[:, -room:]
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
+        self.episode[found[:, -room:]] = entry.to(self.episode.dtype)
         # Episodes that began before this write have their first step already.
         self.spans[:, 0][torch.where(first_step >= 0, entry, self.capacity)] = first_step
         newest = torch.where(last[:, -room:], entry, self.capacity)
@@ -105,28 +105,6 @@ class Ring(RingTables):
             return found.reshape(-1)
         slots[order] = found
         return slots
-
-    def _count(self, lanes: torch.Tensor, number: torch.Tensor, step: torch.Tensor) -> None:
-        """Notes to which episodes of their lanes rows belong, before they are counted.
-
-        Args:
-            lanes: `[L]` that are written.
-            number: `[L, S]` of the episodes.
-            step: `[L, S]`.
-        """
-        room, lane = self.ring_steps, lanes.unsqueeze(1)
-        # What is said of rows before is of no use where none of them stays.
-        is_alone = (self.fill[lane] == 0) | (step.shape[1] >= room)
-        number, step = number[:, -room:], step[:, -room:]
-        begins = step % STRETCH == 0
-        begins[:, :1] |= is_alone
-        first = torch.where(begins, number, -1).cummax(1).values
-        num_begun = take(self.episode, self.newest_slots(lanes)).long()
-        first = torch.where(first < 0, (self.lanes[lanes, 1] - 1 - num_begun).unsqueeze(1), first)
-        slots = step % room * self.num_envs + lane
-        self.episode[slots] = (number - first).to(torch.uint8)
-        at = torch.where(begins, self.stretch_of(lane, step), len(self.stretches) - 1)
-        self.stretches[at] = number % self.steps_per_lane
 
     def named(self, lanes: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
         """Returns `[L]` the lanes that are meant."""
@@ -231,7 +209,7 @@ class Ring(RingTables):
         rows, step = self.shift(slots.unsqueeze(1), offset), step.unsqueeze(1) + offset
         first = first.unsqueeze(1)
         if boundary == "cross":
-            first = self.span(rows)[..., 0]
+            first = take(self.spans[:, 0], take(self.episode, rows))
         return rows, offset == wanted, step == first
 
     def newest_ranges(

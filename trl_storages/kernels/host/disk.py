@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined
-from trl_storages.kernels.host.episodes import entry_of
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.marks import (
@@ -480,7 +479,6 @@ def _mark(
     episode: np.ndarray,
     spans: np.ndarray,
     lanes: np.ndarray,
-    stretches: np.ndarray,
     room: int,
     written: np.ndarray,
     num_steps: int,
@@ -492,7 +490,7 @@ def _mark(
     write_count: int,
     trajectories: np.ndarray,
 ) -> None:
-    new, most_live = np.empty((len(written), num_steps), np.int64), (len(spans) - 1) // len(lanes)
+    new = np.empty((len(written), num_steps), np.int64)
     largest = _largest(words, factors) if len(words) else 0
     for i in range(len(written)):
         lane = written[i]
@@ -501,7 +499,7 @@ def _mark(
         for s in range(num_steps):
             step, slot = first + s, place * len(lanes) + lane
             place = place + 1 if place + 1 < room else 0
-            entry = entry_of(episode, stretches, most_live, slot, lane, step)
+            entry = episode[slot]
             mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
             if spans[entry, FIRST] == step:
                 mark += BEGINS
@@ -569,12 +567,11 @@ def _hold(
     episode: np.ndarray,
     spans: np.ndarray,
     lanes: np.ndarray,
-    stretches: np.ndarray,
     room: int,
     slots: np.ndarray,
     past_steps: int,
 ) -> bool:
-    newest, most_live = np.empty(len(lanes), np.int64), (len(spans) - 1) // len(lanes)
+    newest = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
         newest[lane] = (lanes[lane, CURSOR] - 1) % room
     fenced()
@@ -589,8 +586,7 @@ def _hold(
         step = lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
         first, slot = step, slots[i]
         if past_steps > 0 and step >= lanes[lane, TAIL]:
-            entry = entry_of(episode, stretches, most_live, slot, lane, step)
-            first = max(step - past_steps, spans[entry, FIRST])
+            first = max(step - past_steps, spans[episode[slot], FIRST])
         while step >= first:
             mark = marks[slot, 0]
             if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:

@@ -17,7 +17,6 @@ import torch
 
 from trl_storages.kernels.block import Block
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.episodes import entry_of
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
 from trl_storages.kernels.host.rows import not_found
 from trl_storages.kernels.host.writing import NewRows
@@ -156,7 +155,6 @@ def _copy_frames(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     room: int,
     rows: Any,
     past: Any,
@@ -172,9 +170,7 @@ def _copy_frames(
     newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
     step, depth = newest - (newest - place) % room, 0
     if step >= tail:
-        most_live = (len(spans) - 1) // num_lanes
-        entry = entry_of(episode, stretches, most_live, slot, lane, step)
-        depth = step - spans[entry, FIRST]
+        depth = step - spans[episode[slot], FIRST]
     else:
         # There is no live row.
         step, tail = place, 0
@@ -197,7 +193,6 @@ def _fill(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     room: int,
     rows: Any,
     past: Any,
@@ -212,7 +207,7 @@ def _fill(
     num_slots = room * num_lanes
     for b in range(len(slots)):
         if b + 2 < len(slots):
-            prefetch(episode, slots[b + 2])
+            prefetch(episode, slots[b + 2] * _WORD)
         if b + 1 < len(slots):
             near, size = slots[b + 1], stacks[0, SIZE]
             for back in range(stacks[0, COUNT]):
@@ -229,20 +224,7 @@ def _fill(
             to = targets[f, 0] + b * targets[f, 1]
             after = targets[f, 2] + b * targets[f, 3]
             if to != 0:
-                _copy_frames(
-                    episode,
-                    spans,
-                    lanes,
-                    stretches,
-                    room,
-                    rows,
-                    past,
-                    zeros,
-                    stack,
-                    slot,
-                    count,
-                    to,
-                )
+                _copy_frames(episode, spans, lanes, room, rows, past, zeros, stack, slot, count, to)
             if after == 0:
                 continue
             if to != 0 and lender == slot:
@@ -250,18 +232,7 @@ def _fill(
                 copy_bytes(after, to + size, (count - 1) * size)
             else:
                 _copy_frames(
-                    episode,
-                    spans,
-                    lanes,
-                    stretches,
-                    room,
-                    rows,
-                    past,
-                    zeros,
-                    stack,
-                    lender,
-                    count - 1,
-                    after,
+                    episode, spans, lanes, room, rows, past, zeros, stack, lender, count - 1, after
                 )
     return -1
 
@@ -271,7 +242,6 @@ def _find_breaks(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     room: int,
     written: Any,
     num_steps: int,
@@ -287,13 +257,11 @@ def _find_breaks(
     breaks: Any,
 ) -> bool:
     found, num_lanes = False, len(lanes)
-    most_live = (len(spans) - 1) // num_lanes
     for i in range(len(written)):
         lane, previous = written[i], 0
         goes_on, tail = lanes[lane, OPEN] != 0, lanes[lane, TAIL]
         newest = lanes[lane, CURSOR] - 1
-        slot = newest % room * num_lanes + lane
-        depth = newest - spans[entry_of(episode, stretches, most_live, slot, lane, newest), FIRST]
+        depth = newest - spans[episode[newest % room * num_lanes + lane], FIRST]
         for s in range(num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             begins = not goes_on or (cut.size > 0 and cut[i, s])

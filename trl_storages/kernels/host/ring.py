@@ -19,7 +19,6 @@ import torch
 
 from trl_storages.kernels.block import Block
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.episodes import entry_of
 from trl_storages.kernels.host.writing import Before, Given, NewRows, append_steps, find_gaps
 from trl_storages.kernels.ring_tables import (
     BOUNDARIES,
@@ -58,11 +57,9 @@ class Ring(RingTables):
         return np.arange(self.num_envs)
 
     @cached_property
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The tables as the loops take them: `episode`, `spans`, `lanes`, and `stretches` as `[E, K]`."""
-        stretches = self.stretches[:-1].view(self.num_envs, -1)
-        tables = self.episode, self.spans, self.lanes, stretches
-        return tuple(table.numpy() for table in tables)  # type: ignore[return-value]
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tables as the loops take them."""
+        return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy()
 
     def share_memory_(self) -> None:
         """Moves the tables to memory that other processes see."""
@@ -389,6 +386,18 @@ def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> Non
     _slots_by_age(lanes, room, slots, slots)
 
 
+@compiled
+def _find_spans(episode: Any, spans: Any, slots: Any, entries: Any) -> None:
+    """Finds the entry of each slot's episode, and asks for what it holds."""
+    for i in range(len(slots)):
+        if not 0 <= slots[i] < len(episode):
+            raise IndexError("slots must be those of the ring, from 0 to its capacity")
+        if i + _SAMPLES_AHEAD < len(slots):
+            prefetch(episode, slots[i + _SAMPLES_AHEAD] * episode.itemsize)
+        entries[i] = episode[slots[i]]
+        prefetch(spans, entries[i] * _SPAN_BYTES)
+
+
 @inlined
 def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
     """Returns the lane of a slot, and its step in it."""
@@ -398,29 +407,6 @@ def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
         lane = slot - place * len(lanes)
     back = newest[lane] - place
     return lane, lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
-
-
-@compiled
-def _find_spans(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    stretches: Any,
-    room: int,
-    newest: Any,
-    slots: Any,
-    entries: Any,
-) -> None:
-    """Finds the entry of each slot's episode, and asks for what it holds."""
-    most_live = (len(spans) - 1) // len(lanes)
-    for i in range(len(slots)):
-        if not 0 <= slots[i] < len(episode):
-            raise IndexError("slots must be those of the ring, from 0 to its capacity")
-        if i + _SAMPLES_AHEAD < len(slots):
-            prefetch(episode, slots[i + _SAMPLES_AHEAD])
-        lane, step = _lane_and_step(lanes, room, newest, slots[i])
-        entries[i] = entry_of(episode, stretches, most_live, slots[i], lane, step)
-        prefetch(spans, entries[i] * _SPAN_BYTES)
 
 
 @inlined
@@ -445,7 +431,6 @@ def _goals(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     room: int,
     slots: Any,
     noise: Any,
@@ -456,7 +441,7 @@ def _goals(
     num_lanes, num_slots = len(lanes), len(episode)
     newest = _newest_places(lanes, room)
     entries = np.empty(len(slots), np.int64)
-    _find_spans(episode, spans, lanes, stretches, room, newest, slots, entries)
+    _find_spans(episode, spans, slots, entries)
     any_random = False
     for i in range(len(slots)):
         mask[i] = kinds[i] > 0
@@ -482,18 +467,11 @@ def _goals(
 
 @compiled
 def _windows(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    stretches: Any,
-    room: int,
-    slots: Any,
-    windows: Any,
-    lengths: Any,
+    episode: Any, spans: Any, lanes: Any, room: int, slots: Any, windows: Any, lengths: Any
 ) -> None:
     num_lanes, capacity, num_rows = len(lanes), len(episode), len(windows)
     newest = _newest_places(lanes, room)
-    _find_spans(episode, spans, lanes, stretches, room, newest, slots, lengths)
+    _find_spans(episode, spans, slots, lengths)
     for i in range(len(slots)):
         _, ahead = _extent(spans, lanes, room, newest, slots[i], lengths[i])
         for j in range(num_rows):
@@ -506,7 +484,6 @@ def _sequences(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     room: int,
     slots: Any,
     burn_in: int,
@@ -516,10 +493,9 @@ def _sequences(
     begins: Any,
 ) -> None:
     num_lanes, capacity, num_steps = len(lanes), len(episode), rows.shape[1]
-    most_live = (len(spans) - 1) // num_lanes
     newest = _newest_places(lanes, room)
     entries = np.empty(len(slots), np.int64)
-    _find_spans(episode, spans, lanes, stretches, room, newest, slots, entries)
+    _find_spans(episode, spans, slots, entries)
     for i in range(len(slots)):
         lane, step = _lane_and_step(lanes, room, newest, slots[i])
         first, last = spans[entries[i], FIRST] - step, spans[entries[i], LAST] - step
@@ -543,8 +519,7 @@ def _sequences(
         at, end = max(moved, -behind), min(moved + num_steps - 1, ahead)
         while at <= end:
             # From one episode to the next. At the ends of the lane a row stands for those beyond it too.
-            slot = _shift(slots[i], at, num_lanes, capacity)
-            entry = entry_of(episode, stretches, most_live, slot, lane, step + at)
+            entry = episode[_shift(slots[i], at, num_lanes, capacity)]
             first = spans[entry, FIRST] - step
             start = 0 if first == -behind else max(first - moved, 0)
             stop = num_steps if first == ahead else first - moved + 1

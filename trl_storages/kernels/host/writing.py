@@ -17,16 +17,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.ring_tables import (
-    BEGUN,
-    CURSOR,
-    FINISHED,
-    FIRST,
-    LAST,
-    OPEN,
-    STRETCH,
-    TAIL,
-)
+from trl_storages.kernels.ring_tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
 
 __all__ = ["Before", "Given", "NewRows", "append_steps", "find_gaps", "put_rows"]
@@ -257,7 +248,6 @@ def append_steps(
     episode: Any,
     spans: Any,
     lanes: Any,
-    stretches: Any,
     most_live: int,
     room: int,
     written: Any,
@@ -274,10 +264,9 @@ def append_steps(
     """Takes steps into the index, and copies their rows to where they belong, unless there is a gap.
 
     Args:
-        episode: of the index, as the three that follow.
+        episode: of the index, as the two that follow.
         spans: likewise.
         lanes: likewise.
-        stretches: likewise.
         most_live: T.
         room: as in `find_gaps`, as all up to `end_stride`.
         written: likewise.
@@ -323,22 +312,15 @@ def append_steps(
         place = step % room
         # The episode that was begun last.
         entry = lane * most_live + (number - 1) % most_live
-        # The first step that counts from itself on, as no row before it stays; -1 if some do.
-        alone = max(num_steps - room, 0) if step == lanes[lane, TAIL] or num_steps >= room else -1
-        num_begun = np.int64(episode[(step - 1) % room * len(lanes) + lane])
         for s in range(num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             if not goes_on or (cut.size > 0 and cut[i, s]):
                 entry = lane * most_live + number % most_live
                 number += 1
-                num_begun += 1
                 spans[entry, FIRST] = step
-            if step % STRETCH == 0 or s == alone:
-                num_begun, stretch = 0, step // STRETCH & (stretches.shape[1] - 1)
-                stretches[lane, stretch] = entry - lane * most_live
             slot = place * len(lanes) + lane
             is_end = is_set(first_end + row * end_stride)
-            episode[slot] = num_begun
+            episode[slot] = entry
             spans[entry, LAST] = step
             spans[entry, FINISHED] = is_end
             goes_on = not is_end
