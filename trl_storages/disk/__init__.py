@@ -14,8 +14,8 @@ said by one of two tables in `commits`; a selector word says which. Steps never 
     priorities.G.bin    [R E + 1] int64, if a sampler keeps some: a float32, a check over it and the mark
     lock                flock of the one writer
 
-A write is `begin` (marks away), rows, `seal` (checksums and priorities, marks), then `commit` (the other
-table, the selector): a killed writer leaves what was committed before it or after it, whole.
+A write is `begin` (marks away), rows, then `seal` (checksums and priorities, marks, the other table, the
+selector): a killed writer leaves what was committed before it or after it, whole.
 
                   create                     first write: a history
     (nothing) ------------> CLEAN, no rows ------------------------+

@@ -547,7 +547,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
         What a write that is done once more compares them with must still be there.
         """
-        if self.table is None or self.stacks is not None or not self.table.looks:
+        if not self.initialized or self.stacks is not None or not self.table.looks:  # type: ignore[union-attr]
             return False
         if self.directory is not None:
             return num_steps <= self.directory.description.most_steps

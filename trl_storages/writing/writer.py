@@ -47,7 +47,7 @@ Then = Callable[[torch.Tensor], object]
 
 
 _ONE_STEP = Block(1)
-_NO_PAIRS, _NO_FRAMES = np.zeros((0, 2), np.int64), (None,)
+_NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
@@ -339,27 +339,28 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
             blocks = [lanes.cut(steps, block) for block in blocks]
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
-        can_look = len(blocks) == 1 and lanes.unsure is None and not steps.rows.is_compact
-        can_look = can_look and watch.is_looking and self._is_packed
-        if can_look and storage.looks(blocks[0].num_steps):
+        is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
+        if is_one and storage.looks(blocks[0].num_steps):
             # As a rule there is no gap, and nothing else to be known before.
-            pairs = watch.pairs(steps.layout)  # type: ignore[arg-type]
+            is_compared = watch.is_looking and not steps.rows.is_compact
+            pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._append_whole(steps, blocks, _NO_FRAMES, shape, then, pairs)
+            slots = self._append_whole(steps, blocks, (), shape, then, pairs)
             if slots is not None:
                 return slots
         gaps: list[torch.Tensor] = []
         blocks = [self._checked(steps, block, gaps) for block in blocks]
         if gaps:
             watch.warn(gaps)
-        evicted: Sequence[Evicted | None] = [None] * len(blocks)
+        evicted: list[Evicted] = []
         if self._is_packed:
             # There may be no space for them.
             storage.lay_out(steps.layout)
             storage.make_room(steps.rows.num_rows)
             if storage.stacks is not None:
                 # The frames of rows that steps evict, while those that stay need them.
-                evicted = [storage.stacks.evicted(steps.rows, block) for block in blocks]
+                found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
+                evicted = [frames for frames in found if frames is not None]
         written: torch.Tensor = self._append_whole(steps, blocks, evicted, shape, then)  # type: ignore[assignment]
         return written
 
@@ -367,18 +368,19 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self,
         steps: Steps,
         blocks: Sequence[Block],
-        evicted: Sequence[Evicted | None],
+        evicted: Sequence[Evicted],
         shape: torch.Size | None,
         then: Then | None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Writes steps that were checked as a whole, also where an interrupt comes in between."""
         count = self._write_count_value.get_obj().value + steps.rows.num_rows
+        written = steps, blocks, evicted, shape, count, then, pairs
         counters = self._storage.episodes.counters()
         try:
-            return self._append(steps, blocks, evicted, shape, count, then, pairs)
+            return self._append(*written)
         except BaseException as error:
-            act = partial(self._append, steps, blocks, evicted, shape, count, then, pairs)
+            act = partial(self._append, *written)
             recount = partial(self._episodes.recount, counters)
             if complete(error, act, recount):
                 raise
@@ -396,7 +398,7 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self,
         steps: Steps,
         blocks: Sequence[Block],
-        evicted: Sequence[Evicted | None],
+        evicted: Sequence[Evicted],
         shape: torch.Size | None,
         count: int,
         then: Then | None,
@@ -413,11 +415,11 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         is_over, slots = False, None
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
-        for block, frames in zip(blocks, evicted, strict=True):
+        for frames in evicted:
+            storage.stacks.keep(frames)
+        for block in blocks:
             if directory is not None:
                 directory.begin(episodes, block)
-            if frames is not None:
-                storage.stacks.keep(frames)
             if not is_packed:
                 self._put(steps, block)
             slots = episodes.write(rows, block, table, slots, pairs)
