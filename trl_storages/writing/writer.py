@@ -415,11 +415,13 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         is_over, slots = False, None
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
+        if directory is not None:
+            for block in blocks:
+                directory.begin(episodes, block)
         for frames in evicted:
+            # In the place of frames with which rows are seen that count until the directory begins.
             storage.stacks.keep(frames)
         for block in blocks:
-            if directory is not None:
-                directory.begin(episodes, block)
             if not is_packed:
                 self._put(steps, block)
             slots = episodes.write(rows, block, table, slots, pairs)
