@@ -1,20 +1,19 @@
-"""One profile of hypothesis, one thread of torch and the skips of what is missing, for all tests.
-
-torch is imported where tests are collected: the process that hands them out to workers needs none.
-"""
-
-from __future__ import annotations
+"""One profile of hypothesis, one thread of torch and the skips of what is missing, for all tests."""
 
 import gc
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.multiprocessing
 from hypothesis import HealthCheck, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
-if TYPE_CHECKING:
-    import torch
+torch.set_num_threads(1)
+# The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # Derandomised: a run says something about the code, never about its luck. The "search" profile
 # (HYPOTHESIS_PROFILE=search) looks for new counterexamples instead.
@@ -32,20 +31,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    if isinstance(collector, pytest.Session):
-        import torch
-
-        torch.set_num_threads(1)
-        # The threads that torch computes with do not survive a fork: a child that asks for them waits
-        # for ever.
-        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-    from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
-
     # Long ones come first: one that is left to the end keeps the other workers waiting.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {}
@@ -68,8 +54,6 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     """A generator with a fixed seed, so that statistics never flicker."""
-    import torch
-
     return torch.Generator().manual_seed(20)
 
 
@@ -85,9 +69,6 @@ def stored(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def simulated_gpu() -> Iterator[torch.device]:
     """A GPU without one: mixed-up devices raise, and so does every read of its data on the host."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if not torch.backends.cuda.is_built():
         pytest.skip("needs a build of torch for CUDA, on any machine")
     with FakeTensorMode():
@@ -97,8 +78,6 @@ def simulated_gpu() -> Iterator[torch.device]:
 @pytest.fixture
 def start_processes_by() -> Iterator[Callable[[str], None]]:
     """Chooses how TorchRL starts workers: "spawn" is its default, "fork" has nothing to import."""
-    import torch.multiprocessing
-
     previous = torch.multiprocessing.get_start_method(allow_none=True)
     yield lambda method: torch.multiprocessing.set_start_method(method, force=True)
     torch.multiprocessing.set_start_method(previous, force=True)
