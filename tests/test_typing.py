@@ -19,8 +19,8 @@ from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDictBase
 from typing_extensions import assert_type
 from trl_storages import (
-    EpisodeReplayStorage, EpisodeWriter, EREReplayStorage, ERESampler, HERReplayStorage, HERSampler,
-    NStep, NStepReplayStorage, PackedStorage, PERSampler, ReplayStorage, UniformReplayStorage,
+    EpisodeReplayStorage, EpisodeWriter, EREReplayStorage, ERESampler, FrameStack, HERReplayStorage,
+    HERSampler, NStep, NStepReplayStorage, PackedStorage, PERSampler, ReplayStorage, UniformReplayStorage,
     UniformSampler,
 )
 
@@ -58,8 +58,15 @@ storage.close(keep=False)
 HERReplayStorage(observations, actions, reward_fn=reward_fn, num_goals=4, n_step=3, alpha=0.6)
 NStepReplayStorage(observations, actions, n_step=5, device=torch.device("cpu"))
 EREReplayStorage(observations, actions, eta=0.99, extra_fields={"state": (torch.float32, [3])})
+state = {"state": (torch.float32, (3,))}
+UniformReplayStorage(observations, actions, extra_fields=state, info_keys={"lives": torch.int64})
+mixture, stacks = {"future": 0.5, "random": 0.5}, {"observation": FrameStack(4)}
+HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy=mixture)
+HERSampler(mixture)
+UniformReplayStorage(observations, actions, frame_stack=stacks)
+PackedStorage(9, fields={"pixels": (torch.uint8, (4, 8, 8), FrameStack(4)), "action": state["state"]})
 ReplayStorage(
-    storage=PackedStorage(10),
+    storage=PackedStorage(10, fields={"action": (torch.int64, (1,))}),
     writer=EpisodeWriter(2),
     sampler=HERSampler("future", base=ERESampler(base=PERSampler(10))),
     transform=NStep(3, gamma=0.9),

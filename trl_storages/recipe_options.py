@@ -84,11 +84,12 @@ class RowOptions(TypedDict, total=False):
     prefetch: Annotated[int, Option(0, arguments.integer)]
     seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
+    # Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]` to type checkers.
     extra_fields: Annotated[
-        Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
+        Mapping[Any, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
     ]
     frame_stack: Annotated[
-        int | Mapping[NestedKey, FrameStack] | None,
+        int | Mapping[Any, FrameStack] | None,
         Option(None, partial(arguments.optional, _frame_stack)),
     ]
     share_next: Annotated[bool, Option(False, arguments.flag)]

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 Field = tuple[torch.dtype, torch.Size]
-InfoKeys = Sequence[NestedKey] | Mapping[NestedKey, Any]
+# Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]` to type checkers.
+InfoKeys = Sequence[NestedKey] | Mapping[Any, Any]
 
 # The reward and the flags of every transition.
 OUTCOME_FIELDS: dict[NestedKey, Field] = {

@@ -48,6 +48,8 @@ __all__ = ["PackedStorage", "check_writable", "files_of"]
 
 Batch = TypeVar("Batch")
 
+_FieldOf = tuple[torch.dtype, Sequence[int]] | tuple[torch.dtype, Sequence[int], FrameStack] | None
+
 _NO_WRITER = (
     "rows that are in a directory, that lend their frames to those after them, or that share next "
     "observations are written once, by an EpisodeWriter, and never changed in place: pass "
@@ -119,7 +121,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
         existsok: bool = False,
-        fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]] | None] | None = None,
+        fields: Mapping[Any, _FieldOf] | None = None,
         out_device: torch.device | str | None = None,
         share_next: bool = False,
         check: bool | None = None,

@@ -26,8 +26,8 @@ from trl_storages.stock_parts import draw
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
-#: Strategy -> its share of the relabelled transitions.
-GoalMixture = Mapping[GoalStrategy, float]
+#: Strategy, by its name or the member of an enum -> its share of the relabelled transitions.
+GoalMixture = Mapping[Any, float]
 
 # Shares may be off one by what rounding them takes.
 _NEAR = 1e-6
