@@ -81,8 +81,7 @@ class Agent(nn.Module):
         policy = TensorDictModule(self.actor, in_keys=["inputs"], out_keys=["action"])
         critic = ValueOperator(Critic(num_inputs, num_actions), in_keys=["inputs", "action"])
         # Priorities say what there is to learn from, and are not to be corrected for.
-        options = {"delay_actor": True, "use_prioritized_weights": False}
-        self.loss = DDPGLoss(policy, critic, **options)
+        self.loss = DDPGLoss(policy, critic, delay_actor=True, use_prioritized_weights=False)
         self.loss.make_value_estimator(gamma=DISCOUNT)
         estimator = self.loss.value_estimator
         estimator.value_estimate = bounded(estimator.value_estimate)
