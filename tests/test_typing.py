@@ -93,7 +93,7 @@ THEIRS = re.compile(
         [
             r'to parameter "(modules|in_keys|shape|collector_class)" of type .* in function "__init__"',
             # An entry of rows of a TensorDict, or of its entry.
-            r'to parameter "indices" of type .* in function "__getitem__"',
+            r'to parameter "indices" of type .* in function "__(get|set)item__"',
             # Of specs, each of which has its own.
             'Cannot access attribute "n" for class "TensorSpec"',
             r'attribute "(low|high)" for class "Box"',
