@@ -207,6 +207,15 @@ class TestOverwritingInPlace:
         return storage, oracle
 
     @each_storage
+    @pytest.mark.parametrize("key", ["misspelt", ("next", "misspelt")])
+    def test_an_entry_that_is_not_there(self, key, storage_type):
+        storage, _ = self.wrapped(storage_type=storage_type)
+        with pytest.raises(KeyError, match=r"no entry .*misspelt"):
+            storage[key] = torch.zeros(len(storage), 1)
+        with pytest.raises(KeyError, match=r"no entry .*misspelt"):
+            storage.set_(key, torch.zeros(len(storage), 1))
+
+    @each_storage
     @pytest.mark.parametrize("index", [slice(2, 7), slice(None, None, -3), [4, 0], 3])
     def test_rows(self, index, storage_type):
         storage, _ = self.wrapped(storage_type=storage_type)

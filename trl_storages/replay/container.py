@@ -410,6 +410,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
         Raises:
             IndexError: a slot holds no row. Nothing is written then.
+            KeyError: the rows have no such entry.
             ValueError: an episode would end elsewhere than it does, or there are more or fewer rows
                 than slots. Nothing is written then.
         """
@@ -419,13 +420,13 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     # TorchRL's would write, unchecked, into views of the rows, or into copies where there are none.
 
     def set_(self, key: NestedKey, value: torch.Tensor) -> Self:
-        """Overwrites an entry of the whole history, checked as `storage[key] = value`.
+        """Overwrites an entry of the whole history, as `storage[key] = value`.
 
         Returns:
             itself.
         """
-        key = arguments.key("key", key)
-        return self._rewrite(slice(None), lambda rows: rows.set_(key, value))
+        self[arguments.key("key", key)] = value
+        return self
 
     def set_at_(self, key: NestedKey, value: torch.Tensor, index: Any) -> Self:
         """Overwrites an entry of some rows; `index` is as for reading.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.utils import expand_as_right
 from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 
@@ -29,7 +29,13 @@ def overwrite_rows(storage: Storage, writer: Writer, index: Any, value: Any) -> 
     """Overwrites rows or an entry in place; the arguments are as in `ReplayStorage.__setitem__`."""
     episodes = episodes_of(storage)
     slots = slots_of(episodes, slice(None) if is_key(index) else index)
-    writer.write_at(slots, _rows(storage, slots).set(index, value) if is_key(index) else value)
+    if is_key(index):
+        rows = _rows(storage, slots)
+        if unravel_key(index) not in rows.keys(include_nested=True):
+            there = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
+            raise KeyError(f"the rows have no entry {index!r} to overwrite; there are {there}")
+        value = rows.set(index, value)
+    writer.write_at(slots, value)
 
 
 def _rows(storage: Storage, slots: torch.Tensor) -> TensorDictBase:
