@@ -32,6 +32,7 @@ from trl_storages.keys import check_storable
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
+from trl_storages.ring.naming import is_key
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
@@ -703,8 +704,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             raise RuntimeError("the storage is empty: write transitions before reading them.")
         if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and index.ndim:
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
-        is_key = isinstance(index, str) or (isinstance(index, tuple) and isinstance(index[0], str))
-        if is_key or not (self.is_durable or self.share_next or self.stacks is not None):
+        is_viewed = not (self.is_durable or self.share_next or self.stacks is not None)
+        if is_viewed or is_key(index):
             # TorchRL writes to what it reads so.
             return super().get(index)
         # TorchRL would look below the length, and a directory has more slots than rows; and at views,
