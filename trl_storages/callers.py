@@ -12,7 +12,7 @@ _BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importli
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the nearest line that is neither of this package nor of those that it works within.
+    """Warns at the nearest line outside of this package and the libraries that call it.
 
     Args:
         message: what to say.

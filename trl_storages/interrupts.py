@@ -1,4 +1,4 @@
-"""Writes that are there as a whole or not at all, also where an interrupt comes in between."""
+"""Writes that happen as a whole or not at all, even when they are interrupted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ATTEMPTS = 9
 
 
 def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = None) -> Result:
-    """Does what must not stay half done: an interrupt is raised once all of it was done.
+    """Does what must not stay half done: an interrupt is raised after all of it is done.
 
-    Nothing is kept to undo a write. All that it needs was found out before it began, so that doing it
-    once more from the beginning completes it, whatever was done of it.
+    No undo log is kept. A write works out all it needs before it begins, so running it again from the
+    beginning completes it, however far it came.
 
     Args:
-        act: leads to the same when it is called again after any part of it was done.
-        start_over: called before that, to put back what `act` counts on from.
+        act: idempotent, also after it was interrupted half way.
+        start_over: called before `act` is repeated, to restore the counters that it starts from.
 
     Returns:
         what `act` returns.
@@ -48,17 +48,17 @@ def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = 
 def complete(
     error: BaseException, act: Callable[[], object], start_over: Callable[[], object] | None = None
 ) -> bool:
-    """Does what `finish` does after an error, for whoever has caught it.
+    """Does what `finish` does after an error, for a caller that has caught it.
 
     Args:
-        error: what came in between. One that `act` itself raises comes again, and is left to the caller.
+        error: what interrupted `act`. An error of `act` itself comes again, and is left to the caller.
         act: as in `finish`.
         start_over: as in `finish`.
 
     Returns:
-        whether all of it was done.
+        whether `act` ran to its end.
     """
-    # Timeouts and signals may be errors of any kind.
+    # Timeouts and signal handlers may raise errors of any kind.
     for _ in range(1 if isinstance(error, Exception) else _ATTEMPTS):
         with suppress(type(error)):
             if start_over is not None:

@@ -62,7 +62,7 @@ def _frame_stack(name: str, value: Any) -> int | Mapping[NestedKey, FrameStack]:
 
 
 class Option(NamedTuple):
-    """What an option is where it is left out, and how it is checked; None leaves that to its part."""
+    """The default of an option and its check; None leaves the check to the part that takes it."""
 
     default: Any
     check: Check | None = None
@@ -84,7 +84,7 @@ class RowOptions(TypedDict, total=False):
     prefetch: Annotated[int, Option(0, arguments.integer)]
     seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
-    # Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]` to type checkers.
+    # Keys are `Any`: to type checkers a `dict[str, ...]` is no `Mapping[NestedKey, ...]`.
     extra_fields: Annotated[
         Mapping[Any, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
     ]
@@ -98,7 +98,7 @@ class RowOptions(TypedDict, total=False):
 
 
 class Options(RowOptions, total=False):
-    """And those of how single rows are drawn and shown."""
+    """Further keywords of those that draw single rows: how rows are drawn and shown."""
 
     n_step: Annotated[int, Option(1, NStep.n_steps.check)]
     discount: Annotated[float, Option(0.99, NStep.gamma.check)]
@@ -111,7 +111,7 @@ class Options(RowOptions, total=False):
     sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
 
 
-#: What does nothing while another option is off, and where that is.
+#: Option -> the option that it needs, and the value that turns that one off.
 _NEEDED = {
     "beta": ("alpha", 0),
     "normalize": ("alpha", 0),
@@ -122,7 +122,7 @@ _NEEDED = {
 #: What `ReplayStorage` is made of.
 _PARTS = ("recorder", "sampler", "storage", "transform", "writer")
 
-#: Each of them by name.
+#: All options by name.
 OPTIONS: dict[str, Option] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(Options, include_extras=True).items()
@@ -158,7 +158,7 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
     checks = {name: option.check for name, option in OPTIONS.items()}
     every = checked(made.__name__, every, checks, names)
     for name, (switch, off) in _NEEDED.items():
-        # Who turns the other one off knows.
+        # Nothing to say to those who turn the other one off themselves.
         if name in given and switch not in given and every[switch] == off:
             raise ValueError(
                 f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "

@@ -1,4 +1,4 @@
-"""Random numbers of a batch, and how it is shared out, among storages or kinds of goals."""
+"""The random numbers of a batch, and how a batch is split among storages or kinds of goals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
     >>> num_of_each(7, [0.5, 0.3, 0.2])
     [4, 2, 1]
     """
-    # What is whole but for the rounding of a product is no remainder.
+    # Rounding: 0.3 * 10 is 3, not 3 and a tiny remainder.
     parts = [round(total * share, 9) for share in shares]
     counts = [math.floor(part) for part in parts]
     by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])

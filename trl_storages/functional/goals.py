@@ -15,16 +15,16 @@ from trl_storages.functional.draws import even_turns, num_of_each
 
 __all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch"]
 
-# Of so many chances a share is a whole number.
+# Shares are rounded to multiples of 1 / _CHANCES.
 _CHANCES = 2**24
-# More steps than an episode has.
+# More steps than any episode has.
 _BEYOND = 2**62
 
 
 def kinds_of_batch(
     size: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
 ) -> list[int]:
-    """Says of each transition of a batch how its goal is drawn.
+    """Lists how the goal of each transition of a batch is drawn.
 
     floor(B k / (k + 1)) transitions are relabelled: of any k + 1 neighbours k. The kinds take turns among
     them, each as often as `num_of_each` says.
@@ -54,11 +54,11 @@ def kinds_of_batch(
 def kinds_by_chance(
     noise: torch.Tensor, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
 ) -> torch.Tensor:
-    """Draws how goals are drawn, where no exact number of them can be had.
+    """Chooses at random how each goal is drawn, where counts cannot be exact.
 
     Args:
-        noise: `[B]` int64 of `random_noise`; its lowest bits count, which hardly tell what else
-            is drawn from it.
+        noise: `[B]` int64 of `random_noise`; its lowest bits are used, nearly independent of
+            what else is drawn from it.
         num_goals: k: a transition is relabelled with probability k / (k + 1).
         kinds: numbers above 0.
         shares: probabilities of the kinds, 1 together.
@@ -71,14 +71,14 @@ def kinds_by_chance(
         is_relabelled = noise % int(num_goals + 1) > 0
         noise = noise // int(num_goals + 1)
     chance, found = noise % _CHANCES, torch.full_like(noise, kinds[-1])
-    # Of the bounds that lie above a chance the lowest counts.
+    # The lowest bound above a chance decides.
     for kind, bound in reversed([*zip(kinds[:-1], accumulate(shares[:-1]), strict=True)]):
         found = torch.where(chance < round(bound * _CHANCES), kind, found)
     return torch.where(is_relabelled, found, 0).to(torch.uint8)
 
 
 def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
-    """Draws how many steps ahead goals lie that are discounted.
+    """Draws how many steps ahead geometric goals lie.
 
         P(k) = (1 - γ) γ^k,  k = floor(log(1 - u) / log γ)
 

@@ -1,4 +1,4 @@
-"""What the rewards of a window count, how far the window reaches, and what is yet to come of an episode.
+"""Returns: discounts, the lengths of n-step windows, dtypes of sums, and returns-to-go.
 
 Letters: B batch, n rows of a window, T steps of an episode. Windows are `[n, B]`: what is known of a
 sample spreads over its window by broadcasting, and each row of all windows is contiguous.
@@ -80,7 +80,7 @@ def window_length(available: Tensor, terminated: Tensor) -> Tensor:
 
 
 def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu") -> Tensor:
-    """Tabulates what each reward of a window counts.
+    """Tabulates the weight of each reward of a window.
 
         R = Σ γ^i · r_i,  i = 0 .. m - 1
 
@@ -101,12 +101,12 @@ def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu"
 
 
 def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
-    """Sums what each step of an episode and those after it bring.
+    """Sums the discounted rewards from each step of an episode to its end.
 
         R_t = Σ γ^i · r_{t+i},  i = 0 .. T - 1 - t
 
-    as decision transformers are conditioned on it, and Monte Carlo targets are made of. Nothing is added
-    for what would have followed the last step.
+    Decision transformers are conditioned on it; it is the target of Monte Carlo methods. Nothing is
+    bootstrapped after the last step.
 
     Args:
         reward: r, `[*B, T]` or `[*B, T, ...]`, such as `("next", "reward")` of `sample_episodes`.
@@ -137,7 +137,7 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
             f"{list(shape)}."
         )
     if mask.ndim > 2 and shape == reward.shape and shape[-1] == 1:
-        # One step of many episodes would sum nothing.
+        # It would be read as many episodes of one step.
         raise ValueError(
             f"mask must be [*B, T], without the last dimension of reward, {list(reward.shape)}, got "
             f"{list(shape)}: pass mask.squeeze(-1)."
@@ -146,7 +146,7 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     # where, not a product: padding may be infinite.
     total = torch.where(counts, reward, 0).double()
     time, reach, factor = mask.ndim - 1, 1, discount
-    # Of `reach` steps each, then of twice as many.
+    # Sums over `reach` steps become sums over twice as many.
     while reach < shape[-1] and factor:
         onward = total.narrow(time, reach, shape[-1] - reach)
         ahead = torch.cat([onward, torch.zeros_like(total.narrow(time, 0, reach))], time)

@@ -1,8 +1,8 @@
-"""What is done to rows, ring and trees: the same operations twice, compiled and in tensor operations.
+"""Operations on rows, ring and trees, each twice: compiled, and in tensor operations.
 
-`host` has compiled loops over arrays, for what lies on the CPU or on disk. `device` has the same names in
-tensor operations, for any device, without waiting for the host. Both give the same answers, bit for bit.
-`backend` decides which one answers, once for each part; nothing outside of this package asks again.
+`host` has compiled loops over arrays, for rows on the CPU or on disk. `device` has the same names in
+tensor operations, for any device, without synchronising with the host. Both give bit-equal answers.
+`backend` chooses between them, once for each part; nothing outside of this package asks again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of the rows that are written now go to which lanes.
+"""Which rows of a write go to which lanes.
 
 Letters: n rows, L lanes and S steps written now.
 """
@@ -21,17 +21,17 @@ class Block(NamedTuple):
     lanes: Sequence[int] | None = None
     """The L lanes, distinct; None for all of them."""
     order: torch.Tensor | None = None
-    """`[L, S]` int64, which of the rows these are; None for all of them, the steps of a lane together."""
+    """`[L, S]` int64, the rows that these steps are; None for all n in order, lane by lane."""
     cut: torch.Tensor | None = None
-    """`[L, S]` bool, which begin an episode whatever came before; None for none."""
+    """`[L, S]` bool, which rows begin an episode whatever came before; None for none."""
 
     @property
     def which(self) -> Any:
-        """Which entries of a table of all lanes are theirs."""
+        """The index of the written lanes in a table of all lanes."""
         return slice(None) if self.lanes is None else [*self.lanes]
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns those of n numbers that belong to these steps, `[L, S]`."""
+        """Returns the n numbers of `flat` in the order of the steps, `[L, S]`."""
         return flat.view(-1, self.num_steps) if self.order is None else flat[self.order]
 
     def cut_at(self, begins: torch.Tensor) -> Block:

@@ -1,9 +1,9 @@
-"""What rows on disk say of themselves: which step they are, and a checksum.
+"""The mark of a row on disk, which says what step it is, and its checksum.
 
 Letters: n rows, W words of 8 bytes a row.
 
 A mark is one word: bit 0 is set where there is a row, bit 1 where it begins an episode, bit 2 where it
-ends one by `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that
+ends one with `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that
 wrote it.
 
 A checksum of the words x_w, a mark and a slot is
@@ -50,11 +50,11 @@ PRESENT, BEGINS, ENDS = 1, 2, 4
 STEP_BIT, HISTORY_BIT = 3, 44
 MOST_STEPS, MOST_HISTORIES = 2 ** (HISTORY_BIT - STEP_BIT), 2 ** (63 - HISTORY_BIT)
 LOWER_HALF = 2**32 - 1
-#: Of float32 numbers, as whole ones.
+#: Bit patterns of float32 numbers, as integers.
 ONE_BITS, INFINITY_BITS, NAN_BITS, NEGATIVE_ZERO_BITS = 0x3F800000, 0x7F800000, 0x7FC00000, 2**31
-#: Of the multiplication that spreads history and step of a row over the 31 bits of its generation.
+#: The multiplication that spreads history and step of a row over the 31 bits of its generation.
 GENERATION_FACTOR, GENERATION_BIT, MOST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
-#: As int64: the golden ratio, and the shifts, masks of what is left, and factors of splitmix64's end.
+#: As int64: the golden ratio; and shift, mask and factor of each of splitmix64's last steps.
 START = 0x9E3779B97F4A7C15 - 2**64
 FINISH = (
     (30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64),
@@ -90,7 +90,7 @@ def pack_marks(
 def unpack_marks(
     marks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns what marks say: history, step, and whether there is a row, it begins and it ends."""
+    """Returns the parts of marks: history, step, and whether there is a row, it begins and it ends."""
     steps = (marks >> STEP_BIT) & (MOST_STEPS - 1)
     there, begins, ends = ((marks & bit) != 0 for bit in (PRESENT, BEGINS, ENDS))
     return marks >> HISTORY_BIT, steps, there, begins, ends

@@ -1,4 +1,4 @@
-"""The tables of an episode index, and what is rarely asked of them.
+"""The tables of an episode index, and the queries on them that need no backend.
 
 Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), M = R * E
 slots, B any shape of slots.
@@ -33,17 +33,17 @@ __all__ = [
 FIRST, LAST, FINISHED = 0, 1, 2
 CURSOR, BEGUN, OPEN, TAIL = 0, 1, 2, 3
 
-#: How a goal row is drawn. `GOAL_KINDS` has the number of each; 0 is that of a row without a drawn goal.
+#: How a goal row is drawn. `GOAL_KINDS` has the number of each; 0 is a row that keeps its goal.
 GOAL_STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
 GOAL_KINDS = {name: number for number, name in enumerate(GOAL_STRATEGIES, 1)}
-#: What a sequence does at the ends of its episode; compiled loops know each by its place.
+#: What a sequence does at the ends of its episode; compiled loops take the index of each.
 BOUNDARIES = ("pad", "fit", "cross")
 
 
 class RingTables:
     """Which rows of a ring belong to one episode.
 
-    Both backends keep the same tables. They differ in how they write them and draw from them.
+    Both backends keep the same tables, and differ in how they write them and draw from them.
 
     Args:
         capacity: live rows at most; rounded down to a multiple of `num_envs`.
@@ -87,17 +87,17 @@ class RingTables:
     @property
     def cursors(self) -> torch.Tensor:
         """`[E]` int64, steps written to each lane since the beginning."""
-        return self.lanes[:, 0]
+        return self.lanes[:, CURSOR]
 
     @property
     def is_open(self) -> torch.Tensor:
         """`[E]` int64, whether the next row of a lane continues its last episode."""
-        return self.lanes[:, 2]
+        return self.lanes[:, OPEN]
 
     @property
     def tails(self) -> torch.Tensor:
         """`[E]` int64, the oldest live step of each lane; its cursor where there is none."""
-        return self.lanes[:, 3]
+        return self.lanes[:, TAIL]
 
     @property
     def fill(self) -> torch.Tensor:
@@ -150,7 +150,7 @@ class RingTables:
 
         One that has lost its beginning began before the oldest step there is.
         """
-        self.spans[self.entries(slots), 0] = steps
+        self.spans[self.entries(slots), FIRST] = steps
 
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many surviving rows of the same episode lie before and after each slot."""

@@ -1,14 +1,12 @@
-"""What stands for a priority where there is none, and where the nodes of a sum tree lie in one table."""
+"""The layout of a sum tree in one table, and the priority of slots without a row."""
 
 from __future__ import annotations
 
 __all__ = ["ABSENT", "FAN_OUT", "level_starts"]
 
-#: The priority of a slot without a row. It is never drawn, and never the least.
+#: The priority of a slot without a row, which is never drawn and never the least.
 ABSENT = float("inf")
-
-
-#: Children of a node: eight float64 numbers are a line of the cache.
+#: Children of a node: eight float64 numbers fill a cache line.
 FAN_OUT = 8
 
 
@@ -16,8 +14,8 @@ def level_starts(num_leaves: int) -> list[int]:
     """Returns where each level begins in the table of a tree, and at last where the table ends.
 
     The root is level 0. The children of node i of a level are nodes 8 i to 8 i + 7 of the next one,
-    and leaf i is node i of the last. Levels are rounded up to whole nodes, so that nodes lie in lines of
-    the cache; behind the last leaf there is at least one that always weighs nothing.
+    and leaf i is node i of the last. Levels are rounded up to whole nodes, so that a node is one
+    cache line; after the last leaf there is at least one that always weighs nothing.
 
     >>> level_starts(10)
     [0, 8, 16, 32]

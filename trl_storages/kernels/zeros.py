@@ -1,4 +1,4 @@
-"""Memory of zeros for tables that are filled little by little and read at random."""
+"""Zeroed memory for tables that are filled little by little and read at random."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 __all__ = ["zeros"]
 
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
-# Smaller tables take their memory whatever is written to them.
+# Smaller tables are not worth a mapping of their own.
 _LEAST_SPARSE = 1 << 18  # bytes
-# Windows knows none of them.
+# Windows has none of them.
 _ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
     getattr(mmap, name, None) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE", "MADV_NOHUGEPAGE")
 )
@@ -36,8 +36,8 @@ def zeros(
     num_bytes = math.prod(shape) * dtype.itemsize
     if sparse and num_bytes >= _LEAST_SPARSE and _ANONYMOUS and _PRIVATE:
         return _untouched(num_bytes, _ANONYMOUS | _PRIVATE).view(dtype).view(shape)
-    # Unlike torch's, they take no memory before they are written to, as a rule, and the kernel is asked
-    # for huge pages: a seventh of a gather's time is the look-up of small ones.
+    # Unlike torch's, NumPy's zeros take no memory before they are written to, and use huge pages: looking
+    # up small pages takes a seventh of a gather's time.
     return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
 
 
@@ -48,7 +48,7 @@ def _untouched(num_bytes: int, flags: int) -> torch.Tensor:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"there must be {num_bytes:,} bytes of memory, got {error}") from error
     if _SMALL_PAGES is not None:
-        # There are kernels without huge pages.
+        # Some kernels have no huge pages.
         with suppress(OSError):
             memory.madvise(_SMALL_PAGES)
     return torch.frombuffer(memory, dtype=torch.uint8)

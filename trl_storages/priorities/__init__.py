@@ -1,4 +1,4 @@
-"""The priorities of rows: what was reported of them, and draws in proportion to it.
+"""The priorities of rows, and draws in proportion to them.
 
 A `PriorityTable` keeps the raw priorities by slot, and derives from them a tree of
 `trl_storages.kernels`.

@@ -22,7 +22,7 @@ __all__ = ["DeferredError", "LaneOrder", "Normalization", "PriorityTable", "leaf
 
 
 class DeferredError:
-    """A flag on a device, and a copy of it on the host that follows in its own time.
+    """An error flag on a device, with a copy on the host that is updated without waiting.
 
     Reading the flag would make the host wait for all the work queued before it. The copy is read
     instead: it may lag behind, and is right once the device has come that far.
@@ -32,45 +32,45 @@ class DeferredError:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Only into pinned memory does a copy go its way alone.
+        # Only copies into pinned memory are asynchronous.
         pinned = device.type == "cuda" and torch.cuda.is_available()
         self._flag = torch.zeros((), dtype=torch.bool, device=device)
-        self._heard = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
+        self._host_flag = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
 
     def note(self, wrong: torch.Tensor) -> None:
         """Takes note of an error where `wrong`, bool `[]` on the device, is true."""
         self._flag.logical_or_(wrong)
-        self._heard.copy_(self._flag, non_blocking=True)
+        self._host_flag.copy_(self._flag, non_blocking=True)
 
     def pop(self, *, wait: bool = False) -> bool:
         """Returns whether there was an error, and forgets it.
 
         Args:
-            wait: whether to wait for the device, and hear of all errors so far.
+            wait: whether to wait for the device, so that no error so far is missed.
         """
-        source = self._flag if wait else self._heard
+        source = self._flag if wait else self._host_flag
         # Tensors of a simulated device (a subclass) have no value to read.
         if type(source) is not torch.Tensor or not bool(source):
             return False
         self._flag.zero_()
-        self._heard.zero_()
+        self._host_flag.zero_()
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles would lose the pinned memory; and the error is not theirs.
+        # Copies and pickles lose pinned memory, and begin without an error.
         return type(self), (self._flag.device,)
 
 
-# torch raises numbers to a power in vectors of at most so many, and differently, in the last bit, where
-# some are left over; and it shares more than `_SERIAL` of them among threads.
+# torch.pow works on vectors of up to `_VECTOR` numbers; what is left over takes another path, which may
+# differ in the last bit. More than `_SERIAL` numbers are split among threads.
 _VECTOR = 16
 _SERIAL = 32_768
 
 
 def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch.Tensor:
-    """Returns `(p + eps)^alpha`, the same for the same priority wherever it stands.
+    """Returns `(p + eps)^alpha`, bit-equal for equal priorities wherever they stand.
 
-    So a table has the same weights, bit for bit, whether they came one by one or all at once.
+    So the weights of a table do not depend on whether they came one by one or all at once.
 
     Args:
         priorities: `[n]` float32.
@@ -93,8 +93,8 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
 class LaneOrder:
     """Maps slots, which are time-major, to leaves, which lie lane by lane.
 
-    Slot `t * E + l` is leaf `l * R + t`, so that the newest rows of a lane are two ranges of leaves
-    at most, also where the lanes are filled unequally. Slots below 0 stay what they are.
+    Slot `t * E + l` is leaf `l * R + t`: so the newest rows of a lane are at most two ranges of leaves,
+    even when lanes are filled unequally. Negative slots stay as they are.
 
     Args:
         capacity: number of slots, E R or a little more.
@@ -103,7 +103,7 @@ class LaneOrder:
 
     Attributes:
         lane_leaves: R.
-        num_leaves: some of them may have no slot.
+        num_leaves: E R; some may have no slot.
 
     >>> order = LaneOrder(6, 2, backend("cpu"))
     >>> order.leaves(torch.arange(6)).tolist()
@@ -149,8 +149,8 @@ class PriorityTable:
 
     Attributes:
         has_rows: whether any slot has held a row since the table was made or cleared.
-        refreshes: how often the files of the rows had been looked at when the table followed them last;
-            0 where there are none.
+        refreshes: the storage's count of refreshes from disk when the table last followed it; 0 without
+            a directory.
     """
 
     refreshes = 0
@@ -176,7 +176,7 @@ class PriorityTable:
         self._plant(num_lanes=1)
 
     def _plant(self, num_lanes: int) -> None:
-        """Makes a tree with its leaves lane by lane, of rows that weigh nothing."""
+        """Makes an empty tree with its leaves lane by lane."""
         kernels = backend(self.device)
         self._order = LaneOrder(self.capacity, num_lanes, kernels)
         self._tree = kernels.SumTree(self._order.num_leaves, self.device)
@@ -226,7 +226,7 @@ class PriorityTable:
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """Lets draws give importance weights that are not normalised, while it lasts."""
+        """Within it, draws return importance weights that are not normalised."""
         kept, self._normalize = self._normalize, "none"
         try:
             yield
@@ -304,7 +304,7 @@ class PriorityTable:
             raise self._no_slot(slots)
 
     def _renew(self, slots: torch.Tensor) -> bool:
-        """Gives rows the largest priority, and returns whether the host knows of slots that are none."""
+        """Gives rows the largest priority; returns whether the host found slots out of range."""
         priority = self._rows.renew(slots)
         if self._on_host and priority < 0:
             return True
@@ -317,7 +317,7 @@ class PriorityTable:
         """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
         if not self._on_host:
             return self._weigh(priority.reshape(1))
-        # It changes rarely, and steps are written one by one.
+        # Steps are written one by one, and it rarely changes.
         if self._new_weight[0] != (priority := float(priority)):
             self._new_weight = priority, self._weigh(torch.tensor([priority]))
         return self._new_weight[1]
@@ -345,7 +345,7 @@ class PriorityTable:
     def _report(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
     ) -> bool:
-        """Takes in priorities, and returns whether the host knows that they were refused."""
+        """Takes in priorities; returns whether they were refused, as far as the host knows."""
         written, wrong = self._rows.report(slots, priority, generation)
         if not self._on_host:
             self._deferred_error.note(wrong)
@@ -372,7 +372,7 @@ class PriorityTable:
         """Raises the error of an earlier update, if the host knows of one.
 
         Args:
-            wait: whether to wait for the device, and so hear of all of them.
+            wait: whether to wait for the device, so that none is missed.
         """
         if not self._on_host and self._deferred_error.pop(wait=wait):
             raise ValueError(
@@ -384,10 +384,10 @@ class PriorityTable:
     # The whole of it
 
     def follow(self, storage: Any) -> bool:
-        """Takes in what another process has said of the priorities of a storage since the last time.
+        """Takes in what another process has changed in the priorities of a storage.
 
         Returns:
-            False if they are not these.
+            False where the priorities are not those of a storage on disk.
         """
         del storage
         return False
@@ -459,8 +459,8 @@ class PriorityTable:
         self._fill(state_dict["priorities"], float(state_dict["largest"]))
         self.has_rows = bool((self._rows.priorities < ABSENT).any())
 
-    # Compiled loops hold arrays on the memory of tensors, and trees are derived: copies and pickles have
-    # the rows alone, and choose a backend of their own.
+    # The tree is derived, and compiled loops hold views of tensors: copies and pickles carry the rows
+    # alone, and choose their own backend.
 
     def __getstate__(self) -> dict[str, Any]:
         own = {

@@ -1,4 +1,4 @@
-"""What an episode index answers about the rows of a ring.
+"""The queries of an episode index: where rows lie, how old they are, and draws of them.
 
 Letters: T live steps per lane at most, E lanes (environments), B any shape of slots.
 """
@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
+from trl_storages.kernels.ring_tables import FINISHED, FIRST
 from trl_storages.ring.whole import draw_whole_episodes, first_of_whole_episodes
 
 __all__ = ["EpisodeAnswers"]
@@ -66,7 +67,7 @@ class EpisodeAnswers:
         if self.num_envs == 1:
             found: int = self.host_steps.item() - self.host_tails.item()
             return found
-        # Of few numbers Python makes the sum in a third of the time.
+        # For a few numbers Python's sum takes a third of the time of NumPy's.
         return int(sum(self.host_steps.tolist()) - sum(self.host_tails.tolist()))
 
     @property
@@ -85,7 +86,7 @@ class EpisodeAnswers:
     def num_slots_reached(self) -> int:
         """How many slots there are up to the last live one."""
         fill, start = self.host_fill, self.host_tails % self.ring_steps
-        # Rows that go over the end of the ring reach to its end.
+        # Rows that wrap around reach to the end of the ring.
         last = np.minimum(start + fill, self.ring_steps) - 1
         last = last * self.num_envs + np.arange(self.num_envs)
         return int(last[fill > 0].max(initial=-1)) + 1
@@ -223,12 +224,12 @@ class EpisodeAnswers:
 
     def is_finished(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the slot's episode was ended by `done`, bool."""
-        return self.ring.span(_slots("slots", slots))[..., 2].bool()
+        return self.ring.span(_slots("slots", slots))[..., FINISHED].bool()
 
     def is_whole(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether no row of the slot's episode has been evicted, bool."""
         slots = _slots("slots", slots)
-        return self.ring.span(slots)[..., 0] >= self.ring.oldest(slots)
+        return self.ring.span(slots)[..., FIRST] >= self.ring.oldest(slots)
 
     # Age
 
@@ -297,7 +298,7 @@ class EpisodeAnswers:
 
     def has_whole_episode(self) -> bool:
         """Returns whether there is an episode that `random_episodes` can draw."""
-        # Looking for one at random is soonest over, unless there is none or hardly any.
+        # Trying at random is quickest, unless there is none or hardly any.
         generator = torch.Generator(self.device)
         if draw_whole_episodes(self, 1, generator) is not None:
             return True

@@ -20,6 +20,7 @@ import torch
 from trl_storages import arguments
 from trl_storages.kernels import backend
 from trl_storages.kernels.block import Block
+from trl_storages.kernels.ring_tables import CURSOR
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes
@@ -202,7 +203,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def _advance(
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
-        """Does what `append` does, with `[L, S]` flags that fit."""
+        """Does what `append` does, for flags `[L, S]` that were checked."""
         rows = backend(self.device).NewRows([], _NO_PLACES, done.numel(), 0, done, self.device)
         if cut is not None:
             cut = cut.to(self.device).contiguous()
@@ -280,7 +281,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     ) -> torch.Tensor:
         """Returns the slots of the surviving rows that were written since; see `slots_since`."""
         lanes, on_host = counters
-        return self.slots_since(torch.as_tensor(lanes[:, 0] if on_host is None else on_host[0]))
+        return self.slots_since(
+            torch.as_tensor(lanes[:, CURSOR] if on_host is None else on_host[0])
+        )
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.

@@ -29,6 +29,7 @@ from trl_storages.kernels.marks import (
     pack_marks,
     unpack_marks,
 )
+from trl_storages.kernels.ring_tables import FIRST
 from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, tips_of
 from trl_storages.kernels.tree_tables import ABSENT
 
@@ -174,7 +175,7 @@ class MarkedRows:
         """Returns whether slots of any shape hold the rows that an index takes them for."""
         self._check_slots(slots)
         slots = slots.reshape(-1, 1)
-        newest, first = ring.steps(slots), ring.span(slots)[..., 0]
+        newest, first = ring.steps(slots), ring.span(slots)[..., FIRST]
         step = newest - torch.arange(self._past_steps + 1)
         is_read = (step == newest) | (step >= first) & (newest >= ring.oldest(slots))
         lane = slots % ring.num_envs

@@ -17,7 +17,7 @@ import torch
 from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.ring_tables import GOAL_KINDS, RingTables, take
+from trl_storages.kernels.ring_tables import FINISHED, FIRST, GOAL_KINDS, LAST, RingTables, take
 
 __all__ = ["Ring"]
 
@@ -97,10 +97,10 @@ class Ring(RingTables):
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
         self.episode[found[:, -room:]] = entry.to(self.episode.dtype)
         # Episodes that began before this write have their first step already.
-        self.spans[:, 0][torch.where(first_step >= 0, entry, self.capacity)] = first_step
+        self.spans[:, FIRST][torch.where(first_step >= 0, entry, self.capacity)] = first_step
         newest = torch.where(last[:, -room:], entry, self.capacity)
-        self.spans[:, 1][newest] = step
-        self.spans[:, 2][newest] = done.long()
+        self.spans[:, LAST][newest] = step
+        self.spans[:, FINISHED][newest] = done.long()
         if slots is None:
             return found.reshape(-1)
         slots[order] = found
@@ -209,7 +209,7 @@ class Ring(RingTables):
         rows, step = self.shift(slots.unsqueeze(1), offset), step.unsqueeze(1) + offset
         first = first.unsqueeze(1)
         if boundary == "cross":
-            first = take(self.spans[:, 0], take(self.episode, rows))
+            first = take(self.spans[:, FIRST], take(self.episode, rows))
         return rows, offset == wanted, step == first
 
     def newest_ranges(
