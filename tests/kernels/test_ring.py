@@ -185,11 +185,11 @@ class RingMachine(RuleBasedStateMachine):
         for strategies in [*zip(GOAL_STRATEGIES), GOAL_STRATEGIES]:
             names = [*islice(cycle([*strategies, None]), len(slots))]
             kinds = kinds_of(names)
-            own = noise[1].clone()
-            own[kinds == GOAL_KINDS["geometric"]] %= 4
+            steps = noise[1] % 4
+            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, noise[1])
             goals, mask = both(
                 self.rings,
-                lambda ring, which=(own, kinds, strategies): ring.goals(slots, *which),
+                lambda ring, which=(noise[1], kinds, strategies, steps): ring.goals(slots, *which),
             )
             assert mask.tolist() == [name is not None for name in names]
             drawn = zip(slots.tolist(), goals.tolist(), own.tolist(), names, strict=True)
@@ -311,7 +311,7 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
     for newest in (None, window):
         slots = ring.draw(noise[0], newest)
         kinds = torch.full_like(slots, 2, dtype=torch.uint8)
-        answers = [*ring.goals(slots, noise[1], kinds, GOAL_STRATEGIES)]
+        answers = [*ring.goals(slots, noise[1], kinds, GOAL_STRATEGIES, noise[0])]
         for boundary in BOUNDARIES:
             answers += ring.sequences(slots, 1, 4, boundary)
         answers += [*ring.windows(slots, 3), *ring.extent(slots)]

@@ -56,8 +56,10 @@ def check_invariants(index: EpisodeIndex) -> None:
                     f"{name} of step {int(steps[at])} in lane {lane} is {int(got[at])}, must be "
                     f"{int(expected[at])}."
                 )
-        if entry[begins].unique().numel() != int(begins.sum()):  # type: ignore[no-untyped-call]
-            raise RuntimeError(f"two live episodes of lane {lane} share an entry.")
+        place = entry[begins] - lane * index.steps_per_lane
+        in_turn = place[:1] + torch.arange(len(place), device=index.device)
+        if not torch.equal(place, in_turn % index.steps_per_lane):
+            raise RuntimeError(f"the episodes of lane {lane} do not have its entries in turn.")
         if not len(steps):
             if bool(index.is_open[lane]):
                 raise RuntimeError(f"lane {lane} has an open episode without a row.")

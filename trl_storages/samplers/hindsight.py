@@ -178,13 +178,8 @@ class HERSampler(WrappingSampler):
         # Samplers without replacement end an epoch with fewer rows than were asked for.
         noise = noise[: index.shape[0]]
         kinds = self._kinds(noise)
-        if "geometric" in self._names:
-            steps = geometric_steps(noise, self.discount)
-            is_only = len(self._names) == 1
-            noise = (
-                steps if is_only else torch.where(kinds == GOAL_KINDS["geometric"], steps, noise)
-            )
-        goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names)
+        steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
+        goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names, steps)
         info[self._index_key], info[self._mask_key] = goals.to(index.device), mask.to(index.device)
         return index, info
 

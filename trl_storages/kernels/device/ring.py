@@ -152,11 +152,13 @@ class Ring(RingTables):
         noise: torch.Tensor,
         kinds: torch.Tensor,
         strategies: Collection[str],
+        steps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals."""
         goals, extent = slots.clone(), self.extent(slots)
         for strategy in strategies:
-            drawn = self._goals(slots, noise, strategy, *extent)
+            number = steps if strategy == "geometric" else noise
+            drawn = self._goals(slots, number, strategy, *extent)
             goals = torch.where(kinds == GOAL_KINDS[strategy], drawn, goals)
         return goals, kinds > 0
 
@@ -194,23 +196,24 @@ class Ring(RingTables):
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Finds the rows around each one, within its episode or its lane."""
-        first, last, _ = self.span(slots).unbind(-1)
-        step, oldest = self.steps(slots), self.oldest(slots)
-        if boundary == "cross":
-            low, high = oldest - step, take(self.cursors, slots % self.num_envs) - 1 - step
-        else:
-            low, high = torch.maximum(first, oldest) - step, last - step
+        cursor, _, _, oldest = take(self.lanes, slots % self.num_envs).unbind(-1)
+        back = (cursor - 1 - slots // self.num_envs) % self.ring_steps
+        step = cursor - 1 - back
+        first, last, _ = (self.span(slots) - step.unsqueeze(1)).unbind(-1)
+        low, high = oldest - step, back
+        if boundary != "cross":
+            low, high = torch.maximum(first, low), last
         wanted = torch.arange(-burn_in, num_steps - burn_in, device=self.device)
         if boundary == "fit":
             moved = (low + burn_in).clamp_(min=0)
-            moved = torch.minimum(moved, high - (num_steps - burn_in - 1))
-            wanted = wanted + torch.maximum(moved, low).unsqueeze(1)
+            moved = torch.clamp(high - (num_steps - burn_in - 1), low, moved)
+            wanted = wanted + moved.unsqueeze(1)
         offset = torch.clamp(wanted, low.unsqueeze(1), high.unsqueeze(1))
-        rows, step = self.shift(slots.unsqueeze(1), offset), step.unsqueeze(1) + offset
-        first = first.unsqueeze(1)
-        if boundary == "cross":
-            first = take(self.spans[:, FIRST], take(self.episode, rows))
-        return rows, offset == wanted, step == first
+        rows, valid = self.shift(slots.unsqueeze(1), offset), offset == wanted
+        if boundary != "cross":
+            return rows, valid, offset == first.unsqueeze(1)
+        begun = take(self.spans[:, FIRST], take(self.episode, rows))
+        return rows, valid, offset.add_(step.unsqueeze(1)) == begun
 
     def newest_ranges(
         self, window: torch.Tensor, lane_leaves: int

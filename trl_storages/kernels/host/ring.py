@@ -204,16 +204,18 @@ class Ring(RingTables):
         noise: torch.Tensor,
         kinds: torch.Tensor,
         strategies: Collection[str],
+        steps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals.
 
         Args:
             slots: `[B]` the rows t that are given goals, of episodes first..last.
-            noise: `[B]`; of "geometric" goals how many steps ahead they are, if there are so many.
+            noise: `[B]`.
             kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
-                "episode" first..last, "random" any live row, "geometric" `noise` rows after t or last,
+                "episode" first..last, "random" any live row, "geometric" `steps` rows after t or last,
                 "current" t. A row of kind 0 is its own.
             strategies: those among `kinds`.
+            steps: `[B]` int64; may be None unless "geometric" is among them.
 
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
@@ -221,7 +223,8 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         goals, mask = np.empty(anchors.shape, np.int64), np.empty(anchors.shape, bool)
         numbers, drawn_as = noise.contiguous().numpy(), kinds.contiguous().numpy()
-        _goals(*self._arrays, self.ring_steps, anchors, numbers, drawn_as, goals, mask)
+        onward = numbers if steps is None else steps.contiguous().numpy()
+        _goals(*self._arrays, self.ring_steps, anchors, numbers, onward, drawn_as, goals, mask)
         return torch.from_numpy(goals), torch.from_numpy(mask)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -434,6 +437,7 @@ def _goals(
     room: int,
     slots: Any,
     noise: Any,
+    steps: Any,
     kinds: Any,
     goals: Any,
     mask: Any,
@@ -461,7 +465,7 @@ def _goals(
         elif kind == _EPISODE:
             offset = _below(noise[i], behind + ahead + 1) - behind
         elif kind == _GEOMETRIC:
-            offset = min(noise[i], ahead)
+            offset = min(steps[i], ahead)
         goals[i] = _shift(slots[i], offset, num_lanes, num_slots)
 
 
@@ -493,6 +497,7 @@ def _sequences(
     begins: Any,
 ) -> None:
     num_lanes, capacity, num_steps = len(lanes), len(episode), rows.shape[1]
+    most_live = (len(spans) - 1) // num_lanes
     newest = _newest_places(lanes, room)
     entries = np.empty(len(slots), np.int64)
     _find_spans(episode, spans, slots, entries)
@@ -516,17 +521,21 @@ def _sequences(
             begins[i, s] = offset == first
         if boundary != _CROSS:
             continue
-        at, end = max(moved, -behind), min(moved + num_steps - 1, ahead)
-        while at <= end:
-            # From one episode to the next. At the ends of the lane a row stands for those beyond it too.
-            entry = episode[_shift(slots[i], at, num_lanes, capacity)]
-            first = spans[entry, FIRST] - step
-            start = 0 if first == -behind else max(first - moved, 0)
-            stop = num_steps if first == ahead else first - moved + 1
-            if first >= -behind:
-                for s in range(start, stop):
-                    begins[i, s] = True
-            at = max(at, spans[entry, LAST] - step) + 1
+        low, high = max(moved, oldest), min(moved + num_steps - 1, ahead)
+        start, entry = last + 1, entries[i]
+        while start <= high:
+            # A row at the end of the lane stands for those beyond it, too.
+            stop = num_steps if start == ahead else start - moved + 1
+            begins[i, start - moved : stop] = True
+            # Episodes of a lane have its entries in turn.
+            entry = entry + 1 if entry + 1 < (lane + 1) * most_live else lane * most_live
+            start = spans[entry, LAST] - step + 1
+        start, entry = first, entries[i]
+        while start > low:
+            entry = entry - 1 if entry > lane * most_live else entry - 1 + most_live
+            start = spans[entry, FIRST] - step
+            if start >= low:
+                begins[i, 0 if start == oldest else start - moved : start - moved + 1] = True
 
 
 @compiled
