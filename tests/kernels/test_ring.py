@@ -185,23 +185,25 @@ class RingMachine(RuleBasedStateMachine):
         for strategies in [*zip(GOAL_STRATEGIES), GOAL_STRATEGIES]:
             names = [*islice(cycle([*strategies, None]), len(slots))]
             kinds = kinds_of(names)
-            steps = noise[1] % 4
-            own = torch.where(kinds == GOAL_KINDS["geometric"], steps, noise[1])
+            # Between two steps, and beyond any end.
+            steps = (noise[1] % 9).double() / 2
+            steps[::5] = torch.inf
             goals, mask = both(
                 self.rings,
                 lambda ring, which=(noise[1], kinds, strategies, steps): ring.goals(slots, *which),
             )
             assert mask.tolist() == [name is not None for name in names]
-            drawn = zip(slots.tolist(), goals.tolist(), own.tolist(), names, strict=True)
-            for slot, goal, number, name in drawn:
-                assert goal == self.oracle.slot(self.goal(live[slot], number, name, rows))
+            numbers = zip(noise[1].tolist(), steps.tolist(), strict=True)
+            drawn = zip(slots.tolist(), goals.tolist(), numbers, names, strict=True)
+            for slot, goal, (number, step), name in drawn:
+                assert goal == self.oracle.slot(self.goal(live[slot], number, step, name, rows))
 
-    def goal(self, row, number, name, rows):
+    def goal(self, row, number, steps, name, rows):
         """The row that lends its goal, by its definition."""
         if name is None:
             return row
         if name == "geometric":
-            return self.oracle.goals(row, "future")[min(number, self.oracle.ahead(row))]
+            return self.oracle.goals(row, "future")[int(min(steps, self.oracle.ahead(row)))]
         candidates = rows if name == "random" else self.oracle.goals(row, name)
         return candidates[below(number, len(candidates))]
 
@@ -311,7 +313,7 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
     for newest in (None, window):
         slots = ring.draw(noise[0], newest)
         kinds = torch.full_like(slots, 2, dtype=torch.uint8)
-        answers = [*ring.goals(slots, noise[1], kinds, GOAL_STRATEGIES, noise[0])]
+        answers = [*ring.goals(slots, noise[1], kinds, GOAL_STRATEGIES, noise[0].double())]
         for boundary in BOUNDARIES:
             answers += ring.sequences(slots, 1, 4, boundary)
         answers += [*ring.windows(slots, 3), *ring.extent(slots)]

@@ -17,8 +17,6 @@ __all__ = ["geometric_steps", "kinds_by_chance", "kinds_of_batch"]
 
 # Shares are rounded to multiples of 1 / _CHANCES.
 _CHANCES = 2**24
-# More steps than any episode has.
-_BEYOND = 2**62
 
 
 def kinds_of_batch(
@@ -87,12 +85,11 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
         discount: γ in [0, 1]; with 1 they lie beyond any end.
 
     Returns:
-        `[B]` int64 k.
+        `[B]` float64, k before it is rounded down, which may be infinite.
 
     Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
     """
     if discount in (0, 1):
-        return torch.full_like(noise, 0 if discount == 0 else _BEYOND)
-    # log(1 - u) of 53 random bits u, exact down to the rarest.
-    logarithm = (noise >> 10).double().mul_(-(2.0**-53)).log1p_()
-    return logarithm.div_(math.log(discount)).long()
+        beyond = math.inf if discount else 0
+        return torch.full_like(noise, beyond, dtype=torch.float64)
+    return noise.double().mul_(-(2.0**-63)).log1p_().div_(math.log(discount))

@@ -157,8 +157,7 @@ class Ring(RingTables):
         """Draws the rows that lend their goals."""
         goals, extent = slots.clone(), self.extent(slots)
         for strategy in strategies:
-            number = steps if strategy == "geometric" else noise
-            drawn = self._goals(slots, number, strategy, *extent)
+            drawn = self._goals(slots, noise, strategy, steps, *extent)
             goals = torch.where(kinds == GOAL_KINDS[strategy], drawn, goals)
         return goals, kinds > 0
 
@@ -167,6 +166,7 @@ class Ring(RingTables):
         slots: torch.Tensor,
         noise: torch.Tensor,
         strategy: str,
+        steps: torch.Tensor | None,
         behind: torch.Tensor,
         ahead: torch.Tensor,
     ) -> torch.Tensor:
@@ -177,12 +177,12 @@ class Ring(RingTables):
             return slots
         if strategy == "future":
             offset = self._below(noise, ahead + 1)
-        elif strategy == "final":
-            offset = ahead
         elif strategy == "episode":
             offset = self._below(noise, behind + ahead + 1) - behind
+        elif steps is not None and strategy == "geometric":
+            offset = torch.minimum(steps, ahead).long()
         else:
-            offset = torch.minimum(noise, ahead)
+            offset = ahead
         return self.shift(slots, offset)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,7 @@ _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # About as far as memory is away.
 _SAMPLES_AHEAD = 8
 _NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
+_NO_STEPS = np.zeros(0)
 _NO_TABLE, _NO_PAIRS = np.zeros((0, 0), np.int64), np.zeros((0, 2), np.int64)
 _NO_ROWS: Before = (_NO_TABLE, np.zeros(0, np.int64), _NO_TABLE, 0)
 
@@ -215,7 +216,7 @@ class Ring(RingTables):
                 "episode" first..last, "random" any live row, "geometric" `steps` rows after t or last,
                 "current" t. A row of kind 0 is its own.
             strategies: those among `kinds`.
-            steps: `[B]` int64; may be None unless "geometric" is among them.
+            steps: `[B]` float64, rounded down; may be None unless "geometric" is among them.
 
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
@@ -223,7 +224,7 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         goals, mask = np.empty(anchors.shape, np.int64), np.empty(anchors.shape, bool)
         numbers, drawn_as = noise.contiguous().numpy(), kinds.contiguous().numpy()
-        onward = numbers if steps is None else steps.contiguous().numpy()
+        onward = _NO_STEPS if steps is None else steps.numpy()
         _goals(*self._arrays, self.ring_steps, anchors, numbers, onward, drawn_as, goals, mask)
         return torch.from_numpy(goals), torch.from_numpy(mask)
 
@@ -465,7 +466,7 @@ def _goals(
         elif kind == _EPISODE:
             offset = _below(noise[i], behind + ahead + 1) - behind
         elif kind == _GEOMETRIC:
-            offset = min(steps[i], ahead)
+            offset = int(min(steps[i], float(ahead)))
         goals[i] = _shift(slots[i], offset, num_lanes, num_slots)
 
 
