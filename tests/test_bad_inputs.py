@@ -299,6 +299,7 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.c_min": {"value": "count from 1"},
     "ReplayStorage.num_goals": {"value": "count or inf"},
     "ReplayStorage.strategy": {"value": "choice"},
+    "UniformReplayStorage.from_env": {"env": "object", "options": "any"},
     "UniformReplayStorage.open": {"path": "any", "options": "any"},
     "EpisodeReplayStorage.extend": {
         "tensordicts": "steps",
@@ -719,6 +720,7 @@ class World:
         common = {
             "observation_space": OBSERVATIONS,
             "action_space": ACTIONS,
+            "env": gymnasium.make("BitFlipping-v0", n_bits=2),
             "reward_fn": distance_reward,
             "storage": self.storage._storage,
             "max_size": 10,
@@ -794,8 +796,8 @@ class World:
             return trl_storages.ReplayStorageEnsemble(*storages, **arguments)
         if not method:
             return PUBLIC[owner](**arguments)
-        if method == "open":
-            return getattr(trl_storages, owner).open(**arguments)
+        if method in ("from_env", "open"):
+            return getattr(getattr(trl_storages, owner), method)(**arguments)
         target = self.target(owner)
         if [*TABLE[name]] == ["value"]:
             return setattr(target, method, arguments["value"])

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import pydoc
 import re
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 import torch
 from goal_data import achieved_goals, distance_reward, goal_transitions
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from oracles import RingOracle
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase, GymEnv, SerialEnv
 
 import trl_storages
 from trl_storages import HERReplayStorage, UniformReplayStorage, gym_reward, keys
@@ -106,6 +110,56 @@ NEEDED = {
     # A fact of the task, which may always be told.
     "discount": {"n_step": 2},
 }
+
+
+def make_vector(mode):
+    env = gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=3,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+    )
+    return RecordEpisodeStatistics(env)
+
+
+@pytest.mark.parametrize("name", [*RECIPES[:-1], "EpisodeReplayStorage"])
+@pytest.mark.parametrize(
+    ("make_env", "num_envs", "mode"),
+    [
+        (lambda: gymnasium.make("CartPole-v1"), 1, None),
+        *[(partial(make_vector, mode), 3, mode) for mode in AutoresetMode],
+        (lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), 1, None),
+        (lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")), 2, None),
+    ],
+)
+def test_an_environment_says_its_spaces_its_number_and_how_it_resets(
+    name, make_env, num_envs, mode
+):
+    env = make_env()
+    storage = getattr(trl_storages, name).from_env(env, storage_size=12, batch_size=4)
+    assert type(storage).__name__ == name
+    assert (storage.episodes.num_envs, storage.batch_size) == (num_envs, 4)
+    assert storage._recorder.autoreset_mode == mode
+    if isinstance(env, EnvBase):
+        storage.extend(env.rollout(3, break_when_any_done=False))
+        assert storage[:]["observation"].shape == (3 * num_envs, 4)
+    else:
+        before, _ = env.reset(seed=0)
+        action = env.action_space.sample()
+        after, reward, terminated, truncated, info = env.step(action)
+        storage.record(before, action, reward, terminated, truncated, info, after)
+        assert storage[:]["observation"].tolist() == before.reshape(-1, 4).tolist()
+    env.close()
+
+
+def test_what_is_given_beside_an_environment_goes_before_what_it_says():
+    env = make_vector(AutoresetMode.SAME_STEP)
+    storage = UniformReplayStorage.from_env(env, num_envs=6, autoreset_mode=None)
+    assert storage.episodes.num_envs == 6
+    assert storage._recorder.autoreset_mode is None
+    env = gymnasium.make("BitFlipping-v0", n_bits=3)
+    storage = HERReplayStorage.from_env(env, reward_fn=gym_reward(env), num_goals=2)
+    assert storage.num_goals == 2
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "EpisodeReplayStorage"])

@@ -11,13 +11,16 @@ from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+import gymnasium
 import torch
 from gymnasium import Space
 from gymnasium.spaces import Dict
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.data import TensorSpec
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
+from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
@@ -40,7 +43,7 @@ from trl_storages.transforms.relabel import GoalFunction
 from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 __all__ = [
     "EREReplayStorage",
@@ -125,8 +128,8 @@ class UniformReplayStorage(ReplayStorage):
     _options: ClassVar[type[RowOptions]] = Options
     _defaults: ClassVar[Options] = {}
     _made_by = (
-        "It is made of spaces, and of options by name: (env.observation_space, env.action_space, "
-        "storage_size=..., batch_size=...)."
+        "It is made of an environment, from_env(env, storage_size=...), or of spaces, with options by "
+        "name: (env.observation_space, env.action_space, storage_size=..., batch_size=...)."
     )
 
     @classmethod
@@ -229,6 +232,40 @@ class UniformReplayStorage(ReplayStorage):
                     info_keys=infos,
                 ),
             )
+
+    @classmethod
+    def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
+        """Makes a storage of an environment: of its spaces, and of how many it is.
+
+        Args:
+            env: gymnasium's, alone or a vector of them, whose `autoreset_mode` is taken as well; or
+                TorchRL's, which may be several.
+            **options: as in the constructor. `reward_fn` of hindsight is given, as it may be a
+                function of one's own.
+
+        Raises:
+            TypeError: it is no environment, or there is no such option.
+            ValueError: as in the constructor.
+
+        >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+        >>> storage = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
+        >>> storage.episodes.num_envs
+        2
+        """
+        known: dict[str, Any] = {}
+        match env:
+            case VectorEnv():
+                spaces = env.single_observation_space, env.single_action_space
+                mode = env.metadata.get("autoreset_mode")
+                known = {"num_envs": env.num_envs, "autoreset_mode": mode}
+            case EnvBase():
+                spaces = env.observation_spec_unbatched, env.action_spec_unbatched
+                known = {"num_envs": env.batch_size.numel()}
+            case _:
+                what = "an environment of gymnasium or TorchRL"
+                arguments.instance("env", env, gymnasium.Env, what=what)
+                spaces = env.observation_space, env.action_space
+        return cls(*spaces, **{**known, **options})
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> NoReturn:
@@ -409,8 +446,8 @@ class HERReplayStorage(UniformReplayStorage):
     """
 
     _made_by = (
-        "It is made of spaces, and of options by name: (env.observation_space, env.action_space, "
-        "reward_fn=gym_reward(env), storage_size=..., batch_size=...)."
+        "It is made of an environment, from_env(env, reward_fn=gym_reward(env)), or of spaces, with "
+        "options by name: (env.observation_space, env.action_space, reward_fn=gym_reward(env), ...)."
     )
 
     def __init__(
