@@ -477,7 +477,8 @@ def test_missing_and_wrong_infos():
     with pytest.raises(ValueError, match=r"infos\['force'\] must hold 2 environments, got 3"):
         recorder.rows(**step(infos={"force": np.ones(3)}))
     same = GymRecorder(2, fields=BOX_FIELDS, info_keys=("force",), autoreset_mode="SameStep")
-    infos = {"final_obs": np.zeros((2, 1), "f"), "force": np.ones(2)}
+    # What was said of the reset is not of the step.
+    infos = {"final_obs": np.zeros((2, 1), "f"), "force": np.ones(2), "_force": np.ones(2, bool)}
     with pytest.raises(KeyError, match=r"'final_info.force' must"):
         same.rows(**step(terminated=(True, False), infos=infos))
 

@@ -115,3 +115,36 @@ def test_each_lane_holds_what_a_single_environment_does(observations, actions, m
     # Episodes differ in length.
     lengths = storage.episodes.episodes()["length"]
     assert len(lengths.unique()) > 3
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_what_the_loop_adds_to_the_infos_is_of_the_step_also_where_an_episode_ends(mode):
+    envs = gymnasium.make_vec(
+        "BitFlipping-v0",
+        num_envs=2,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        n_bits=2,
+    )
+    storage = UniformReplayStorage.from_env(
+        envs, storage_size=100, extra_fields={"state": (torch.float32, (1,))}
+    )
+    before, _ = envs.reset(seed=0)
+    state, over = torch.zeros(2, 1), np.zeros(2, bool)
+    for _ in range(30):
+        actions = envs.action_space.sample()
+        after, reward, terminated, truncated, infos = envs.step(actions)
+        kept = {**infos, "state": state}
+        storage.record(before, actions, reward, terminated, truncated, kept, after)
+        done = terminated | truncated
+        # A step that only resets leaves the state where an episode begins.
+        begins = done | (over if mode is AutoresetMode.NEXT_STEP else False)
+        state = torch.where(torch.as_tensor(begins)[:, None], 0, state + 1)
+        before, over = after, done
+        if mode is AutoresetMode.DISABLED and done.any():
+            before, _ = envs.reset(options={"reset_mask": done})
+    # Each row holds how many steps of its episode came before it.
+    rows = storage.sample(500)
+    assert rows["state"].max() > 0
+    assert torch.equal(rows["state"][:, 0], storage.episodes.behind(rows["index"]).float())
+    envs.close()

@@ -51,7 +51,8 @@ def info_values(
         path: where in the infos the entry is.
         lanes: the L environments.
         ended: those of them that have been reset in the same step: their infos are in
-            `final_info`, as the others are those of the reset.
+            `final_info`, as the others are those of the reset. But what the loop itself put beside
+            the infos of a vector, so that no mask is with it, is of the step.
         num_envs: E.
         is_vector: whether the infos are of a vector of environments.
 
@@ -67,9 +68,12 @@ def info_values(
             return whole
     values = []
     was_reset = set(ended)
+    is_of_loop = is_vector and isinstance(infos, Mapping) and f"_{path[0]}" not in infos
     for lane in lanes:
         full = ("final_info", *path) if lane in was_reset else path
         value = _lane_value(infos, full, lane, is_vector)
+        if value is _MISSING and is_of_loop:
+            value = _lane_value(infos, path, lane, is_vector)
         if value is _MISSING:
             raise KeyError(
                 f"the info {'.'.join(full)!r} must be there at every step, environment {lane} "
