@@ -22,6 +22,7 @@ from trl_storages import (
     EpisodeWriter,
     GoalRelabel,
     HERReplayStorage,
+    HERSampler,
     NStep,
     PackedStorage,
     PERSampler,
@@ -388,6 +389,57 @@ class TestFirstTries:
         with refused(TypeError, told):
             make()
 
+    @pytest.mark.parametrize("option", ["reward_fn", "terminated_fn"])
+    @pytest.mark.parametrize(
+        "function",
+        [lambda reached, goal: reached, lambda reached, goal, infos, more: reached, torch.nn.ReLU],
+    )
+    def test_a_goal_function_takes_three_arguments(self, option, function):
+        named = {"reward_fn": gym_reward(ENV), option: function}
+        with refused(
+            TypeError, rf"^{option} must be .*\(achieved_goal, desired_goal, tr.*got one of"
+        ):
+            GoalRelabel(**named)
+        with refused(
+            TypeError, rf"^{option} must be .*\(achieved_goal, desired_goal, tr.*got one of"
+        ):
+            HERReplayStorage.from_env(ENV, **named)
+
+    def test_rewards_of_a_vector_of_environments(self):
+        with refused(TypeError, "SyncVectorEnv holds several environments.*one made alike"):
+            gym_reward(vector(AutoresetMode.NEXT_STEP))
+
+    def test_goals_for_an_actor_beside_those_of_rewards(self):
+        storage = storage_for()
+        loop(storage, ENV, num_steps=3)
+        told = r"pass transform=GoalRelabel\(None, goal_key='actor_goal'\)"
+        with refused(RuntimeError, told):
+            storage.set_sampler(HERSampler(goal_key="actor_goal", base=storage.sampler))
+            storage.sample()
+        storage = storage_for()
+        loop(storage, ENV, num_steps=3)
+        with refused((KeyError, RuntimeError), "as base= of it"):
+            storage.set_sampler(HERSampler(goal_key="actor_goal"))
+            storage.append_transform(GoalRelabel(None, goal_key="actor_goal"))
+            storage.sample()
+
+    def test_a_script_that_a_worker_runs_once_more(self, tmp_path, monkeypatch):
+        storage = UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
+        monkeypatch.setattr("trl_storages.disk.files.parent_process", object)
+        with refused(RuntimeError, "under `if __name__ == '__main__':` if this is a worker"):
+            UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
+        storage.close()
+
+    def test_a_dump_is_no_directory_of_rows(self, tmp_path):
+        UniformReplayStorage(*CART, storage_size=10).dumps(tmp_path / "dump")
+        with refused(FileExistsError, r"take what dumps\(\) wrote by loads\(\)"):
+            UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "dump")
+
+    def test_what_was_saved_of_another_size(self):
+        saved = UniformReplayStorage(*CART, storage_size=10).state_dict()
+        with refused(ValueError, "the storage_size and num_envs of the one that was saved"):
+            UniformReplayStorage(*CART, storage_size=20).load_state_dict(saved)
+
     def test_errors_within_a_constructor_stay_what_they_are(self):
         with refused(TypeError, r"PackedStorage.__init__\(\) missing .*'max_size'$"):
             ReplayStorage(storage=PackedStorage)
@@ -489,9 +541,9 @@ class TestFirstTries:
         assert not len(storage)
 
     def test_a_storage_shows_how_goals_are_written(self):
-        storage = storage_for(terminated_fn=abs)
+        storage = storage_for(terminated_fn=torch.where)
         assert "GoalRelabel(gym_reward(<BitFlippingEnv<" in repr(storage)
-        assert "terminated_fn=abs)," in repr(storage)
+        assert "terminated_fn=where)," in repr(storage)
         assert repr(GoalRelabel(None, goal_key="far")) == "GoalRelabel(None, goal_key='far')"
 
 

@@ -6,6 +6,7 @@ are numbers like any others; a bool is no number.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -179,19 +180,29 @@ def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what
     return value  # type: ignore[return-value]
 
 
-def function(name: str, value: Any, what: str) -> Callable[..., Any]:
+def function(name: str, value: Any, what: str, takes: int | None = None) -> Callable[..., Any]:
     """Returns something that can be called.
 
     Args:
         name: of the argument.
         value: what came.
         what: how it is called, for the message.
+        takes: how many arguments it is called with; None does not look.
 
     Raises:
-        TypeError: it can't be.
+        TypeError: it can't be, or not with so many arguments.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {shown(value)}.")
+    if takes is not None:
+        try:
+            parameters = inspect.signature(value)
+        except ValueError:
+            return value  # one of those in C that do not say
+        try:
+            parameters.bind(*[None] * takes)
+        except TypeError:
+            raise TypeError(f"{name} must be a function {what}, got one of {parameters}.") from None
     return value
 
 

@@ -469,7 +469,8 @@ class HERReplayStorage(UniformReplayStorage):
                 f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
                 "dataset, from_arrays(..., goal_fn=...) works goals out."
             )
-        arguments.function("reward_fn", reward_fn, "(achieved_goal, desired_goal, transition)")
+        what = "(achieved_goal, desired_goal, transition)"
+        arguments.function("reward_fn", reward_fn, what, takes=3)
         check_strategy("goal_selection_strategy", goal_selection_strategy)
         sampler = HERSampler(goal_selection_strategy, num_goals, discount=given["discount"])
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"])

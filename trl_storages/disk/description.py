@@ -250,7 +250,7 @@ def check_is_free(directory: Path) -> None:
     if not known.issuperset(found):
         raise FileExistsError(
             f"{directory} must be empty, or hold the rows of a storage, got {found[:5]}; choose another "
-            "directory."
+            "directory, or take what dumps() wrote by loads()."
         )
 
 

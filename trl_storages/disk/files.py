@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -248,8 +249,11 @@ class WriterLock:
         # Storages are parts of cycles: one that nobody uses may still be in memory.
         if not (_locks(descriptor) or (gc.collect() >= 0 and _locks(descriptor))):
             self.forget()
+            cure = "close() it"
+            if parent_process() is not None:
+                cure = "put what the script does under `if __name__ == '__main__':` if this is a worker"
             raise RuntimeError(
-                f"the rows in {directory} have a writer already, and there can be one only: close() it, "
+                f"the rows in {directory} have a writer already, and there can be one only: {cure}, "
                 "or open them for reading with ReplayStorage.open(path, mode='r')."
             )
         if not os.fstat(descriptor).st_nlink:

@@ -134,10 +134,12 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
         # A transform of the user's own may write any goal.
         if any((getattr(part, "goal_key", key) or keys.DESIRED_GOAL) == key for part in writers):
             continue
-        named = "" if key == keys.DESIRED_GOAL else f", goal_key={key!r}"
+        # Rewards are of one goal.
+        made = "None" if writers else "reward_fn"
+        named = made if key == keys.DESIRED_GOAL else f"{made}, goal_key={key!r}"
         raise RuntimeError(
             "the goals that HERSampler draws must be written by a transform, got "
-            f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel(reward_fn"
+            f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel("
             f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
             "own that reads goal_index declares it by uses_goals = True."
         )

@@ -392,7 +392,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         tables = read.ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])
         for name, table in tables.items():
-            hint = "the size of the storage and num_envs must be those it was saved with"
+            hint = "make the storage with the storage_size and num_envs of the one that was saved"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
             least, most = -1, self.capacity - 1 if name == "episode" else _MOST_STEPS
             saved.within(name, -_MOST_STEPS if name == "spans" else least, most)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import NestedKey, unravel_key
 from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
@@ -91,9 +92,9 @@ class GoalRelabel(ReplayTransform):
         what = "(achieved_goal, desired_goal, transition)"
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         if reward_fn is not None or goal_key is None:
-            arguments.function("reward_fn", reward_fn, what)
+            arguments.function("reward_fn", reward_fn, what, takes=3)
         if terminated_fn is not None:
-            arguments.function("terminated_fn", terminated_fn, f"{what}, or None")
+            arguments.function("terminated_fn", terminated_fn, f"{what}, or None", takes=3)
         self.info_keys = tuple(arguments.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self.info_keys):
             name = "info_keys" if terminated_fn is None else "terminated_fn"
@@ -151,7 +152,8 @@ class GoalRelabel(ReplayTransform):
             of_key = "" if self.goal_key is None else f"goal_key={self.goal_key!r}, "
             raise KeyError(
                 f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
-                f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage."
+                f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage, with the HERSampler "
+                "of other goals, if there is one, as base= of it."
             )
         slots, mask = rows[self._index_key], rows[self._mask_key]
         written, following = self._written
@@ -376,7 +378,7 @@ class gym_reward:  # noqa: N801  (it is used as a function)
 
     def __init__(self, env: Any) -> None:
         base = env.base_env if isinstance(env, TransformedEnv) else env
-        if isinstance(base, (ParallelEnv, SerialEnv)):
+        if isinstance(base, (ParallelEnv, SerialEnv, VectorEnv)):
             raise TypeError(
                 f"{type(base).__name__} holds several environments, maybe in other processes: give "
                 "gym_reward one made alike."
