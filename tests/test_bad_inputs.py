@@ -564,7 +564,7 @@ BETWEEN_PARTS = {
             "note",
             "read_intact",
         ),
-        *("refresh", "stage", "write"),
+        *("fit", "new_rows", "refresh", "write"),
     },
     "PERSampler": {
         "slots_amiss",

@@ -1,4 +1,4 @@
-"""Every name of TorchRL and tensordict that is not public and that this package builds on.
+"""Every name of TorchRL, tensordict and torch that is not public and that this package builds on.
 
 There is no public way to do what these do; a test checks each against the installed release, so that a
 release that changes one fails there, by name, and not in a training run.
@@ -7,6 +7,7 @@ Imported below:
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
+- `TensorGuards`: compares dtypes, shapes, strides and devices with those of other tensors, in one call.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 
 Attributes that subclasses here read or override, with the class that owns them:
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
+from torch._C._dynamo.guards import TensorGuards
 
 __all__ = [
     "PRIVATE_ATTRIBUTES",
+    "TensorGuards",
     "dispatch_td_nn_modules",
     "new_tensordict",
     "set_entry",
@@ -51,7 +54,7 @@ PRIVATE_ATTRIBUTES = {
         "CatTensors": "_del_keys",
         "Compose": "_modules",
         "GymWrapper": "_env",
-        "TensorDict": "_device",
+        "TensorDict": "_device _tensordict",
         "UntypedStorage": "_new_shared",
     }.items()
 }

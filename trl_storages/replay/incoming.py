@@ -41,7 +41,9 @@ def write(
     rows = transform.inv(data) if _may_have_inverse(transform) else data
     if rows is None:
         return torch.zeros(0, dtype=torch.int64)
-    priority = rows.get(storage.priority_key, None) if has_priority else None
+    key, priority = storage.priority_key, None
+    if has_priority and key in rows.keys(isinstance(key, tuple)):
+        priority = rows.get(key)
 
     def hear(slots: torch.Tensor) -> None:
         sampler.extend(slots)

@@ -204,6 +204,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
         """Does what `append` does, for flags `[L, S]` that were checked."""
+        done = done.to(self.device).contiguous()
         rows = backend(self.device).NewRows([], _NO_PLACES, done.numel(), 0, done, self.device)
         if cut is not None:
             cut = cut.to(self.device).contiguous()

@@ -1,6 +1,6 @@
 """Where the rows live."""
 
-from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
+from trl_storages.rows.entries import Nested, Structure, nested_sizes, tensors_of
 from trl_storages.rows.fields import Loan, StoredFields, read_fields, stored_fields
 from trl_storages.rows.frames import FrameStack, stacked_observations
 from trl_storages.rows.layout import Field, Layout
@@ -26,6 +26,7 @@ __all__ = [
     "StepBlock",
     "StockRows",
     "StoredFields",
+    "Structure",
     "as_array",
     "check_writable",
     "files_of",

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
-__all__ = ["Nested", "nested_sizes", "tensors_of"]
+from trl_storages._torchrl import TensorGuards
+
+__all__ = ["Nested", "Structure", "nested_sizes", "plain", "tensors_of"]
+
+_is_cpu, _is_contiguous, _is_neg = (
+    attrgetter("is_cpu"),
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_neg,
+)
 
 #: What nested TensorDicts have beyond the batch size of the outermost one: `(path, further sizes)`.
 Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
@@ -72,3 +81,93 @@ def _walk(
                 f"{(*path, name) if path else name!r} must be a tensor, got {type(value).__name__}: "
                 "rows hold tensors only."
             )
+
+
+def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns tensors that lie on the CPU as they are seen, the elements of each one after another.
+
+    These are the very same where all of them do already.
+    """
+    are_plain = all(map(_is_cpu, tensors)) and all(map(_is_contiguous, tensors))
+    if are_plain and not any(map(_is_neg, tensors)):
+        return tensors
+    return [tensor.detach().cpu().resolve_neg().contiguous() for tensor in tensors]
+
+
+class Structure:
+    """What a TensorDict was like: its keys, and the dtypes, shapes, strides and devices of some tensors.
+
+    >>> data = TensorDict({"a": torch.ones(2), "b": torch.ones(2)}, [2])
+    >>> structure = Structure.of(data, [data["b"], data["a"]])
+    >>> structure.tensors(data.clone().zero_()), structure.tensors(data.double())
+    ((tensor([0., 0.]), tensor([0., 0.])), None)
+    """
+
+    def __init__(
+        self, keys: _Keys, places: Sequence[int], guards: TensorGuards, *, is_plain: bool
+    ) -> None:
+        self._keys, self._guards = keys, guards
+        self._wanted, self._guarded = itemgetter(*places), itemgetter(*dict.fromkeys(places))
+        #: Whether the tensors are `plain`.
+        self.is_plain = is_plain
+
+    @classmethod
+    def of(cls, data: TensorDictBase, tensors: Sequence[torch.Tensor]) -> Structure | None:
+        """Describes a TensorDict.
+
+        Args:
+            data: the TensorDict.
+            tensors: some of those in it.
+
+        Returns:
+            None of one that is of another class, that does not hold these very tensors, or that holds a
+            tensor twice; nor is there one of a single tensor.
+        """
+        if type(data) is not TensorDict:
+            return None
+        keys = _Keys(data)
+        values = keys.values(data) or []
+        place_of = {id(value): place for place, value in enumerate(values)}
+        if len(place_of) < len(values) or any(id(tensor) not in place_of for tensor in tensors):
+            return None
+        places = [place_of[id(tensor)] for tensor in tensors]
+        guarded = [values[place] for place in dict.fromkeys(places)]
+        if len(guarded) < 2:
+            return None
+        sizes: Any = [[*tensor.shape] for tensor in guarded]
+        strides: Any = [[*tensor.stride()] for tensor in guarded]
+        guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return cls(keys, places, guards, is_plain=plain(guarded) is guarded)
+
+    def tensors(self, data: TensorDictBase) -> tuple[torch.Tensor, ...] | None:
+        """Returns those tensors of another TensorDict, None if it is of another structure."""
+        values = self._keys.values(data)
+        if values is None or not self._guards.check(*self._guarded(values)):
+            return None
+        found: tuple[torch.Tensor, ...] = self._wanted(values)
+        return found
+
+
+class _Keys:
+    """The keys of a TensorDict, in their order, with those of nested ones."""
+
+    def __init__(self, data: TensorDict) -> None:
+        self._names = [*data.keys()]
+        below = [
+            (at, _Keys(value))
+            for at, value in enumerate(data.values())
+            if type(value) is TensorDict
+        ]
+        # From the last one on, so that places stay what they are while these are read.
+        self._below = below[::-1]
+
+    def values(self, data: Any) -> list[Any] | None:
+        """Returns the values of a TensorDict of these keys, None of another one."""
+        if type(data) is not TensorDict or [*(source := data._tensordict)] != self._names:
+            return None
+        found = [*source.values()]
+        for at, keys in self._below:
+            if (values := keys.values(found[at])) is None:
+                return None
+            found[at : at + 1] = values
+        return found

@@ -405,7 +405,9 @@ class Layout:
             fitting[place] = fitting[place].resolve_conj()
         return fitting
 
-    def frames_first(self, fields: list[torch.Tensor], batch_dims: int) -> list[torch.Tensor]:
+    def frames_first(
+        self, fields: Sequence[torch.Tensor], batch_dims: int
+    ) -> Sequence[torch.Tensor]:
         """Sees entries in the order of `fields` with the frames of stacks one after another."""
         if not self.stacks:
             return fields

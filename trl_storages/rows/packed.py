@@ -26,6 +26,7 @@ from trl_storages.disk.files import check_platform
 from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
+from trl_storages.kernels import backend
 from trl_storages.kernels.sharing import SideTable, header_dtype
 from trl_storages.kernels.zeros import zeros
 from trl_storages.keys import check_storable
@@ -38,7 +39,7 @@ from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of
 from trl_storages.rows.stacks import Stacks
-from trl_storages.rows.staging import stage
+from trl_storages.rows.staging import rows_of
 from trl_storages.saved import SavedPart, copy_in_pieces
 from trl_storages.signatures import shown
 
@@ -542,7 +543,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"got a batch {list(data.batch_size)}."
             )
         nested = nested_sizes(data, len(batch_size)) if self.layout is None else ()
-        layout, rows = self.stage(tensors_of(data), batch_size, nested=nested)
+        layout, fields = self.fit(tensors_of(data), batch_size, nested=nested)
+        rows = self.new_rows(layout, fields, batch_size)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
     def looks(self, num_steps: int) -> bool:
@@ -562,16 +564,15 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.is_durable or self.past_steps:
             raise RuntimeError(_NO_WRITER)
 
-    def stage(
+    def fit(
         self,
         entries: Mapping[NestedKey, torch.Tensor],
         batch_size: torch.Size,
         *,
         strict: bool = True,
         nested: Nested = (),
-        done: torch.Tensor | None = None,
-    ) -> tuple[Layout, NewRows]:
-        """Finds out how what is to be written becomes rows, and changes nothing.
+    ) -> tuple[Layout, list[torch.Tensor]]:
+        """Returns the layout of rows that are to be written, and their fields; changes nothing.
 
         Args:
             entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
@@ -579,18 +580,25 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             strict: whether entries that the rows have no room for are an error; they are left out
                 otherwise.
             nested: `nested_sizes` of what is written; only the first write fixes them.
-            done: n bool, which rows end their episodes; None where no lane is written.
-
-        Returns:
-            the layout of the rows, and the n rows.
 
         Raises:
             KeyError, TypeError, ValueError: an entry does not fit the layout.
         """
         layout = self.layout or self._first_layout(entries, len(batch_size), nested)
-        rows_of = None if self.table is None else self.table.new_rows
-        options: Any = {"strict": strict, "done": done, "rows_of": rows_of}
-        return layout, stage(layout, entries, batch_size, self.device, **options)
+        return layout, layout.fit(entries, batch_size, strict=strict)
+
+    def new_rows(
+        self,
+        layout: Layout,
+        fields: Sequence[torch.Tensor],
+        batch_size: torch.Size,
+        *,
+        done: torch.Tensor | None = None,
+        is_plain: bool = False,
+    ) -> NewRows:
+        """Returns rows that are to be written, of what `fit` returned; see `rows_of`."""
+        kind = backend(self.device).NewRows if self.table is None else self.table.new_rows
+        return rows_of(kind, layout, fields, batch_size, self.device, done=done, is_plain=is_plain)
 
     def lay_out(self, layout: Layout) -> None:
         """Makes room for rows of this layout, if there is none yet."""

@@ -214,8 +214,7 @@ class SavedRows:
         slots = moved.old.to(self.rows.device), moved.new.to(device)
         old, new = (torch.split(it, max(piece, 1)) for it in slots)
         for some, places in tracker("loading rows", progress)([*zip(old, new, strict=True)]):
-            fields, width = layout.fit(saved.views(source.pick(some)), some.shape), layout.num_words
-            rows = table.new_rows(fields, layout.places, len(some), width, None, device)
+            rows = stage(layout, saved.views(source.pick(some)), some.shape, device)
             table.put(places, rows, moved.episodes.ring)
 
 

@@ -14,13 +14,14 @@ from tensordict import NestedKey, TensorDict
 
 from trl_storages.kernels import backend
 from trl_storages.keys import DONE, next_key
+from trl_storages.rows.entries import plain
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import framed_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
-__all__ = ["StepBlock", "as_array", "pairs_of", "rows_of_flags", "stage"]
+__all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "rows_of_flags", "stage"]
 
 # NumPy has none of these, but integers of their size.
 _UNKNOWN_TO_NUMPY = {
@@ -42,7 +43,6 @@ def stage(
     *,
     strict: bool = True,
     done: torch.Tensor | None = None,
-    rows_of: type[NewRows] | None = None,
 ) -> NewRows:
     """Returns the rows that entries make up, to be written.
 
@@ -53,21 +53,47 @@ def stage(
         device: where the rows are wanted.
         strict: whether an entry that is not in the layout is an error; it is left out otherwise.
         done: n bool, which rows end their episodes; None where no lane is written.
-        rows_of: makes the rows of the device, if it is known.
 
     Raises:
         KeyError, TypeError, ValueError: an entry does not fit the layout.
     """
     fields = layout.fit(entries, batch_size, strict=strict)
+    return rows_of(backend(device).NewRows, layout, fields, batch_size, device, done=done)
+
+
+def rows_of(
+    new_rows: type[NewRows],
+    layout: Layout,
+    fields: Sequence[torch.Tensor],
+    batch_size: torch.Size,
+    device: torch.device,
+    *,
+    done: torch.Tensor | None = None,
+    is_plain: bool = False,
+) -> NewRows:
+    """Returns the rows that fields make up.
+
+    Args:
+        new_rows: makes them.
+        layout: of a row.
+        fields: `[*batch_size, *shape]` in the order of the layout, as `Layout.fit` returns them.
+        batch_size: of the fields, n rows in all.
+        device: where the rows are wanted.
+        done: as in `stage`.
+        is_plain: whether fields and flags are known to be `plain`.
+    """
     fields = layout.frames_first(fields, len(batch_size))
-    size, rows_of = batch_size.numel(), rows_of or backend(device).NewRows
-    rows = rows_of(fields, layout.places, size, layout.num_words, done, device)
-    return framed_rows(layout, rows)
+    if new_rows.reads_fields and (layout.stacks or not is_plain):
+        fields = plain(fields)
+        done = None if done is None else plain([done])[0]
+    size = batch_size.numel(), layout.num_words
+    return framed_rows(layout, new_rows(fields, layout.places, *size, done, device))
 
 
 def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
     """Returns n rows of which nothing is known but which of them end their episodes."""
-    return backend(device).NewRows([], np.zeros((0, 2), np.int64), num_rows, 0, done, device)
+    [done], places = plain([done]), np.zeros((0, 2), np.int64)
+    return backend(device).NewRows([], places, num_rows, 0, done, device)
 
 
 class StepBlock:
@@ -165,15 +191,12 @@ class StepBlock:
         return words if self.lanes is None else words[self.lanes]
 
     def _rows(self, device: torch.device) -> NewRows:
-        layout, done = self.layout, self.views[DONE]
+        layout, done, new_rows = self.layout, self.views[DONE], backend(device).NewRows
         if self._is_by_field and device == self.device and self.lanes is None:
-            fields = layout.frames_first([*self.views.values()], 1)
-            size = self.num_envs, layout.num_words
-            rows = backend(device).NewRows(fields, layout.places, *size, done, device)
-        else:
-            done = done if self.lanes is None else done[self.lanes]
-            words = self._laid_out()
-            rows = backend(device).NewRows.of_block(words, layout.places, done, device)
+            fields, size = [*self.views.values()], torch.Size([self.num_envs])
+            return rows_of(new_rows, layout, fields, size, device, done=done)
+        done = done if self.lanes is None else done[self.lanes]
+        rows = new_rows.of_block(self._laid_out(), layout.places, done, device)
         return framed_rows(layout, rows)
 
 

@@ -5,8 +5,8 @@ Letters: n rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -17,6 +17,7 @@ from trl_storages.rows import (
     Layout,
     Nested,
     PackedStorage,
+    Structure,
     nested_sizes,
     rows_of_flags,
     stage,
@@ -45,6 +46,15 @@ class Steps(NamedTuple):
     """`[n]`, for a storage of TorchRL's own."""
 
 
+class _Known(NamedTuple):
+    """What was found out of steps that fit, and holds of all that are of the same structure."""
+
+    layout: Layout
+    structure: Structure | None
+    """Of their fields in the order of the layout, `done`, and the trajectories, if there are any."""
+    is_compact: bool
+
+
 class Fields:
     """Which entries of a TensorDict are stored, and which tell how steps belong together.
 
@@ -57,7 +67,15 @@ class Fields:
     def __init__(
         self, keys: list[NestedKey] | None, done_key: NestedKey, traj_key: NestedKey
     ) -> None:
-        self.keys, self.done_key, self.traj_key = keys, done_key, traj_key
+        #: What it was made of.
+        self.wanted = keys, done_key, traj_key
+        self.keys, self.done_key, self.traj_key = self.wanted
+        # Of the last steps: as a rule the next ones are of the same structure.
+        self._known: _Known | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy finds out for itself.
+        return self.__dict__ | {"_known": None}
 
     def steps(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
         """Finds out how `data` of any batch size becomes rows, and changes nothing.
@@ -65,23 +83,61 @@ class Fields:
         Raises:
             KeyError, TypeError, ValueError: it does not fit the storage, or is no steps.
         """
-        device, num_rows = storage.episodes.device, data.numel()
+        if not isinstance(storage, PackedStorage):
+            return self._steps_of_stock(data, storage, gaps)
+        known, tensors = self._alike(data, storage) or self._fitted(data, storage)
+        layout, end = known.layout, len(known.layout.keys)
+        is_plain = known.structure is not None and known.structure.is_plain
+        rows = storage.new_rows(
+            layout, tensors[:end], data.batch_size, done=tensors[end], is_plain=is_plain
+        )
+        rows.is_compact = known.is_compact
+        check_flags(layout, rows.seen or rows)
+        return Steps(rows, layout, _numbers(tensors[end + 1 :], storage))
+
+    def _alike(
+        self, data: TensorDictBase, storage: PackedStorage
+    ) -> tuple[_Known, Sequence[torch.Tensor]] | None:
+        """Returns the tensors that make steps up, if they are of the structure of the last ones."""
+        known = self._known
+        if known is None or known.structure is None or known.layout is not storage.layout:
+            return None
+        tensors = known.structure.tensors(data)
+        return None if tensors is None else (known, tensors)
+
+    def _fitted(
+        self, data: TensorDictBase, storage: PackedStorage
+    ) -> tuple[_Known, Sequence[torch.Tensor]]:
+        """Checks steps of a structure that is not known, and returns the tensors that make them up."""
         entries = self.entries(data, storage)
         refuse_padding(entries)
+        done = end_flags(entries, self.done_key, data.numel())
+        repeated = None
+        try:
+            layout, fields = self._fit(data, entries, storage)
+        except KeyError:
+            if (repeated := with_next(entries, storage.layout)) is None:
+                raise
+            layout, fields = self._fit(data, repeated, storage)
+        tensors = [*fields, done]
+        if (trajectory := entries.get(self.traj_key)) is not None:
+            tensors.append(trajectory)
+        # Whether some are padding is not told by what they are like.
+        structure = None if MASK in entries else Structure.of(data, tensors)
+        self._known = _Known(layout, structure, repeated is not None)
+        return self._known, tensors
+
+    def _steps_of_stock(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
+        """Does the same for a storage of TorchRL's own."""
+        entries, device, num_rows = (
+            self.entries(data, storage),
+            storage.episodes.device,
+            data.numel(),
+        )
+        refuse_padding(entries)
         done = end_flags(entries, self.done_key, num_rows)
-        trajectory = entries.get(self.traj_key)
-        if trajectory is not None:
-            trajectory = trajectory.to(device).reshape(-1).long()
-        if isinstance(storage, PackedStorage):
-            try:
-                layout, rows = self.rows(data, entries, storage, done)
-            except KeyError:
-                if (repeated := with_next(entries, storage.layout)) is None:
-                    raise
-                layout, rows = self.rows(data, repeated, storage, done)
-                rows.is_compact = True
-            return Steps(rows, layout, trajectory)
         check_flags_of(entries)
+        trajectory = _numbers([entries[key] for key in [self.traj_key] if key in entries], storage)
         stored = self.stored(data).reshape(-1)
         compared = gaps.values(entries, self.keys) if gaps.is_looking else {}
         if not compared:
@@ -115,25 +171,36 @@ class Fields:
         data: TensorDictBase,
         entries: Mapping[NestedKey, torch.Tensor],
         storage: PackedStorage,
-        done: torch.Tensor | None = None,
     ) -> tuple[Layout, NewRows]:
-        """Returns what is stored of `data` as rows, and their layout.
+        """Returns what is stored of `data` as rows of which no lane is written, and their layout.
 
         Args:
             data: of any batch size.
             entries: of it, as `entries` finds them.
             storage: where they go.
-            done: which of them end their episodes; None where no lane is written.
         """
+        layout, fields = self._fit(data, entries, storage)
+        rows = storage.new_rows(layout, fields, data.batch_size)
+        check_flags(layout, rows.seen or rows)
+        return layout, rows
+
+    def _fit(
+        self,
+        data: TensorDictBase,
+        entries: Mapping[NestedKey, torch.Tensor],
+        storage: PackedStorage,
+    ) -> tuple[Layout, list[torch.Tensor]]:
         nested: Nested = ()
         if storage.layout is None:
             if self.keys is not None:
                 data = data.select(*self.keys)
                 entries = tensors_of(data)
             nested = nested_sizes(data, data.ndim)
-        strict = self.keys is None
-        layout, rows = storage.stage(
-            entries, data.batch_size, strict=strict, nested=nested, done=done
-        )
-        check_flags(layout, rows.seen or rows)
-        return layout, rows
+        return storage.fit(entries, data.batch_size, strict=self.keys is None, nested=nested)
+
+
+def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tensor | None:
+    """Returns the numbers of trajectories as `[n]` int64 where the index is, if there are any."""
+    for numbers in trajectory:
+        return numbers.to(storage.episodes.device).reshape(-1).long()
+    return None

@@ -121,6 +121,8 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
         self._untold: list[torch.Tensor] = []
         # Whether the storage is ours, whose rows are copied together with the index.
         self._is_packed = False
+        # What the attributes say of entries.
+        self._asked = Fields(self.keys, self.done_key, self.traj_key)
         # The layout of steps that were found to be complete, and the last such step.
         self._taken: Layout | None = None
         self._last = Steps(None, None)  # type: ignore[arg-type]
@@ -281,7 +283,10 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
 
     @property
     def _fields(self) -> Fields:
-        return Fields(self.keys, self.done_key, self.traj_key)
+        wanted = self.keys, self.done_key, self.traj_key
+        if wanted != self._asked.wanted:
+            self._asked = Fields(*wanted)
+        return self._asked
 
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()

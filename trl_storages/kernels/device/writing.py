@@ -16,7 +16,10 @@ __all__ = ["NewRows"]
 
 
 class NewRows:
-    """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`."""
+    """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`.
+
+    Fields and flags may be on any device here, and lie in any way.
+    """
 
     seen: NewRows | None = None
     #: Rows are laid out when they are made.

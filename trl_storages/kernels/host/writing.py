@@ -9,7 +9,6 @@ New rows are copied from where their fields lie to where they belong, without a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,20 +38,19 @@ _CHUNK = 256
 # Flags that are looked at together.
 _FLAGS = 128
 
-_is_cpu, _is_contiguous = attrgetter("is_cpu"), torch.Tensor.is_contiguous
-_is_neg, _address = torch.Tensor.is_neg, torch.Tensor.data_ptr
+_address = torch.Tensor.data_ptr
 
 
 class NewRows:
     """n rows that are about to be written, wherever their fields lie.
 
     Args:
-        fields: of any leading shapes, on any device, the elements of each row one after another; those
-            of complex numbers are not conjugated.
+        fields: of any leading shapes, on the CPU as they are seen, the elements of each row one after
+            another.
         places: `[f, 2]` int64, of each field: its first byte in a row, and how many it takes.
         num_rows: n.
         num_words: W.
-        done: n bool, on any device, which rows end their episodes; None where no lane is written.
+        done: n bool, likewise, which rows end their episodes; None where no lane is written.
         device: where the rows are wanted, the CPU.
     """
 
@@ -72,7 +70,7 @@ class NewRows:
     ) -> None:
         self.num_rows, self._num_words = num_rows, num_words
         # Kept for as long as their addresses are used.
-        self._fields = _plain(fields if done is None else [*fields, done])
+        self._fields = fields if done is None else [*fields, done]
         addresses = [*map(_address, self._fields)]
         #: Whether next observations are not known, and each row's own stand in their place.
         self.is_compact = False
@@ -139,14 +137,6 @@ class NewRows:
         words = self.words()[places]
         done = torch.zeros(len(words), 1, dtype=torch.bool)
         return self.of_block(words, self.sources[:, _START:], done, words.device)
-
-
-def _plain(fields: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns fields as their bytes lie in memory."""
-    are_plain = all(map(_is_cpu, fields)) and all(map(_is_contiguous, fields))
-    if are_plain and not any(map(_is_neg, fields)):
-        return fields
-    return [field.detach().cpu().resolve_neg().contiguous() for field in fields]
 
 
 @compiled
