@@ -155,11 +155,11 @@ WAYS = {"record": ReplayStorage.record, "by hand": by_hand}
 
 def is_staged_once(storage, monkeypatch, *step):
     """Records a step, and returns whether its values went straight to where rows are written from."""
-    again, really = [], PackedStorage.stage
+    again, really = [], PackedStorage.new_rows
     with monkeypatch.context() as patch:
         patch.setattr(
             PackedStorage,
-            "stage",
+            "new_rows",
             lambda *given, **options: again.append(1) or really(*given, **options),
         )
         assert storage.record(*step) is not None

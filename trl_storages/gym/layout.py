@@ -84,13 +84,11 @@ class TreeReader:
     def __init__(self, tree: Tree) -> None:
         # Names, and which of them stand for dictionaries; None of a mere value.
         self._names: list[str] | None = None
-        self._name_set: frozenset[str] | None = None
         self._below: list[tuple[int, TreeReader]] = []
         #: The leaves, in the order of what is read.
         self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
         if isinstance(tree, dict):
             self._names = [*tree]
-            self._name_set = frozenset(tree)
             branches = [TreeReader(branch) for branch in tree.values()]
             self.leaves = [leaf for branch in branches for leaf in branch.leaves]
             below = [(at, it) for at, it in enumerate(branches) if it._names is not None]
@@ -105,12 +103,16 @@ class TreeReader:
             TypeError: a value is not a dictionary where the tree has one.
             ValueError: there are entries that the tree does not have.
         """
+        if self._names is None:
+            return [values]
         # To ask for a mapping takes longer than to read one.
-        if type(values) is not dict or values.keys() != self._name_set:
-            if self._names is None:
-                return [values]
+        if type(values) is not dict or len(values) != len(self._names):
             self._check(values, argument)
-        found = [*map(values.__getitem__, self._names)]  # type: ignore[arg-type]
+        try:
+            found = [*map(values.__getitem__, self._names)]
+        except KeyError:
+            self._check(values, argument)
+            raise
         for at, branch in self._below:
             found[at : at + 1] = branch.read(found[at], argument)
         return found

@@ -5,8 +5,8 @@ Letters: E environments, L of them that made a transition in this step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +40,6 @@ _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
 # Values of a step before observations and actions: two flags and the reward.
 _OUTCOMES = 3
-# Bytes of a step that are copied twice rather than one by one.
-_MOST_JOINED = 1 << 13
 
 
 class Memory(NamedTuple):
@@ -181,14 +179,14 @@ class GymRecorder(SavedPart):
             flags = self._ends(terminateds, truncateds, is_vector)
             found = self._infos(infos, lanes, self._reset_already(flags), is_vector)
             layout = self._plan(observations, actions, found, is_vector)
-        values = (
+        values = [
             terminateds,
             truncateds,
             rewards,
             *layout.observations.read(observations, "observations"),
             *layout.actions.read(actions, "actions"),
             *layout.observations.read(next_observations, "next_observations"),
-        )
+        ]
         desk = self._desk_for(layout, rows, values[3])
         block, columns, done = desk.block, desk.block.columns, desk.ends
         is_end = desk.put(values, is_vector)
@@ -385,9 +383,8 @@ class _Desk:
         known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
-        seen = [key for key, *_ in layout.places[_OUTCOMES:]]
         #: Rows of a step.
-        self.block = block = StepBlock(known, num_envs, device, seen)
+        self.block = block = StepBlock(known, num_envs, device)
         #: Looks at the values of a step; None where that would wait for a device.
         self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
         #: `[E, 1]` which episodes end.
@@ -395,20 +392,18 @@ class _Desk:
         self._flags = [block.columns[key] for key in (TERMINATED, TRUNCATED)]
         # Where each value of a step goes, without and with the leading dimension.
         self._targets = [
-            [_target(block, is_vector, place) for place in layout.places]
+            [_Target.of(block, is_vector, *place) for place in layout.places]
             for is_vector in (False, True)
         ]
-        # Where the values after the outcome lie one after another, and what picks them in this order.
-        self._memory: memoryview | None = None
-        joined = block.joined(seen)
-        # To copy large ones twice takes longer than to look at each by itself.
-        if joined is not None and len(joined[0]) <= _MOST_JOINED:
-            self._memory = joined[0]
-            self._picked: Any = itemgetter(*(_OUTCOMES + at for at in joined[1]))
-            self._kinds = [[it[:2] for it in self._picked(targets)] for targets in self._targets]
+        self._columns = [[it.column for it in both] for both in self._targets]
+        self._kinds = [[it.kind for it in both[_OUTCOMES:]] for both in self._targets]
 
-    def put(self, values: Sequence[Any], is_vector: bool) -> bool:
-        """Puts the values of a step to where they belong, in the order of the layout's places.
+    def put(self, values: list[Any], is_vector: bool) -> bool:
+        """Puts the values of a step to where they belong.
+
+        Args:
+            values: in the order of the layout's places; those of another kind are replaced.
+            is_vector: whether they have the leading dimension.
 
         Returns:
             whether an episode ends.
@@ -417,22 +412,19 @@ class _Desk:
             TypeError, ValueError: as `Column.read`.
         """
         targets = self._targets[is_vector]
-        if self._memory is not None and self._join(self._picked(values), self._kinds[is_vector]):
-            targets = targets[:_OUTCOMES]
-        for (dtype, shape, target, dtypes, numbers, place), value in zip(
-            targets, values, strict=False
-        ):
-            # Most values are arrays of just the right kind, or numbers.
+        # Observations and actions are of the right kind as a rule, and looked at all at once.
+        some = targets[:_OUTCOMES] if self._are_alike(values, is_vector) else targets
+        for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(some):
+            value = values[at]
             kind = type(value)
-            if kind in numbers or (
+            if kind not in numbers and not (
                 kind is np.ndarray
                 and (value.dtype is dtype or value.dtype in dtypes)
                 and value.shape == shape
             ):
-                target[...] = value
-            else:
-                key, column, *named = place
-                self.block.put(key, column.read(value, *named, is_vector))
+                values[at] = read(value)
+        for column, value in zip(self._columns[is_vector], values, strict=True):
+            column[...] = value
         terminated, truncated = self._flags
         if len(self.ends) == 1:
             # Of one flag Python knows sooner than NumPy.
@@ -443,33 +435,54 @@ class _Desk:
             return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
         return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
 
-    def _join(self, values: Sequence[Any], kinds: Sequence[tuple[Any, ...]]) -> bool:
-        """Puts all values at once, if each is an array of just the right kind; returns whether it is."""
+    def _are_alike(self, values: Sequence[Any], is_vector: bool) -> bool:
+        """Whether all observations and actions are arrays of just the right dtypes and shapes."""
         try:
-            if [*map(_kind_of, values)] != kinds:
-                return False
-            self._memory[:] = b"".join(values)  # type: ignore[index]
-        except (AttributeError, TypeError, ValueError, BufferError):
-            # These are no arrays, or some whose elements lie otherwise.
+            return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds[is_vector]
+        except AttributeError:
             return False
-        return True
 
 
-def _target(
-    block: StepBlock, is_vector: bool, place: tuple[NestedKey, Column, str, str]
-) -> tuple[Any, ...]:
-    """Returns the dtype and shape of a value that is copied as it is, where it goes, and more."""
-    key, column, *_ = place
-    target = block.columns[key]
-    if block.is_on_host and not is_vector:
-        target = target[0, ...]
-    if block.is_on_host and key in (REWARD, TERMINATED, TRUNCATED):
-        target = target[..., 0]
-    # Tensors are looked at one by one, as they may need gradients.
-    dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
-    dtypes = column.real_dtypes if block.is_on_host else frozenset()
-    numbers = frozenset() if is_vector else column.numbers
-    return dtype, tuple(target.shape), target, dtypes, numbers, place
+class _Target(NamedTuple):
+    """Where a value of a step goes, and which ones are copied there as they are."""
+
+    column: Any
+    kind: tuple[Any, tuple[int, ...]]
+    """Dtype and shape of arrays."""
+    dtypes: frozenset[Any]
+    """Others that NumPy converts, whatever is lost."""
+    numbers: frozenset[type]
+    """Types of plain numbers."""
+    read: Callable[[Any], Any]
+    """Makes a column of another value, or raises the error that says what is wrong with it."""
+
+    @classmethod
+    def of(
+        cls,
+        block: StepBlock,
+        is_vector: bool,
+        key: NestedKey,
+        column: Column,
+        argument: str,
+        label: str,
+    ) -> _Target:
+        """Describes where a field goes, of a layout's places."""
+        into = block.columns[key]
+        if block.is_on_host and not is_vector:
+            into = into[0, ...]
+        if block.is_on_host and key in (REWARD, TERMINATED, TRUNCATED):
+            into = into[..., 0]
+        shape = tuple(into.shape)
+
+        def read(value: Any) -> Any:
+            found = column.read(value, argument, label, is_vector)
+            return (as_array(found) if block.is_on_host else found).reshape(shape)
+
+        # Tensors are looked at one by one, as they may need gradients.
+        dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
+        dtypes = column.real_dtypes if block.is_on_host else frozenset()
+        numbers = frozenset() if is_vector else column.numbers
+        return cls(into, (dtype, shape), dtypes, numbers, read)
 
 
 def _host(flags: Any) -> NDArray[np.bool_]:

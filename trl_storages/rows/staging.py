@@ -5,7 +5,7 @@ Letters: n rows, W words of 8 bytes a row, E environments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,16 +106,9 @@ class StepBlock:
         layout: of a row.
         num_envs: E.
         device: where the values are.
-        first: fields that lie one after another then, before the others.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        num_envs: int,
-        device: torch.device,
-        first: Collection[NestedKey] = (),
-    ) -> None:
+    def __init__(self, layout: Layout, num_envs: int, device: torch.device) -> None:
         self.layout, self.device, self.num_envs = layout, device, num_envs
         self._is_by_field = backend(device).NewRows.reads_fields
         # `[E, W]` int64, and room for what aligns fields.
@@ -123,7 +116,7 @@ class StepBlock:
         self._memory = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._words = self._memory[: num_envs * layout.num_words].view(num_envs, -1)
         #: Key -> `[E, *shape]`.
-        self.views = self._by_field(first) if self._is_by_field else layout.views(self._words)
+        self.views = self._by_field() if self._is_by_field else layout.views(self._words)
         #: The same to put values into: arrays on the CPU, tensors elsewhere.
         self.columns: dict[NestedKey, Any] = self.views
         #: Whether the columns are arrays.
@@ -135,11 +128,9 @@ class StepBlock:
         self.lanes: list[int] | None = None
         self._rows_here = self._rows(device)
 
-    def _by_field(self, first: Collection[NestedKey]) -> dict[NestedKey, torch.Tensor]:
+    def _by_field(self) -> dict[NestedKey, torch.Tensor]:
         """Returns the fields, of which those of large elements come first so that all are aligned."""
-        fields = sorted(
-            self.layout.fields, key=lambda it: (it.key not in first, -it.dtype.itemsize)
-        )
+        fields = sorted(self.layout.fields, key=lambda it: -it.dtype.itemsize)
         views, start, memory = {}, 0, self._memory.view(torch.uint8)
         for field in fields:
             start += -start % field.dtype.itemsize
@@ -147,23 +138,6 @@ class StepBlock:
             views[field.key] = field.seen(values.view(self.num_envs, -1), self._words.shape[:1])
             start += field.num_bytes * self.num_envs
         return {key: views[key] for key in self.layout.keys}
-
-    def joined(self, keys: Sequence[NestedKey]) -> tuple[memoryview, list[int]] | None:
-        """Returns where some fields lie one after another, and which of them is which of the keys.
-
-        None is returned where they do not, or some lie otherwise than they are seen.
-        """
-        columns = [self.columns[key] for key in keys]
-        if not (self.is_on_host and all(it.flags.c_contiguous for it in columns)):
-            return None
-        starts = [it.ctypes.data - self._memory.data_ptr() for it in columns]
-        order = sorted(range(len(keys)), key=starts.__getitem__)
-        end = 0
-        for at in order:
-            if columns[at].size and starts[at] != end:
-                return None
-            end += columns[at].nbytes
-        return memoryview(self._memory.view(torch.uint8).numpy())[:end], order  # type: ignore[arg-type]
 
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
         """Puts the values of a field of some environments to where they belong."""
