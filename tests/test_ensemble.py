@@ -485,7 +485,7 @@ def test_goals_that_no_transform_writes():
 def test_samples_of_unequal_size():
     sequences = make(20, sample_unit=EpisodeSequence(3))
     with pytest.raises(
-        ValueError, match=r"equally many rows .* batches \[\[4\], \[12\]\] of \[4, 4\]"
+        ValueError, match=r"equally many rows .* \[4, 12\] rows of \[4, 4\] samples"
     ):
         ReplayStorageEnsemble(make(20), sequences, batch_size=8).sample()
     space = gymnasium.spaces.Box(-1, 1, (2,))
@@ -495,7 +495,7 @@ def test_samples_of_unequal_size():
     data = {"observation": torch.rand(2, 2), "action": torch.rand(2, 2)}
     data["next"] = {"observation": torch.rand(2, 2), "reward": torch.rand(2, 1), **flags}
     episodes.extend(TensorDict(data, [2]))
-    with pytest.raises(ValueError, match=r"one dimension, got batches \[\[2, 2\]\]"):
+    with pytest.raises(ValueError, match="EpisodeReplayStorage gives whole episodes"):
         ReplayStorageEnsemble(episodes, batch_size=2).sample()
 
 

@@ -28,7 +28,7 @@ from trl_storages.gym import GymRecorder, choices_of, transition_fields
 from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
-from trl_storages.rows import PackedStorage, RowView, stacked_observations
+from trl_storages.rows import PackedStorage, stacked_observations
 from trl_storages.samplers import (
     ERESampler,
     GoalMixture,
@@ -408,9 +408,12 @@ class EpisodeReplayStorage(UniformReplayStorage):
         batch = self._draw_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}
 
-    def _sample_part(self, batch_size: int) -> tuple[RowView | TensorDictBase, dict[str, Any]]:
-        found: tuple[TensorDictBase, dict[str, Any]] = self._sample(batch_size)
-        return found
+    def _sample_part(self, batch_size: int) -> NoReturn:
+        raise ValueError(
+            f"the storages of an ensemble must give rows, and {type(self).__name__} gives whole "
+            "episodes: pass ready-made storages of another kind, for parts of episodes with "
+            "sample_unit=EpisodeSequence(...)."
+        )
 
 
 class HERReplayStorage(UniformReplayStorage):

@@ -601,7 +601,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return rows.tensordict(), info
 
     @on_disk.intact
-    def _sample_part(self, batch_size: int) -> tuple[RowView | TensorDictBase, dict[str, Any]]:
+    def _sample_part(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
         """Samples a part of the batch of an ensemble, which is one with the other parts."""
         rows, info = self._drawn(batch_size)
         rows.gather()

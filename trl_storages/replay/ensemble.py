@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
-from trl_storages._torchrl import new_tensordict, set_entry
+from trl_storages._torchrl import set_entry
 from trl_storages.functional.draws import even_order, num_of_each
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.container import ReplayStorage
@@ -26,9 +26,6 @@ from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, 
 from trl_storages.signatures import Sealed, shown
 
 __all__ = ["ReplayStorageEnsemble"]
-
-#: Rows of one storage, as its transforms show them.
-Part: TypeAlias = RowView | TensorDictBase
 
 # What a sampler says of its rows, and what holds of rows that another sampler drew.
 _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -176,7 +173,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         generators = {storage._rng or torch.default_generator for storage in self._storages}
         states = [(generator, generator.get_state()) for generator in generators]
         progress = [progress_of_draws(storage.sampler) for storage in self._storages]
-        drawn: dict[int, Part] = {}
+        drawn: dict[int, RowView] = {}
         names = {keys.BUFFER_IDS}
         try:
             for number, count in enumerate(counts):
@@ -204,7 +201,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                     f"{len(storage)} rows and can't: write to it, or set its share to 0."
                 ) from error
 
-    def _draw(self, number: int, count: int) -> tuple[Part, dict[str, Any]]:
+    def _draw(self, number: int, count: int) -> tuple[RowView, dict[str, Any]]:
         """Draws from one storage, with weights that are not normalised."""
         storage, sampler = self._storages[number], self._prioritized[number]
         weights = nullcontext() if sampler is None else sampler.plain_weights()
@@ -212,7 +209,9 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         with storage._replay_lock, weights:
             return storage._sample_part(count)
 
-    def _joined(self, drawn: dict[int, Part], counts: list[int], names: set[str]) -> TensorDictBase:
+    def _joined(
+        self, drawn: dict[int, RowView], counts: list[int], names: set[str]
+    ) -> TensorDictBase:
         """Makes one batch of those of the storages, by their numbers.
 
         Args:
@@ -220,18 +219,19 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             counts: samples of each storage.
             names: of what the samplers said.
         """
-        parts = [*drawn.values()]
-        num_steps = _num_steps(parts, [count for count in counts if count])
-        said = [key for key in _WITHOUT if key in names and any(_has(part, key) for part in parts)]
-        for part in parts if said else ():
+        views = [*drawn.values()]
+        num_steps = _num_steps(views, [count for count in counts if count])
+        said = [key for key in _WITHOUT if key in names and any(key in view for view in views)]
+        for view in views if said else ():
             for key in said:
-                if not _has(part, key):
-                    part[key] = _WITHOUT[key](part[keys.INDEX])
-        order, ids = self._order_of(counts, num_steps, parts[0][keys.INDEX].device)
-        views = [part for part in parts if isinstance(part, RowView)]
-        batch = joined(views, order) if len(views) == len(parts) else None
+                if key not in view:
+                    view[key] = _WITHOUT[key](view[keys.INDEX])
+        order, ids = self._order_of(counts, num_steps, views[0][keys.INDEX].device)
+        batch = joined(views, order)
         if batch is None:
-            batch = self._joined_entries(drawn, order)
+            batch = _joined_entries(
+                {number: it.tensordict() for number, it in drawn.items()}, order
+            )
         set_entry(batch, keys.BUFFER_IDS, ids.clone())
         if keys.PRIORITY_WEIGHT in said:
             weight = batch.get(keys.PRIORITY_WEIGHT)
@@ -240,20 +240,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             number_of = torch.arange(sum(counts), device=sequence.device)
             batch.set(keys.SEQUENCE_ID, number_of.repeat_interleave(num_steps))
         return batch
-
-    def _joined_entries(self, drawn: dict[int, Part], order: torch.Tensor) -> TensorDict:
-        """Makes one batch of those of storages of any kind."""
-        batches = {
-            number: part.tensordict() if isinstance(part, RowView) else part
-            for number, part in drawn.items()
-        }
-        if differences := [*_differences(batches)]:
-            raise ValueError(
-                f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. "
-                "Let a transform of one storage leave it out (ExcludeTransform), add it or convert it "
-                "(DTypeCastTransform)."
-            )
-        return _join([*batches.values()], order)
 
     def _order_of(
         self, counts: list[int], num_steps: int, device: torch.device
@@ -391,40 +377,28 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
 
-def _join(parts: list[TensorDictBase], order: torch.Tensor) -> TensorDict:
-    """Returns the rows of all parts.
-
-    Args:
-        parts: `[*, ...]` with the rows of one storage each, of the same entries.
-        order: which of the rows, one part after another, stands where.
-    """
-    first, joined = parts[0], {}
-    for key, value in first.items():
-        values: list[Any] = [part.get(key) for part in parts]
-        is_nested = isinstance(value, TensorDictBase)
-        joined[key] = (
-            _join(values, order) if is_nested else torch.cat(values).index_select(0, order)
-        )
-    return new_tensordict(joined, torch.Size([len(order), *first.batch_size[1:]]), first.device)
-
-
-def _num_steps(parts: Sequence[Part], counts: Sequence[int]) -> int:
-    """Returns S, of parts that are so many samples each."""
-    sizes = [part.batch_size for part in parts]
-    rows = {
-        size[0] / count if len(size) == 1 else 0 for size, count in zip(sizes, counts, strict=True)
-    }
-    if len(rows) > 1 or 0 in rows:
+def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
+    """Returns S, of rows that are so many samples each."""
+    sizes = [len(view.slots) for view in views]
+    rows = {size / count for size, count in zip(sizes, counts, strict=True)}
+    if len(rows) > 1:
         raise ValueError(
-            "the storages of an ensemble must give equally many rows a sample, in one dimension, got "
-            f"batches {[list(size) for size in sizes]} of {[*counts]} samples: give all of them one "
-            "sample_unit, or none."
+            f"the storages of an ensemble must give equally many rows a sample, got {sizes} rows of "
+            f"{[*counts]} samples: give all of them one sample_unit, or none."
         )
     return int(rows.pop())
 
 
-def _has(part: Part, key: NestedKey) -> bool:
-    return key in (part if isinstance(part, RowView) else part.keys())
+def _joined_entries(batches: dict[int, TensorDictBase], order: torch.Tensor) -> TensorDictBase:
+    """Makes one batch of some that are not packed alike."""
+    if differences := [*_differences(batches)]:
+        raise ValueError(
+            f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Let a "
+            "transform of one storage leave it out (ExcludeTransform), add it or convert it "
+            "(DTypeCastTransform)."
+        )
+    found: TensorDictBase = torch.cat([*batches.values()])[order]
+    return found
 
 
 def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:
