@@ -227,7 +227,7 @@ def test_a_second_goal_that_is_not_drawn_is_the_desired_one():
 def test_goals_that_nobody_writes_are_refused_by_key():
     sampler = HERSampler(goal_key="actor_goal", base=HERSampler())
     buffer, _ = make_buffer(HISTORIES["lanes"], sampler, GoalRelabel(distance_reward))
-    with pytest.raises(RuntimeError, match=r"GoalRelabel\(reward_fn, goal_key='actor_goal'\)"):
+    with pytest.raises(RuntimeError, match=r"GoalRelabel\(None, goal_key='actor_goal'\)"):
         buffer.sample(4)
     buffer.append_transform(GoalRelabel(None, goal_key="actor_goal"))
     assert "actor_goal" in buffer.sample(4)
