@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import gymnasium
 import pytest
 from mktestdocs import check_md_file
 
 from tests.benchmarks import durability
 from tests.benchmarks.readme import PAGES, update, written
 from tests.benchmarks.results import Report
+from trl_storages import EpisodeSequence, HERReplayStorage, gym_reward
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -102,3 +104,20 @@ def test_what_is_promised_of_directories_is_what_tests_show():
     """Rows that were flushed, and nothing of those that were not."""
     text = " ".join((ROOT / "tutorials/what_to_know.md").read_text().split())
     assert "`flush()` has returned from is there after a loss of power at any later time" in text
+
+
+def test_what_a_batch_holds_is_listed():
+    env = gymnasium.make("BitFlipping-v0", n_bits=3)
+    options = {"n_step": 2, "alpha": 0.5, "sample_unit": EpisodeSequence(2), "batch_size": 6}
+    storage = HERReplayStorage.from_env(env, reward_fn=gym_reward(env), **options)
+    observation, _ = env.reset(seed=0)
+    after, *outcome = env.step(0)
+    storage.record(observation, 0, *outcome, after)
+    page = (ROOT / "tutorials/what_to_know.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| `(\[.*\])` \|", page, re.MULTILINE)
+    listed = {name: "1" in of for names, of in rows for name in re.findall("`(.*?)`", names)}
+    batch, stored = storage.sample(), storage.storage.layout.described
+    added = {
+        key: batch[key].ndim == 2 for key in list(batch.keys()) if key not in {*stored, "next"}
+    }
+    assert listed == added

@@ -78,11 +78,9 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     network, target = (QNetwork(spaces[0].shape[0], spaces[1].n) for _ in range(2))
     target.load_state_dict(network.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
-    storage = NStepReplayStorage(
-        *spaces,
+    storage = NStepReplayStorage.from_env(
+        envs,
         storage_size=50_000 // NUM_ENVS * NUM_ENVS,
-        num_envs=NUM_ENVS,
-        autoreset_mode=AutoresetMode.SAME_STEP,
         n_step=3,
         discount=DISCOUNT,
         batch_size=BATCH_SIZE,

@@ -68,17 +68,14 @@ def success_rate(envs: VectorEnv, agent: Agent, rounds: int) -> float:
 
 def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
     """Opens the rows of a run, or makes them."""
-    return HERReplayStorage(
-        envs.single_observation_space,
-        envs.single_action_space,
+    return HERReplayStorage.from_env(
+        envs,
         reward_fn=gym_reward(gymnasium.make(ENV)),
         goal_selection_strategy="future",
         num_goals=4,
         alpha=1.0,
         storage_size=steps,
-        num_envs=NUM_ENVS,
         batch_size=BATCH_SIZE,
-        autoreset_mode=AutoresetMode.DISABLED,
         path=path,
     )
 

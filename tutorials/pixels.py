@@ -77,9 +77,9 @@ class Catch(gymnasium.Env):
 
 def make_storage(agent: str, seed: int, size: int) -> NStepReplayStorage:
     """Makes a storage of stacks, or of the frames that they are made of."""
-    spaces = FrameStackObservation(Catch(), 4).observation_space, Catch.action_space
+    env = FrameStackObservation(Catch(), 4)
     options = {"batch_size": BATCH_SIZE, "n_step": N_STEP, "discount": DISCOUNT, **STORED[agent]}
-    return NStepReplayStorage(*spaces, storage_size=size, seed=seed, **options)
+    return NStepReplayStorage.from_env(env, storage_size=size, seed=seed, **options)
 
 
 def shifted(stacks: Tensor) -> Tensor:

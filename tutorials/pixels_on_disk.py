@@ -120,9 +120,8 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
     torch.manual_seed(arguments.seed)
     env, learner = FrameStackObservation(Catch(), FRAMES), Learner()
     rng = np.random.default_rng(arguments.seed)
-    storage = NStepReplayStorage(
-        env.observation_space,
-        env.action_space,
+    storage = NStepReplayStorage.from_env(
+        env,
         storage_size=arguments.storage_size,
         batch_size=64,
         n_step=3,

@@ -126,11 +126,9 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     spaces: tuple[Any, Any] = envs.single_observation_space, envs.single_action_space
     envs.action_space.seed(seed)
     agent = Agent(spaces[0].shape[0], spaces[1])
-    storage = UniformReplayStorage(
-        *spaces,
+    storage = UniformReplayStorage.from_env(
+        envs,
         storage_size=-(-steps // NUM_ENVS) * NUM_ENVS,
-        num_envs=NUM_ENVS,
-        autoreset_mode=mode,
         batch_size=BATCH_SIZE,
         seed=seed,
     )

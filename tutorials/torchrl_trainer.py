@@ -64,14 +64,12 @@ def make_env(bits: int, num_envs: int, seed: int) -> EnvBase:
 
 
 def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
-    return HERReplayStorage(
-        env.observation_spec,
-        env.action_spec,
+    return HERReplayStorage.from_env(
+        env,
         reward_fn=gym_reward(gymnasium.make("BitFlipping-v0", n_bits=budget.bits)),
         # In hindsight, an episode ends where its goal was reached.
         terminated_fn=lambda achieved, goal, _: (achieved == goal).all(dim=-1),
         storage_size=budget.frames,
-        num_envs=NUM_ENVS,
         batch_size=256,
         seed=seed,
     )
