@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import warnings
 import zlib
 
@@ -600,6 +601,7 @@ class TestRoom:
         assert os.system(f"mount -o remount,rw {disk}") == 0
         assert found(make(path, 2, SIZE)) == history.live
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc how much memory it has")
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_little_memory(self, closed):
         """Where the files can't be mapped, an error says so."""

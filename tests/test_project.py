@@ -49,7 +49,14 @@ def test_workflows_run_what_a_clone_is_checked_by():
     project = (ROOT / "pyproject.toml").read_text()
     oldest = re.search(r'requires-python = ">=(3\.\d+)"', project)[1]
     assert oldest == linux["strategy"]["matrix"]["python"][0]
-    assert macos["steps"][-1]["run"] == 'python -m pytest -m "not slow and not search"'
+    # Contributors are told the same, without the cores to use.
+    told = (ROOT / "CONTRIBUTING.md").read_text()
+    for job, chosen in (
+        (macos, '-m "not slow and not search"'),
+        (checks["jobs"]["searches"], "-m search"),
+    ):
+        assert job["steps"][-1]["run"] == f"python -m pytest -n 2 --dist worksteal {chosen}"
+        assert f"`pytest {chosen}`" in told
 
 
 def test_commits_are_checked_by_the_tools_of_the_environment():
