@@ -8,18 +8,18 @@ from disk.acts import write
 from disk.history import History
 from disk.moments import files_in, put_back
 from disk.power import cut_at_random, opens_after_cut
-from disk.rows import KINDS, abandon, found, make, stored_as
+from disk.rows import ALL_KINDS, abandon, found, make, stored_as
 
 
 @pytest.mark.requirement("persistence")
 @pytest.mark.parametrize("seed", range(12))
 def test_power_cut_twice(tmp_path, seed):
-    with stored_as([*KINDS][seed % len(KINDS)]):
+    with stored_as([*ALL_KINDS][seed % len(ALL_KINDS)]):
         assert cut_at_random(tmp_path, seed, num_acts=10, cuts=1) == 20
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("stored", KINDS, indirect=True)
+@pytest.mark.parametrize("stored", ALL_KINDS, indirect=True)
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_power_cut_again_and_again(tmp_path, stored, seed):
     """Two thousand hybrids of each kind."""

@@ -154,19 +154,53 @@ def test_more_than_there_is_room_for_at_once(tmp_path, written, num_steps):
     life, storage = Life(), make(tmp_path)
     for _ in range(written):
         life.step(storage)
-    steps = [(*life.rows[-1:], life.step(), life.rows[-1])[-1] for _ in range(num_steps)]
-    flags = torch.zeros(num_steps, 1, dtype=torch.bool)
-    stack, after = (torch.from_numpy(np.stack(it)) for it in zip(*steps, strict=True))
     reader = ReplayStorage.open(tmp_path, mode="r", batch_size=4)
-    outcome = dict.fromkeys(["done", "terminated", "truncated"], flags)
-    following = {"observation": after, "reward": flags.float(), **outcome}
-    rows = {"observation": stack, "action": flags[:, 0].long(), "next": following}
-    storage.extend(TensorDict(rows, [num_steps]))
+    write_at_once(life, storage, num_steps)
     assert reader.sample().batch_size == (4,)
     for held in (storage, reader):
         life.assert_held(held, 12)
     abandon(storage)
     life.assert_held(make(tmp_path), 12)
+
+
+def write_at_once(life, storage, num_steps, done_at=None):
+    for step in range(num_steps):
+        life.step(done=step == done_at)
+    steps = zip(*life.rows[-num_steps:], strict=True)
+    stack, after = (torch.from_numpy(np.stack(it)) for it in steps)
+    done = (torch.arange(num_steps) == done_at)[:, None] if done_at else torch.zeros(num_steps, 1)
+    outcome = {"done": done.bool(), "terminated": done.bool()}
+    outcome["truncated"] = torch.zeros(num_steps, 1, dtype=torch.bool)
+    reward = life.number - torch.arange(num_steps)[:, None].flip(0).float()
+    following = {"observation": after, "reward": reward, **outcome}
+    action = torch.zeros(num_steps, dtype=torch.int64)
+    rows = {"observation": stack, "action": action, "next": following}
+    storage.extend(TensorDict(rows, [num_steps]))
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("num_lost", [1, 3])
+@pytest.mark.parametrize("begun", [1, 2, 3, 4])
+def test_rows_that_only_lent_their_frames_come_back_whole(tmp_path, begun, num_lost, share_next):
+    """Of a write of more steps than there is room for, of which a power cut took the newest ones.
+
+    The rows before those that found room count then, where they are of an episode that is all there.
+    """
+    life, storage = Life(), make(tmp_path, share_next=share_next)
+    write_at_once(life, storage, 20)
+    write_at_once(life, storage, 30, done_at=30 - 12 - begun - 1)
+    words, cursor = storage.storage.directory.words, storage.episodes.host_steps.item()
+    words.marks[(cursor - 1 - torch.arange(num_lost)) % storage.episodes.ring_steps] = 0
+    abandon(storage)
+    with pytest.warns(RuntimeWarning, match="not whole"):
+        again = make(tmp_path, share_next=share_next)
+    found = len(again)
+    assert found >= 12 - num_lost - share_next
+    del life.rows[len(life.rows) - num_lost - share_next :]
+    life.assert_held(again, found)
+    newest = life.number - num_lost - share_next
+    rewards = again[:]["next", "reward"].squeeze(-1)
+    assert rewards.tolist() == list(range(newest - found + 1, newest + 1))
 
 
 @PADDINGS

@@ -27,6 +27,7 @@ from trl_storages import (
 )
 
 __all__ = [
+    "ALL_KINDS",
     "KINDS",
     "Found",
     "abandon",
@@ -68,6 +69,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"share_next": True},
     "frames": {"share_next": True, "fields": _STACKED},
 }
+#: With those that are tried more rarely.
+ALL_KINDS = {**KINDS, "stacks": {"fields": _STACKED}}
 #: How they are, in this process; see `stored_as`.
 kind = ["plain"]
 
@@ -143,7 +146,7 @@ def with_frames(
     block: TensorDict, storage: ReplayStorage, lanes: list[int] | None = None
 ) -> TensorDict:
     """Returns the next steps of some lanes, `[L, S]` or `[S]`, with stacks if rows have some."""
-    if kind[0] != "frames":
+    if "fields" not in ALL_KINDS[kind[0]]:
         return block.clone()
     one_lane = block.ndim == 1
     whole, episodes = block.unsqueeze(0) if one_lane else block, storage.episodes
@@ -229,7 +232,7 @@ def make(
     **options: Any,
 ) -> ReplayStorage:
     """A storage of `size` rows in a directory, new or as it was left."""
-    options = {**KINDS[kind[0]], **options}
+    options = {**ALL_KINDS[kind[0]], **options}
     sampler = PERSampler(size) if with_priorities else UniformSampler()
     return ReplayStorage(
         storage=PackedStorage(size, scratch_dir=path, **options),

@@ -198,12 +198,6 @@ class Directory:
             trajectories: likewise.
         """
         words, history, ring = self.words, self.description.history, index.ring
-        for block in blocks:
-            if block.num_steps > index.steps_per_lane:
-                # Of what found no room, the last frames are there.
-                firsts = index.host_tails.copy()
-                firsts[block.which] = index.host_steps[block.which] - block.num_steps
-                words.lend(index, history, firsts)
         for num_steps, lanes, *_ in blocks[:-1]:
             words.marked.seal(ring, history, num_steps, lanes, words.priorities)
         num_steps, lanes, *_ = blocks[-1]
@@ -338,8 +332,8 @@ class Directory:
             words = Words.create(self.path, new)
             fill(words)
             for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
-                words.marked.seal(index.ring, number, cursor - tail, [lane])
-            words.lend(index, number, np.zeros_like(index.host_tails))
+                num_steps = cursor - tail + old.past_steps if tail < cursor else 0
+                words.marked.seal(index.ring, number, num_steps, [lane])
             words.commits.publish_lanes(index.ring, number, write_count, trajectories)
             words.protect_tips(index.host_steps)
             words.flush()

@@ -16,7 +16,7 @@ import torch
 from trl_storages.disk.description import Description
 from trl_storages.disk.files import MappedWords, create_file
 from trl_storages.kernels import backend
-from trl_storages.kernels.marks import pack_marks, unpack_marks
+from trl_storages.kernels.marks import unpack_marks
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -278,31 +278,6 @@ class Words:
         return bool(tip > 0)
 
     # What rows are seen with
-
-    def lend(self, index: EpisodeIndex, history: int, firsts: np.ndarray) -> None:
-        """Gives marks to frames that lie before the oldest rows, which are seen with them.
-
-        Args:
-            index: of the rows.
-            history: of the marks.
-            firsts: `[E]` the steps before which they have some already.
-        """
-        if not (most := self._description.past_steps):
-            return
-        lane, tail = np.arange(index.num_envs), index.host_tails
-        oldest = torch.from_numpy(tail % index.ring_steps * index.num_envs + lane)
-        begins = index.ring.span(oldest)[:, 0]
-        step = torch.from_numpy(tail[:, None] - 1 - np.arange(most))
-        first = torch.maximum(begins, torch.from_numpy(firsts))
-        first = torch.where(
-            torch.from_numpy(tail < index.host_steps), first, torch.from_numpy(tail)
-        )
-        at, back = (step >= first[:, None]).nonzero().unbind(1)
-        step = step[at, back]
-        slots = step % index.ring_steps * index.num_envs + at
-        marks = pack_marks(history, step, step == begins[at], torch.tensor(False))
-        self.marks[slots, 1] = backend("cpu").checksums(self.rows[slots], marks, slots)
-        self.marks[slots, 0] = marks
 
     def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns the first step `[E]` with whose frame a live row is seen.

@@ -199,16 +199,16 @@ class Stacks:
             rows: that are written, with their newest frames.
             block: which of them are which steps.
         """
+        if self._is_in_ring:
+            return None
         episodes, (num_steps, _, order, _) = self._episodes, block
         lane = np.arange(episodes.num_envs)[block.which]
         cursor, tail = episodes.host_steps[lane], episodes.host_tails[lane]
         new_tail = cursor + num_steps - episodes.steps_per_lane
-        # In the ring they are already, but for those that find no room.
-        oldest = cursor if self._is_in_ring else tail
-        if (new_tail <= oldest).all():
+        if (new_tail <= tail).all():
             return None
         step = self._steps_before(new_tail)
-        which = (step >= oldest[:, None]) & (new_tail > oldest)[:, None]
+        which = (step >= tail[:, None]) & (new_tail > tail)[:, None]
         of_lane = np.broadcast_to(lane[:, None], step.shape)[which]
         ahead, step = (step - cursor[:, None])[which], step[which]
         device = self._past.device

@@ -117,20 +117,22 @@ class MarkedRows:
     ) -> None:
         """Gives the newest S steps of lanes, which were written, their checksums and marks."""
         lane = _written(ring, lanes).unsqueeze(1)
-        num_marked = min(num_steps, ring.steps_per_lane)
+        num_marked = min(num_steps, ring.steps_per_lane + self._past_steps)
         step = ring.cursors[lane] - num_marked + torch.arange(num_marked)
-        slots = step % ring.ring_steps * ring.num_envs + lane
-        first, last, is_finished = ring.span(slots).unbind(-1)
+        # Rows that are evicted already are of the oldest episode, or of none.
+        known = torch.maximum(step, ring.tails[lane])
+        slots, known = (it % ring.ring_steps * ring.num_envs + lane for it in (step, known))
+        first, last, is_finished = ring.span(known).unbind(-1)
         ends = (last == step) & (is_finished != 0)
         marks = pack_marks(history, step, first == step, ends)
+        is_one = step >= first.clamp(min=0)
+        newest, slots, marks = (slots[:, -1:], marks[:, -1:]), slots[is_one], marks[is_one]
         if self._values is not None:
-            for tips, some in ((False, slice(None)), (True, slice(-1, None))):
-                at, mark = slots[:, some].reshape(-1), marks[:, some].reshape(-1)
+            for tips, (at, mark) in ((False, (slots, marks)), (True, newest)):
+                at, mark = at.reshape(-1), mark.reshape(-1)
                 entries = self._named(at, ring.num_envs, tips=tips)
                 at, mark, entries = at[entries > 0], mark[entries > 0], entries[entries > 0]
                 self._values[entries, -1] = checksums(self._values[entries, :-1], mark, at)
-        marks = marks.reshape(-1)
-        slots = slots.reshape(-1)
         self._marks[slots, 1] = checksums(self._rows[slots], marks, slots)
         if priorities is not None:
             priorities.seal(slots, marks)

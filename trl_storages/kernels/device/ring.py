@@ -81,9 +81,9 @@ class Ring(RingTables):
             begins = begins | cut.to(self.device)
         step = cursor + torch.arange(num_steps, device=self.device)
         if table is not None:
-            # Of more than T steps, the last T find room.
-            compact = ~begins[:, -room:] if rows.is_compact else None
-            table.write(self, lanes, step, words[:, -room:], compact)
+            # Of more than R steps, the last R find room.
+            compact = ~begins[:, -self.ring_steps :] if rows.is_compact else None
+            table.write(self, lanes, step, words[:, -self.ring_steps :], compact)
         number = begun + begins.cumsum(1) - 1
         first_step = torch.where(begins, step, -1).cummax(1).values
         # Whether a row is the last of its episode among those written now.

@@ -168,8 +168,8 @@ class SharedTable(RowTable):
         compact: torch.Tensor | None = None,
     ) -> None:
         """Copies steps to where they belong, and links them to those before; see `RowTable.write`."""
-        touched = self._slots_of(steps[:, -ring.ring_steps :], lanes)
-        slots, shared = touched[:, -words.shape[1] :], self._sharing.shared_words
+        step, shared = steps[:, -ring.ring_steps :], self._sharing.shared_words
+        slots = self._slots_of(step, lanes)
         after, now = words[..., :shared], words[..., shared : 2 * shared]
         values, held = self.side.values[:, :shared], self.side.lanes[lanes]
         # A row that counts already stays as it is.
@@ -184,34 +184,27 @@ class SharedTable(RowTable):
             follows |= self._are_same(led_to, self.rows[newest, :shared]) & compact[:, 0]
         # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
         is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
-        # Where the next step finds no room its slot says so, without a row.
-        is_skipped = steps.shape[1] > ring.steps_per_lane
-        follows &= is_after & (not is_skipped)
+        follows &= is_after
         continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
         is_wanted = torch.cat([(~follows & is_after).unsqueeze(1), ~goes_on], 1) & is_new
 
-        step, bounds = steps[:, -ring.ring_steps :], held.unsqueeze(1).unbind(-1)
-        newest_step = ring.cursors[lanes].unsqueeze(1) - 1
+        bounds, newest_step = held.unsqueeze(1).unbind(-1), ring.cursors[lanes].unsqueeze(1) - 1
         lay = newest_step - (newest_step - step) % ring.ring_steps
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
         self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
-        old = self._header_of(touched.reshape(-1)).view(touched.shape)
+        old = self._header_of(slots.reshape(-1)).view(slots.shape)
         num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
         kept = torch.where(is_new, 0, old).to(self._headers.dtype)
         # In one line, as no error may part them: entries of rows that name them still would be given
         # up twice when this is done once more.
-        self._headers[touched], self.side.counts[NUM_FREE] = kept, num_free
+        self._headers[slots], self.side.counts[NUM_FREE] = kept, num_free
         entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
             :, -1
         ]
-        if is_skipped:
-            first = torch.where(is_new[:, 0], entries[:, 0] << ENTRY_BIT, old[:, 0])
-            self._set_headers(touched[:, 0], first)
-            entries[:, 0] = 0
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
-        headers = torch.where(is_new, headers, old[:, -words.shape[1] :]).reshape(-1)
+        headers = torch.where(is_new, headers, old).reshape(-1)
         self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)
 
     def _slots_of(self, steps: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ class MarkedRows:
         Args:
             ring: of M slots, that has taken them in.
             history: the number that the marks carry.
-            num_steps: S. Of more than T steps the last T found room.
+            num_steps: S. Of more than T steps those before the last T lend their frames at most.
             lanes: likewise.
             priorities: of the rows, which get the largest one, if they are kept.
             commits: where all lanes are committed then, as `Commits.publish_lanes` does; None where that
@@ -141,8 +141,8 @@ class MarkedRows:
             write_count: of the commit.
             trajectories: likewise.
         """
-        most_live, room = ring.steps_per_lane, ring.ring_steps
-        num_marked, written = min(num_steps, most_live), _written(ring, lanes)
+        num_marked = min(num_steps, ring.steps_per_lane + self._past_steps)
+        room, written = ring.ring_steps, _written(ring, lanes)
         words = _NO_WORDS if priorities is None else priorities._words
         table = self._rows, self._marks, self._values, self._headers, words
         commit: _Commit = _NO_COMMIT if commits is None else commits._arrays
@@ -493,13 +493,17 @@ def _mark(
     new = np.empty((len(written), num_steps), np.int64)
     largest = _largest(words, factors) if len(words) else 0
     for i in range(len(written)):
-        lane = written[i]
+        lane, tail = written[i], lanes[written[i], TAIL]
         first = lanes[lane, CURSOR] - num_steps
         place = first % room
         for s in range(num_steps):
             step, slot = first + s, place * len(lanes) + lane
             place = place + 1 if place + 1 < room else 0
-            entry = episode[slot]
+            # Rows that are evicted already are of the oldest episode, or of none.
+            entry = episode[slot if step >= tail else tail % room * len(lanes) + lane]
+            if step < max(spans[entry, FIRST], 0):
+                new[i, s] = 0
+                continue
             mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
             if spans[entry, FIRST] == step:
                 mark += BEGINS

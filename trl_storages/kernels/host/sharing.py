@@ -149,7 +149,6 @@ class SharedTable(RowTable):
         _, headers, sources = self._known
         _link(
             ring._arrays[2],
-            ring.steps_per_lane,
             ring.ring_steps,
             *given,
             rows.sources,
@@ -388,7 +387,6 @@ def _free_tip(headers: Any, lane: int, num_lanes: int, committed: int, room: int
 @compiled
 def _link(
     lanes: Any,
-    most_live: int,
     room: int,
     written: Any,
     num_steps: int,
@@ -419,7 +417,6 @@ def _link(
 
     Args:
         lanes: of the index before the write.
-        most_live: T.
         room: R.
         written: `[L]` the lanes.
         num_steps: S.
@@ -445,8 +442,8 @@ def _link(
         new: `[n]` the answer, the headers of the new rows.
     """
     num_lanes = len(lanes)
-    # Of more than T steps, the last T find room.
-    first = max(num_steps - most_live, 0)
+    # Of more than R steps, the last R find room.
+    first = max(num_steps - room, 0)
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
         start = (cursor + first) % room
@@ -458,7 +455,7 @@ def _link(
                 row = order[i, s] if order.size > 0 else i * num_steps + s
                 new[row] = headers[(cursor + s) % room * num_lanes + lane]
             continue
-        for step in range(cursor + max(num_steps - room, 0), cursor + num_steps):
+        for step in range(cursor + first, cursor + num_steps):
             slot, lay = step % room * num_lanes + lane, cursor - 1 - (cursor - 1 - step) % room
             if lay >= held[lane, OWNED] or step < held[lane, LINKED]:
                 _give_up(_entry_of(headers[slot]), free, counts)
@@ -482,16 +479,11 @@ def _link(
                 # What stands in the place of an unknown value is the row's own.
                 own = table.ctypes.data + newest * table.shape[1] * _WORD
                 continues = continues or are_same_bytes(before, own, shared_bytes)
-            # Where the next step finds no room its slot says so, without a row.
-            continues = continues and first == 0
             if not continues:
                 entry = _take_entry(free, counts)
                 copy_bytes(
                     values.ctypes.data + entry * values.shape[1] * _WORD, before, shared_bytes
                 )
-        if first > 0:
-            headers[cursor % room * num_lanes + lane] = entry << ENTRY_BIT
-            entry = 0
         for s in range(first, num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
             header = (entry << ENTRY_BIT) + (tip << TIP_BIT) + (CONTINUES if continues else 0)

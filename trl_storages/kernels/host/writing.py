@@ -314,7 +314,7 @@ def append_steps(
             spans[entry, LAST] = step
             spans[entry, FINISHED] = is_end
             goes_on = not is_end
-            slots[row] = slot if s + most_live >= num_steps else -1
+            slots[row] = slot if s + room >= num_steps else -1
             step += 1
             place = place + 1 if place + 1 < room else 0
         lanes[lane, CURSOR] = step
@@ -323,6 +323,10 @@ def append_steps(
         lanes[lane, TAIL] = max(lanes[lane, TAIL], step - most_live)
     if table.size > 0:
         put_rows(table, sources, slots)
+    # Those that are evicted already are in the ring for their frames alone.
+    for i in range(len(written)):
+        for s in range(num_steps - most_live):
+            slots[order[i, s] if order.size > 0 else i * num_steps + s] = -1
     return False
 
 
