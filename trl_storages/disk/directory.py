@@ -39,6 +39,9 @@ __all__ = ["Directory"]
 
 Found = TypeVar("Found")
 
+# Writes from one look at whether the directory is still there to the next.
+_MOST_BLIND = 64
+
 
 class Directory:
     """The files of a storage, held by the one process that writes them. Made by `create` and `open`.
@@ -57,6 +60,7 @@ class Directory:
         self.process = os.getpid()
         # Whether this writer has begun a history of its own.
         self._has_begun = False
+        self._num_blind = 0
 
     # Making and opening
 
@@ -247,11 +251,15 @@ class Directory:
 
         Raises:
             RuntimeError: this process may not write.
-            OSError: the disk is full. Nothing has changed then.
+            OSError: the disk is full, or the directory is gone, which is looked at from time to time.
+                Nothing has changed then.
         """
         self.check_writable()
         if not self._has_begun:
             self._begin(self.state)
+        elif self._num_blind >= _MOST_BLIND:
+            self._check_there()
+        self._num_blind += 1
 
     def _begin(self, state: State, tails: np.ndarray | None = None) -> None:
         """Begins a history after a state, of which the rows before `tails` are forgotten."""
@@ -268,6 +276,7 @@ class Directory:
                 "place: the rows are in this process alone, and end with it. Save them by "
                 "dumps(another path), and load them into a storage in another directory."
             )
+        self._num_blind = 0
 
     def _say(self, description: Description) -> None:
         self._check_there()

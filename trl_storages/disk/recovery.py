@@ -1,6 +1,7 @@
 """What counts of the rows in a directory that is opened, after a clean close, a kill or a loss of power.
 
-Letters: E lanes (environments), T live steps a lane at most, R ring steps.
+Letters: E lanes (environments), T live steps a lane at most, R ring steps, D steps before a row with
+whose frames it is seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from trl_storages.disk.description import Description
 from trl_storages.disk.words import State, Track, Words
-from trl_storages.kernels.marks import BEGINS, ENDS
+from trl_storages.kernels.marks import ENDS
 
 __all__ = ["are_whole", "recover"]
 
@@ -62,10 +63,8 @@ def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
         state: the commit.
     """
     place, newest = np.arange(len(steps))[:, None], state.cursors - 1
-    wanted, first = (
-        newest - (newest - place) % len(steps),
-        words.seen_from(state.tails, state.cursors),
-    )
+    wanted = newest - (newest - place) % len(steps)
+    first = words.seen_from(state.tails, state.cursors)
     are_there = bool(((wanted < first) | (steps == wanted)).all())
     return are_there and not len(words.unlinked(state.tails, state.cursors))
 
@@ -93,13 +92,13 @@ def _runs(
         run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
         if run is not None and words.side is not None:
             run = _with_tip(words, run, len(steps), lane)
-        if run is not None and description.past_steps:
-            run = _with_frames(words, run, steps, lane, description.past_steps)
         if run is not None:
             tails[lane], cursors[lane] = run
             last = (run[1] - 1) % len(steps) * len(cursors) + lane
             is_open[lane] = not words.marks[last, 0] & ENDS
     tails = np.maximum(tails, cursors - description.steps_per_lane)
+    tails = _with_frames(words, tails, cursors, steps, description.past_steps)
+    is_open[tails == cursors] = 0
     count = int(cursors.sum()) if committed is None else committed.write_count
     numbers = unknown if committed is None else committed.trajectories
     return State(description.history, count, cursors, tails, is_open, numbers)
@@ -124,30 +123,23 @@ def _with_tip(
 
 
 def _with_frames(
-    words: Words, run: tuple[int, int], steps: np.ndarray, lane: int, past_steps: int
-) -> tuple[int, int] | None:
-    """Returns a run from the oldest row on that is seen with frames which are all there.
+    words: Words, tails: np.ndarray, cursors: np.ndarray, steps: np.ndarray, past_steps: int
+) -> np.ndarray:
+    """Returns the oldest steps `[E]` from which on rows are seen with frames that are all there.
 
     Args:
         words: the files.
-        run: of the rows of a lane.
+        tails: `[E]` the oldest steps of the runs.
+        cursors: `[E]` the steps after the newest ones.
         steps: `[R, E]` as `Words.steps` finds them.
-        lane: which.
-        past_steps: with how many rows before it in its episode a row is seen.
+        past_steps: D.
     """
-    first, end = run
-    least = first
-    while first - least < past_steps and steps[(least - 1) % len(steps), lane] == least - 1 >= 0:
-        least -= 1
-    num_there = 0
-    for step in range(least, end):
-        slot = step % len(steps) * steps.shape[1] + lane
-        if words.marks[slot, 0] & BEGINS:
-            num_there = past_steps
-        if step >= first and num_there >= past_steps:
-            return step, end
-        num_there += 1
-    return None
+    before = tails - np.arange(1, past_steps + 1)[:, None]
+    found = np.take_along_axis(steps, before % len(steps), axis=0)
+    num_there = ((found == before) & (before >= 0)).cumprod(0).sum(0)
+    while (is_short := tails - words.seen_from(tails, cursors) > num_there).any():
+        tails, num_there = tails + is_short, num_there + is_short
+    return tails
 
 
 def _run(steps: np.ndarray, is_linked: np.ndarray, flushed: int) -> tuple[int, int] | None:

@@ -240,7 +240,7 @@ class Commits:
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
-        _publish(self._selector, self._tables, words.numpy(), self._factors)
+        _publish(*self._arrays, words.numpy())
 
     def publish_lanes(
         self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
@@ -258,7 +258,7 @@ class Commits:
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
         words = np.empty(self._tables.shape[1] - 1, np.int64)
-        is_whole = _read(self._selector, self._tables, words, self._factors)
+        is_whole = _read(*self._arrays, words)
         return torch.from_numpy(words) if is_whole else None
 
 
@@ -407,6 +407,19 @@ def _tip(header: int, lane: int, num_lanes: int) -> int:
     return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
 
 
+@inlined
+def _is_of(mark: int, step: int) -> bool:
+    """Returns whether a mark is of a row that is a step."""
+    return mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
+
+
+@inlined
+def _step_in(lanes: np.ndarray, room: int, lane: int, slot: int) -> int:
+    """Returns the newest step of a slot of a lane."""
+    newest = lanes[lane, CURSOR] - 1
+    return newest - (newest - slot // len(lanes)) % room
+
+
 @compiled
 def _checksums(
     rows: np.ndarray, marks: np.ndarray, slots: np.ndarray, factors: np.ndarray, out: np.ndarray
@@ -441,6 +454,23 @@ def _clear(
 
 
 @compiled
+def _publish(
+    selector: np.ndarray, tables: np.ndarray, factors: np.ndarray, words: np.ndarray
+) -> None:
+    number = selector[0] + 1
+    table = tables[number & 1]
+    if len(words) != len(table) - 1:
+        raise ValueError("as many words must be published as a table holds")
+    # What was written before is there before the words say so.
+    fenced()
+    table[: len(words)] = words
+    table[len(words)] = _checksum(words, number, number & 1, factors)
+    fenced()
+    selector[0] = number
+    fenced()
+
+
+@compiled
 def _publish_lanes(
     selector: np.ndarray,
     tables: np.ndarray,
@@ -450,23 +480,14 @@ def _publish_lanes(
     write_count: int,
     trajectories: np.ndarray,
 ) -> None:
-    number, num_lanes = selector[0] + 1, len(lanes)
-    table = tables[number & 1]
-    num_words = len(table) - 1
-    if 2 + 4 * num_lanes != num_words:
-        raise ValueError("as many words must be published as a table holds")
-    # What was written before is there before the words say so.
-    fenced()
-    table[0], table[1] = history, write_count
-    for lane in range(num_lanes):
-        table[2 + lane] = lanes[lane, CURSOR]
-        table[2 + num_lanes + lane] = lanes[lane, TAIL]
-        table[2 + 2 * num_lanes + lane] = lanes[lane, OPEN]
-        table[2 + 3 * num_lanes + lane] = trajectories[lane]
-    table[num_words] = _checksum(table[:num_words], number, number & 1, factors)
-    fenced()
-    selector[0] = number
-    fenced()
+    words = np.empty(2 + 4 * len(lanes), np.int64)
+    words[0], words[1] = history, write_count
+    for lane in range(len(lanes)):
+        words[2 + lane] = lanes[lane, CURSOR]
+        words[2 + len(lanes) + lane] = lanes[lane, TAIL]
+        words[2 + 2 * len(lanes) + lane] = lanes[lane, OPEN]
+        words[2 + 3 * len(lanes) + lane] = trajectories[lane]
+    _publish(selector, tables, factors, words)
 
 
 @compiled
@@ -592,8 +613,7 @@ def _hold(
         if past_steps > 0 and step >= lanes[lane, TAIL]:
             first = max(step - past_steps, spans[episode[slot], FIRST])
         while step >= first:
-            mark = marks[slot, 0]
-            if mark & PRESENT == 0 or (mark >> STEP_BIT) & _STEP_MASK != step:
+            if not _is_of(marks[slot, 0], step):
                 return False
             step -= 1
             slot = slot - len(lanes) if slot >= len(lanes) else slot - len(lanes) + len(marks)
@@ -626,38 +646,20 @@ def _flags(
                 owner += 1
             mark = marks[step % room * num_lanes + lane, 0]
             done[row], begins[row] = mark & ENDS != 0, mark & BEGINS != 0
-            is_right = mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
-            right[row] = is_right and owner >= 0 and mark >> HISTORY_BIT == histories[owner]
+            right[row] = (
+                _is_of(mark, step) and owner >= 0 and mark >> HISTORY_BIT == histories[owner]
+            )
             row += 1
 
 
 @compiled
-def _publish(
-    selector: np.ndarray, tables: np.ndarray, words: np.ndarray, factors: np.ndarray
-) -> None:
-    number = selector[0] + 1
-    table = tables[number & 1]
-    if len(words) != len(table) - 1:
-        raise ValueError("as many words must be published as a table holds")
-    # What was written before is there before the words say so.
-    fenced()
-    for k in range(len(words)):
-        table[k] = words[k]
-    table[len(words)] = _checksum(words, number, number & 1, factors)
-    fenced()
-    selector[0] = number
-    fenced()
-
-
-@compiled
-def _read(selector: np.ndarray, tables: np.ndarray, words: np.ndarray, factors: np.ndarray) -> bool:
+def _read(selector: np.ndarray, tables: np.ndarray, factors: np.ndarray, words: np.ndarray) -> bool:
     for _ in range(_MOST_TRIES):
         fenced()
         number = selector[0]
         fenced()
         table = tables[number & 1]
-        for k in range(len(words)):
-            words[k] = table[k]
+        words[:] = table[: len(words)]
         check = table[len(words)]
         if check == _checksum(words, number, number & 1, factors):
             return True
@@ -756,12 +758,10 @@ def _news(
         if len(known) and word == known[slot]:
             continue
         lane = slot % len(lanes)
-        newest = lanes[lane, CURSOR] - 1
-        step = newest - (newest - slot // len(lanes)) % room
+        step = _step_in(lanes, room, lane, slot)
         mark = marks[slot, 0]
         # A row that is not committed yet is found the next time.
-        there = mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
-        if there and step >= lanes[lane, TAIL]:
+        if _is_of(mark, step) and step >= lanes[lane, TAIL]:
             slots[num], found[num], bits[num] = slot, word, _opened(word, mark, factors)
             num += 1
     return slots[:num].copy(), found[:num].copy(), bits[:num].copy()
