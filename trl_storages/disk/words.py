@@ -303,13 +303,12 @@ class Words:
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """Returns the slots of steps of all lanes, from `[E]` on up to `[E]`."""
-        room, num_lanes = self._description.ring_steps, self._description.num_lanes
-        bounds = zip(firsts.tolist(), ends.tolist(), strict=True)
-        slots = [
-            torch.arange(first, max(first, end)) % room * num_lanes + lane
-            for lane, (first, end) in enumerate(bounds)
-        ]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *slots])
+        counts = np.maximum(ends - firsts, 0)
+        lane = np.repeat(np.arange(len(counts)), counts)
+        # Of each lane from its first step on.
+        step = np.arange(len(lane)) + (firsts - counts.cumsum() + counts)[lane]
+        slots = step % self._description.ring_steps * len(counts) + lane
+        return torch.from_numpy(slots)
 
     # What is there
 

@@ -319,13 +319,12 @@ class PriorityWords:
     def renew(
         self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes in rows that were written, and drops those that were evicted since `tails`."""
+        """Takes in rows that were sealed, and drops those that were evicted since `tails`."""
         priority = table.renew(slots)
         if priority < 0:
             return priority, slots[:0]
         written = slots[slots >= 0]
         table.generations[written] = self.generations(written)
-        self.put(written, priority.expand(len(written)))
         first = torch.maximum(torch.from_numpy(tails), ring.cursors - ring.ring_steps)
         lane, step = _lanes_and_steps(first, torch.maximum(ring.tails, first))
         evicted = step % ring.ring_steps * ring.num_envs + lane

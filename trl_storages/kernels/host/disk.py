@@ -302,7 +302,7 @@ class PriorityWords:
     def renew(
         self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
     ) -> tuple[float, torch.Tensor]:
-        """Takes in rows that were written, with the largest priority, and drops those that were evicted.
+        """Takes in rows that were sealed, with the largest priority, and drops those that were evicted.
 
         Args:
             table: of M slots. Rows get it there, and the number that `generations` has for them.
@@ -314,16 +314,8 @@ class PriorityWords:
             the priority that they got, -1 where a slot is not below M, and nothing has changed; and the
             slots of rows that were written and that were dropped, one after another.
         """
-        priority, touched = _renew(
-            *table._arrays,
-            self._words,
-            self._marks,
-            slots.numpy(),
-            ring._arrays[2],
-            ring.ring_steps,
-            tails,
-            self._factors,
-        )
+        known = ring._arrays[2], ring.ring_steps
+        priority, touched = _renew(*table._arrays, self._marks, slots.numpy(), *known, tails)
         return float(priority), torch.from_numpy(touched)
 
     def news(
@@ -706,13 +698,11 @@ def _renew(
     priorities: np.ndarray,
     generations: np.ndarray,
     largest: np.ndarray,
-    words: np.ndarray,
     marks: np.ndarray,
     slots: np.ndarray,
     lanes: np.ndarray,
     room: int,
     tails: np.ndarray,
-    factors: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     num_lanes, num_evicted = len(lanes), 0
     for i in range(len(slots)):
@@ -723,14 +713,11 @@ def _renew(
         num_evicted += max(lanes[lane, TAIL] - first, 0)
     touched = np.empty(len(slots) + num_evicted, np.int64)
     touched[: len(slots)] = slots
-    given = np.empty(1, np.float32)
-    given[0] = largest[0] if largest[0] > 0 else np.float32(1)
-    bits = np.int64(given.view(np.uint32)[0])
+    given = largest[0] if largest[0] > 0 else np.float32(1)
     for i in range(len(slots)):
         slot = slots[i]
         if slot >= 0:
-            priorities[slot], generations[slot] = given[0], _generation(marks[slot, 0])
-            words[slot] = _sealed(bits, marks[slot, 0], factors)
+            priorities[slot], generations[slot] = given, _generation(marks[slot, 0])
     row = len(slots)
     for lane in range(num_lanes):
         # Where the writer has come around meanwhile, other rows lie.
@@ -738,7 +725,7 @@ def _renew(
             touched[row] = step % room * num_lanes + lane
             priorities[touched[row]] = ABSENT
             row += 1
-    return given[0], touched
+    return given, touched
 
 
 @compiled
