@@ -191,13 +191,14 @@ class SharedTable(RowTable):
         bounds, newest_step = held.unsqueeze(1).unbind(-1), ring.cursors[lanes].unsqueeze(1) - 1
         lay = newest_step - (newest_step - step) % ring.ring_steps
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
-        self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
         old = self._header_of(slots.reshape(-1)).view(slots.shape)
         num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
         kept = torch.where(is_new, 0, old).to(self._headers.dtype)
         # In one line, as no error may part them: entries of rows that name them still would be given
         # up twice when this is done once more.
         self._headers[slots], self.side.counts[NUM_FREE] = kept, num_free
+        # Not before: those that are no row's own yet would be given up as well.
+        self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
         entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
