@@ -193,7 +193,7 @@ class Stacks:
         return self._table.find_breaks(self._episodes.ring, rows, block)
 
     def evicted(self, rows: NewRows, block: Block) -> Evicted | None:
-        """Returns the frames that become the past with a write; None if there are none.
+        """Returns the frames that become the past with a write; None if there are none, or they stay.
 
         Args:
             rows: that are written, with their newest frames.

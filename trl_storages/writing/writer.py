@@ -424,7 +424,6 @@ class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
             for block in blocks:
                 directory.begin(episodes, block)
         for frames in evicted:
-            # In the place of frames with which rows are seen that count until the directory begins.
             storage.stacks.keep(frames)
         for block in blocks:
             if not is_packed:
