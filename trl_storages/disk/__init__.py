@@ -44,7 +44,8 @@ by the slot after them if there is no row: a reader may not have heard of it yet
 
 Rows that hold single frames are seen with those of up to D rows before them in their episode. So S is
 larger by D, and the D steps before the oldest live row of a lane stay in the ring until it is evicted:
-they are checked, followed and recovered with it. A row whose frames are not all whole does not count.
+they are checked, followed and recovered with it, and written whole by a write of more than T steps, since
+a loss of power may make them count again. A row whose frames are not all whole does not count.
 
 Readers map the same files. They follow the tables, draw, gather, and look at the marks once more: a row
 that was not there while it was read is drawn anew. A tip is read only while its row is the newest that
