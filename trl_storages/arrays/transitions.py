@@ -88,6 +88,13 @@ class Transitions:
         fields: Mapping[NestedKey, Field] | None = None,
     ) -> None:
         data = as_dictionary(argument, data)
+        if float_dtype is not None:
+            what = "a torch.dtype or None"
+            arguments.instance("float_dtype", float_dtype, torch.dtype, what=what)
+            if not float_dtype.is_floating_point:
+                raise ValueError(
+                    f"float_dtype must be a dtype of floating point, got {float_dtype}."
+                )
         if isinstance(ends, str):
             if ends not in (names := may_be_flags(data)):
                 raise KeyError(

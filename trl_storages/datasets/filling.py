@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
@@ -27,9 +27,9 @@ __all__ = [
     "Block",
     "Recipe",
     "blocks_of",
-    "checked_dtype",
     "filled",
     "grouped",
+    "info_at",
 ]
 
 #: A class of ready-made storages, or a function that is called like one.
@@ -67,19 +67,23 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def checked_dtype(value: Any) -> torch.dtype | None:
-    """Returns what float64 entries become, or None.
+def info_at(argument: str, infos: Any, key: NestedKey) -> Any:
+    """Returns an entry of the infos of a step, or of an episode.
 
     Raises:
-        TypeError: it is no dtype.
-        ValueError: it is none of floating point.
+        KeyError: it is missing; the message lists what there is.
     """
-    if value is None:
-        return None
-    dtype = arguments.instance("float_dtype", value, torch.dtype, what="a torch.dtype or None")
-    if not dtype.is_floating_point:
-        raise ValueError(f"float_dtype must be a dtype of floating point, got {dtype}.")
-    return dtype
+    value = infos
+    for name in key_path(key):
+        if name == "next":
+            continue
+        if not isinstance(value, Mapping) or name not in value:
+            raise KeyError(
+                f"{argument} must have the infos of info_keys, and {key!r} is missing; "
+                f"there are {sorted(infos or {})}."
+            )
+        value = value[name]
+    return value
 
 
 def filled(
@@ -109,6 +113,7 @@ def filled(
         TypeError: the recipe makes no `ReplayStorage`.
         ValueError: the longest episode does not fit, or the storage holds rows already.
     """
+    progress = arguments.flag("progress", progress)
     recipe = arguments.function("recipe", recipe, "that makes a storage, such as HERReplayStorage")
     if "num_envs" in options:
         raise TypeError(

@@ -16,12 +16,7 @@ from trl_storages.arrays import Transitions
 from trl_storages.arrays.names import ROLE_OF, as_dictionary, likely_ends
 from trl_storages.arrays.transitions import GoalOf
 from trl_storages.callers import warn_caller
-from trl_storages.datasets.filling import (
-    Recipe,
-    blocks_of,
-    checked_dtype,
-    filled,
-)
+from trl_storages.datasets.filling import Recipe, blocks_of, filled
 from trl_storages.keys import leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
@@ -88,7 +83,6 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
-    float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
     goal_fn = arguments.optional(arguments.function, "goal_fn", goal_fn, "of observations")
     if isinstance(data, Sequence) and not isinstance(data, str):
         data, path_ends = join_paths(data)

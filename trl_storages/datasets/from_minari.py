@@ -5,7 +5,7 @@ Letters: T steps of an episode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,7 @@ from tensordict import NestedKey
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.datasets.filling import (
-    Block,
-    Recipe,
-    checked_dtype,
-    filled,
-    grouped,
-)
+from trl_storages.datasets.filling import Block, Recipe, filled, grouped, info_at
 from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.gym.fields import transition_fields
 from trl_storages.keys import REWARD, key_path
@@ -54,7 +48,6 @@ def from_minari(
         ImportError: the name of a dataset is given, and Minari is not installed.
         KeyError, TypeError, ValueError: as in `from_arrays`.
     """
-    float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
     if isinstance(dataset, str):
         dataset = minari_module("from_minari").load_dataset(dataset)
     if not hasattr(dataset, "iterate_episodes"):
@@ -118,15 +111,7 @@ def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
         "truncations": episode.truncations,
     }
     for key in info_keys:
-        names = key_path(key)
-        values = episode.infos
-        for name in names[1:] if names[0] == "next" else names:
-            if not isinstance(values, Mapping) or name not in values:
-                raise KeyError(
-                    f"dataset must have the infos of info_keys, and {key!r} is missing; there are "
-                    f"{sorted(episode.infos or {})}."
-                )
-            values = values[name]
+        values = info_at("dataset", episode.infos, key)
         # The first are those of the reset.
-        path["/".join(names)] = values[len(values) - len(episode.rewards) :]
+        path["/".join(key_path(key))] = values[len(values) - len(episode.rewards) :]
     return path

@@ -14,7 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.datasets.filling import Recipe, blocks_of, checked_dtype, filled
+from trl_storages.datasets.filling import Recipe, blocks_of, filled, info_at
 from trl_storages.gym.fields import transition_fields
 from trl_storages.keys import REWARD, key_path
 from trl_storages.recipes import UniformReplayStorage
@@ -56,7 +56,6 @@ def from_stable_baselines3(
         TypeError: it is no such buffer.
         ValueError: the buffer is empty, or as in `from_arrays`.
     """
-    float_dtype, progress = checked_dtype(float_dtype), arguments.flag("progress", progress)
     if missing := [name for name in _PARTS if not hasattr(buffer, name)]:
         raise TypeError(
             "buffer must be a ReplayBuffer, DictReplayBuffer or HerReplayBuffer of Stable-Baselines3, "
@@ -133,20 +132,6 @@ def _lane(buffer: Any, order: np.ndarray, lane: int, infos: list[NestedKey]) -> 
             "copy_info_dict=True; leave info_keys out."
         )
     for key in infos:
-        data["/".join(key_path(key))] = _info(key, buffer.infos[order, lane])
+        values = [info_at("buffer", info, key) for info in buffer.infos[order, lane]]
+        data["/".join(key_path(key))] = np.asarray(values)
     return data
-
-
-def _info(key: NestedKey, infos: Any) -> np.ndarray:
-    names = [name for name in key_path(key) if name != "next"]
-    values = []
-    for info in infos:
-        value = info
-        for name in names:
-            if not isinstance(value, Mapping) or name not in value:
-                raise KeyError(
-                    f"buffer must have the info {key!r} of every step; there are {sorted(info)}."
-                )
-            value = value[name]
-        values.append(value)
-    return np.asarray(values)
