@@ -1,11 +1,12 @@
-"""Entries that stand for those of other rows, beside a list of rows: masks, windows, every storage."""
+"""Goals of other rows, beside a list of rows: masks, windows, every storage."""
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
-from trl_storages import EpisodeWriter, FrameStack, PackedStorage, ReplayStorage
+from trl_storages import EpisodeWriter, FrameStack, GoalRelabel, PackedStorage, ReplayStorage
+from trl_storages.keys import goal_entries
 from trl_storages.rows import RowView, stored_fields
 
 NUM_STEPS, CAPACITY, EPISODE = 45, 30, 7
@@ -38,6 +39,8 @@ def history(width):
         {
             **root,
             "desired_goal": wanted,
+            "coarse": wanted.double() - 0.25,
+            "picture": 255 - root["pixels"],
             "action": step,
             "next": TensorDict(following, [NUM_STEPS]),
         },
@@ -93,6 +96,13 @@ def view(storage, slots):
     return RowView(stored_fields(storage, slots), {"index": slots})
 
 
+def lend(seen, lenders, mask, *, goal=GOAL, achieved="achieved_goal"):
+    """Shows rows with what other rows achieved where a mask holds."""
+    for key, drawn in zip(goal_entries(goal), (lenders, mask), strict=True):
+        seen[key] = drawn
+    GoalRelabel(None, goal_key=goal, achieved_goal_key=achieved).replay(seen)
+
+
 def expected(rows, slots, lenders, mask, *, source=ACHIEVED, keys=GOALS):
     """What is seen of rows `[B]` or `[n, B]`, one by one."""
     wanted = rows[slots].clone()
@@ -104,7 +114,8 @@ def expected(rows, slots, lenders, mask, *, source=ACHIEVED, keys=GOALS):
 
 
 def assert_same(batch, wanted):
-    assert {*batch.keys(True, True)} - {"index"} == {*wanted.keys(True, True)}
+    drawn = {"index", *goal_entries(GOAL), *goal_entries("coarse"), *goal_entries("picture")}
+    assert {*batch.keys(True, True)} - drawn == {*wanted.keys(True, True)}
     for key in wanted.keys(True, True):
         assert batch[key].dtype is wanted[key].dtype, key
         assert torch.equal(batch[key], wanted[key]), key
@@ -114,13 +125,12 @@ def test_rows_with_what_is_lent(stored):
     storage, rows = stored
     slots, lenders, mask = drawn(0)
     seen = view(storage, slots)
-    loan = seen.lend(GOALS, lenders, ACHIEVED, mask)
+    lend(seen, lenders, mask)
     window = torch.stack([slots, (slots + 1) % CAPACITY])
     for further in (seen.at(window), seen.at(slots)):
         wanted = expected(rows, further.slots, lenders, mask)
         for key in (*GOALS, "action", ACHIEVED, PIXELS):
             assert torch.equal(further[key], wanted[key]), key
-    assert torch.equal(seen.lent(loan)[mask], rows[lenders[mask]][ACHIEVED])
     batch = seen.tensordict()
     assert_same(batch, expected(rows, slots, lenders, mask))
     batch.apply_(torch.zeros_like)
@@ -132,7 +142,7 @@ def test_what_follows_is_lent_too(stored):
     slots, lenders, mask = drawn(1)
     last = (slots + 2) % CAPACITY
     seen = view(storage, slots)
-    seen.lend(GOALS, lenders, ACHIEVED, mask)
+    lend(seen, lenders, mask)
     seen.follow(last, reason="rows were folded")
     wanted = expected(rows, slots, lenders, mask)
     wanted["next"] = expected(rows, last, lenders, mask)["next"]
@@ -140,27 +150,31 @@ def test_what_follows_is_lent_too(stored):
     assert_same(seen.tensordict(), wanted)
 
 
-def test_two_loans(stored):
-    """The second one is of rows as the first one shows them."""
+def test_two_goals(stored):
+    """One that rows do not hold is the desired one, as it was drawn, where none was drawn for it."""
     storage, rows = stored
     slots, lenders, mask = drawn(2)
     _, others, again = drawn(3)
     seen = view(storage, slots)
-    seen.lend([NEXT_GOAL], lenders, ACHIEVED, mask)
-    seen.lend([GOAL], others, NEXT_GOAL, again)
-    wanted = expected(rows, slots, lenders, mask, keys=[NEXT_GOAL])
-    for at in again.nonzero().view(-1):
-        given = rows[lenders[at]][ACHIEVED] if mask[at] else rows[others[at]][NEXT_GOAL]
-        wanted[GOAL][at] = given
-    assert_same(seen.tensordict(), wanted)
+    lend(seen, lenders, mask)
+    lend(seen, others, again, goal="second")
+    wanted = expected(rows, slots, lenders, mask)
+    seconds = wanted.clone()
+    for key in GOALS:
+        seconds[key][again] = rows[others[again]][ACHIEVED]
+    wanted["second"], wanted["next", "second"] = seconds[GOAL], seconds[NEXT_GOAL]
+    seen["second_index"] = seen["second_mask"] = torch.zeros(40)
+    batch = seen.tensordict().exclude("second_index", "second_mask")
+    assert_same(batch, wanted)
 
 
 def test_stacks_can_be_lent(stored):
     storage, rows = stored
     slots, lenders, mask = drawn(4)
     seen = view(storage, slots)
-    seen.lend([PIXELS], lenders, NEXT_PIXELS, mask)
-    wanted = expected(rows, slots, lenders, mask, source=NEXT_PIXELS, keys=[PIXELS])
+    lend(seen, lenders, mask, goal="picture", achieved="pixels")
+    wanted = expected(rows, slots, lenders, mask, source=NEXT_PIXELS, keys=["picture"])
+    wanted["next", "picture"] = wanted["picture"]
     assert_same(seen.tensordict(), wanted)
 
 
@@ -168,8 +182,8 @@ def test_another_dtype(stored):
     storage, rows = stored
     slots, lenders, mask = drawn(5)
     seen = view(storage, slots)
-    seen.lend([("next", "coarse")], lenders, ACHIEVED, mask)
-    wanted = expected(rows, slots, lenders, mask, keys=[("next", "coarse")])
+    lend(seen, lenders, mask, goal="coarse")
+    wanted = expected(rows, slots, lenders, mask, keys=["coarse", ("next", "coarse")])
     assert_same(seen.tensordict(), wanted)
 
 
@@ -178,7 +192,7 @@ def test_rows_that_were_read_before(stored):
     slots, lenders, mask = drawn(6)
     seen = view(storage, slots)
     assert torch.equal(seen[GOAL], rows[slots][GOAL])
-    seen.lend(GOALS, lenders, ACHIEVED, mask)
+    lend(seen, lenders, mask)
     assert_same(seen.tensordict(), expected(rows, slots, lenders, mask))
 
 
@@ -188,14 +202,14 @@ def test_rules_around_a_loan(stored):
     slots, lenders, mask = drawn(7)
     seen = view(storage, slots)
     seen.define(["before"], lambda some, key: {key: some[GOAL] * 2})
-    seen.lend(GOALS, lenders, ACHIEVED, mask)
+    lend(seen, lenders, mask)
     seen.define([ACHIEVED, GOAL], lambda some, key: {key: some[key] + 1})
     wanted = expected(rows, slots, lenders, mask).set("before", rows[slots][GOAL] * 2)
     for key in (ACHIEVED, GOAL):
         wanted[key] += 1
     assert_same(seen.tensordict(), wanted)
     again = view(storage, slots)
-    again.lend(GOALS, lenders, ACHIEVED, mask)
+    lend(again, lenders, mask)
     again.define([GOAL], lambda some, key: {key: some[GOAL] + 1})
     wanted = expected(rows, slots, lenders, mask)
     wanted[GOAL] += 1
@@ -206,19 +220,19 @@ def test_nobody_lends(stored):
     storage, rows = stored
     slots, lenders, mask = drawn(8)
     seen = view(storage, slots)
-    seen.lend(GOALS, lenders, ACHIEVED, torch.zeros_like(mask))
+    lend(seen, lenders, torch.zeros_like(mask))
     assert_same(seen.tensordict(), rows[slots])
 
 
-@pytest.mark.parametrize("source", ["observation", "missing"])
-def test_what_does_not_fit(stored, source):
+@pytest.mark.parametrize("achieved", ["observation", "missing"])
+def test_what_does_not_fit(stored, achieved):
     storage, _ = stored
     slots, lenders, mask = drawn(9)
 
     def lent():
         seen = view(storage, slots)
-        seen.lend(GOALS, lenders, source, mask)
+        lend(seen, lenders, mask, achieved=achieved)
         return seen.tensordict()
 
-    with pytest.raises((ValueError, KeyError), match=r"shape \[3\]|no field .missing"):
+    with pytest.raises((ValueError, KeyError), match=r"shape \[3\]|no field .*missing"):
         lent()

@@ -209,22 +209,22 @@ class TestFold:
         from trl_storages.rows import fields
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
-        reads, read_field = [], fields.read_field
+        reads, read_fields = [], fields.read_fields
         name = "gather" if storage_type is PackedStorage else "get"
         gathers, gather = [], getattr(storage_type, name)
 
         def spy(storage, slots, wanted):
-            reads.append((wanted, tuple(slots.shape)))
-            return read_field(storage, slots, wanted)
+            reads.append(([*wanted], tuple(slots.shape)))
+            return read_fields(storage, slots, wanted)
 
         def gather_and_note(storage, *slots):
             gathers.extend(tuple(each.shape) for each in slots[:2])
             return gather(storage, *slots)
 
-        monkeypatch.setattr(fields, "read_field", spy)
+        monkeypatch.setattr(fields, "read_fields", spy)
         monkeypatch.setattr(storage_type, name, gather_and_note)
         buffer.sample(16)
-        assert reads == [(("next", "reward"), (10, 16))]
+        assert reads == [([("next", "reward")], (10, 16))]
         # The sampled rows, and the last of each window.
         assert gathers == [(16,), (16,)]
 

@@ -109,6 +109,28 @@ def test_what_is_defined_is_so_for_further_rows_too(storage):
     assert_same(rows.tensordict(), wanted.set(REWARD, wanted[REWARD] * 2 + bonus))
 
 
+def test_what_further_rows_need_is_gathered_together(storage):
+    """Through rules as well, but for what was set or defined in the place of it."""
+    rows, asked = view(storage), []
+    rows.define(
+        [REWARD], lambda seen, _: {REWARD: seen[REWARD] + seen[NEXT][..., :1]}, reads=[REWARD, NEXT]
+    )
+    rows.define(
+        ["both"], lambda seen, key: {key: seen[REWARD] * seen["mark"]}, reads=[REWARD, "mark"]
+    )
+    rows["mark"] = torch.ones(3, 1)
+    window = torch.stack([SLOTS, SLOTS + 1])
+    if isinstance(storage, PackedStorage):
+        read = storage.read
+        storage.read = lambda slots, keys: asked.append({*keys}) or read(slots, keys)
+    further = rows.at(window, ["both", "observation"])
+    wanted = expected(storage, window)
+    assert torch.equal(further["both"], (wanted[REWARD] + wanted[NEXT][..., :1]) * wanted["mark"])
+    assert torch.equal(further["observation"], wanted["observation"])
+    if isinstance(storage, PackedStorage):
+        assert asked == [{REWARD, NEXT, "mark", "observation"}]
+
+
 def test_what_is_set_or_defined_last_stays(storage):
     """A rule for several entries, asked for one of them, leaves the others to those that came later."""
     rows = view(storage)
@@ -173,9 +195,9 @@ def test_only_what_is_wanted_is_read():
             super().__init__(*args)
             self.fields, self.batches = [], 0
 
-        def _field(self, slots, key):
-            self.fields.append(key)
-            return super()._field(slots, key)
+        def read(self, slots, keys):
+            self.fields += keys
+            return super().read(slots, keys)
 
         def gather(self, *slots):
             self.batches += 1

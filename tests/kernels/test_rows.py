@@ -38,17 +38,16 @@ def test_whole_rows(kernels, shape, num_words):
 
 @BACKENDS
 @pytest.mark.parametrize("num_rows", [0, 40])
-@pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize("spans", [[], [(0, 8, 8)], [(3, 9, 1), (8, 1200, 30), (8, 40, 30)]])
-def test_rows_that_others_lend_some_bytes(kernels, num_rows, has_mask, spans):
+def test_rows_that_others_lend_some_bytes(kernels, num_rows, spans):
     rows, slots = random_rows(0, 20, 300), random_slots(1, (num_rows,), 20)
-    out, mask = random_rows(2, num_rows, 200), random_slots(3, (num_rows,), 20) > 0
+    out = random_rows(2, num_rows, 200)
     before = bits(out).numpy().copy()
-    spans = np.array(spans, np.int64).reshape(-1, 3)
-    kernels.RowTable(rows).copy_into(out, slots, spans, mask if has_mask else None)
+    spans = np.array([(*span, 1600) for span in spans], np.int64).reshape(-1, 4)
+    kernels.RowTable(rows).copy_into(out, slots, spans)
     for row in range(num_rows):
         expected = before[row]
-        for start, to, size in spans if mask[row] or not has_mask else ():
+        for start, to, size, _ in spans:
             expected[to : to + size] = bits(rows)[slots[row], start : start + size]
         np.testing.assert_array_equal(bits(out)[row].numpy(), expected)
 
@@ -59,8 +58,11 @@ def test_rows_that_others_lend_some_bytes(kernels, num_rows, has_mask, spans):
 def test_a_field(kernels, dtype, shape):
     rows = random_rows(0, 20, 16) & 0x0101010101010101  # bytes that are bool as well
     slots, start = random_slots(1, (4, 2), 20), 16
-    picked = kernels.RowTable(rows).pick_field(slots, start, dtype, shape)
-    size = torch.Size(shape).numel() * dtype.itemsize
+    shape = torch.Size(shape)
+    fields = [(8, torch.int64, torch.Size([1])), (start, dtype, shape)]
+    words, picked = kernels.RowTable(rows).pick_fields(slots, fields)
+    assert torch.equal(words, rows[slots][..., 1:2])
+    size = shape.numel() * dtype.itemsize
     expected = rows.numpy().view(np.uint8)[slots.numpy(), start : start + size]
     assert (picked.dtype, picked.shape) == (dtype, (4, 2, *shape))
     np.testing.assert_array_equal(bits(picked).reshape(4, 2, size).numpy(), expected)
@@ -73,7 +75,7 @@ def test_a_slot_beyond_the_rows(kernels, slot):
     with pytest.raises(IndexError):
         table.pick(torch.tensor([0, slot]))
     with pytest.raises(IndexError):
-        table.pick_field(torch.tensor([slot]), 0, torch.int64, (1,))
+        table.pick_fields(torch.tensor([slot]), [(0, torch.int64, torch.Size([1]))])
 
 
 @BACKENDS
@@ -129,7 +131,8 @@ def test_on_a_simulated_gpu(simulated_gpu):
     slots = torch.zeros(4, dtype=torch.int64, device=simulated_gpu)
     places, words = np.array([[0, 40]]), table.pick(slots)
     table.put(slots, device.NewRows([words], places, 4, 5, None, simulated_gpu))
-    assert table.pick_field(slots, 8, torch.float32, (3,)).shape == (4, 3)
+    [field] = table.pick_fields(slots, [(8, torch.float32, torch.Size([3]))])
+    assert field.shape == (4, 3)
     weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
     rewards = torch.ones(2, 4, device=simulated_gpu)
     assert device.fold(rewards, slots + 1, weights, torch.float32).shape == (4,)

@@ -1,7 +1,7 @@
 """Where the rows live."""
 
 from trl_storages.rows.entries import Nested, Structure, nested_sizes, tensors_of
-from trl_storages.rows.fields import Loan, StoredFields, read_fields, stored_fields
+from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
 from trl_storages.rows.frames import FrameStack, stacked_observations
 from trl_storages.rows.layout import Field, Layout
 from trl_storages.rows.packed import PackedStorage, check_writable, files_of
@@ -17,7 +17,6 @@ __all__ = [
     "Field",
     "FrameStack",
     "Layout",
-    "Loan",
     "Moved",
     "Nested",
     "PackedStorage",

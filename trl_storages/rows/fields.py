@@ -6,10 +6,8 @@ Letters: B samples, N rows.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -21,73 +19,16 @@ from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
 from trl_storages.rows.views import nest
 
-if TYPE_CHECKING:
-    from trl_storages.rows.row_view import RowView
-
 __all__ = [
     "BatchedFields",
     "FollowingFields",
-    "Loan",
     "StoredFields",
-    "read_field",
     "read_fields",
     "stored_fields",
 ]
 
 # Shorter rows are gathered as a whole at the first question: it costs about as much as one field.
 _SHORT = 4096  # bytes
-
-
-@dataclass(eq=False)
-class Loan:
-    """An entry of other rows, which stands for some of these where a mask holds.
-
-    Attributes:
-        lenders: `[B]` the other rows.
-        source: their entry, `[B, *G]`.
-        mask: `[B]` bool.
-        keys: the entries that it stands for.
-    """
-
-    lenders: RowView
-    source: NestedKey
-    mask: torch.Tensor
-    keys: tuple[NestedKey, ...]
-
-    @cached_property
-    def value(self) -> torch.Tensor:
-        """`[B, *G]` what is lent, also where the mask does not hold."""
-        return self.lenders[self.source]
-
-    def __call__(self, seen: RowView, key: NestedKey) -> Mapping[NestedKey, torch.Tensor]:
-        """Returns one of the entries, as a rule does."""
-        return {key: self.over(seen[key])}
-
-    def over(self, stored: torch.Tensor) -> torch.Tensor:
-        """Returns an entry with what is lent.
-
-        Args:
-            stored: `[B, *G]` or `[n, B, *G]`, as it is seen without.
-
-        Raises:
-            TypeError: what is lent is floating, the entry is not.
-            ValueError: they differ in shape.
-        """
-        value = self.value
-        if value.dtype is not stored.dtype:
-            if value.is_floating_point() and not stored.is_floating_point():
-                raise TypeError(
-                    "the desired goal must be floating, as the achieved goal is "
-                    f"({value.dtype}), got {stored.dtype}: goals that were reached would be truncated."
-                )
-            value = value.to(stored.dtype)
-        shape = stored.shape[stored.ndim - value.ndim + 1 :]
-        if value.shape[1:] != shape:
-            raise ValueError(
-                f"the achieved goal must have the desired goal's shape {list(shape)}, got "
-                f"{list(value.shape[1:])}."
-            )
-        return torch.where(self.mask.view(-1, *(1,) * (value.ndim - 1)), value, stored)
 
 
 class StoredFields(dict[NestedKey, torch.Tensor]):
@@ -105,9 +46,6 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         device: likewise.
         following: likewise.
     """
-
-    #: What the rows are gathered with, if anything.
-    loan: Loan | None = None
 
     def __init__(
         self,
@@ -134,18 +72,16 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
             return storage.layout.keys  # type: ignore[union-attr]
         return _names_of(storage._storage)
 
-    def further(self, slots: torch.Tensor) -> StoredFields:
-        """Returns other rows of the storage, of which only some fields are wanted."""
-        return _SingleFields(self.storage, slots.to(self.storage.device), self.device)
+    def further(self, slots: torch.Tensor, keys: Collection[NestedKey] = ()) -> StoredFields:
+        """Returns other rows of the storage, with these fields gathered together."""
+        rows = _SingleFields(self.storage, slots.to(self.storage.device), self.device)
+        if keys:
+            rows.read(rows.slots, keys)
+        return rows
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with what lies under `next` of others."""
-        rows = type(self)(self.storage, self.slots, self.device, slots)
-        rows.loan = self.loan
-        return rows
-
-    def lend(self, loan: Loan) -> None:
-        """Takes a loan, if the rows are gathered as a whole, together with what is lent."""
+        return type(self)(self.storage, self.slots, self.device, slots)
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -167,18 +103,10 @@ class _WholeRows(StoredFields):
         self.update(layout.views(block))
         return self[key]
 
-    def lend(self, loan: Loan) -> None:
-        if self._block is None and len(self.storage.layout.lending(loan.source, loan.keys)):
-            self.loan = loan
-
     def packed(self) -> tuple[Layout, torch.Tensor]:
-        storage, loan, lent = self.storage, self.loan, None
         if self._block is None:
-            if loan is not None:
-                spans = storage.layout.lending(loan.source, loan.keys)
-                lent = loan.lenders.slots, spans, loan.mask.to(storage.device)
-            self._block = storage.gather(self.slots, self.following, lent)
-        return storage.layout, self._block
+            self._block = self.storage.gather(self.slots, self.following)
+        return self.storage.layout, self._block
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout, block = self.packed()
@@ -195,11 +123,15 @@ class _SingleFields(StoredFields):
             return self._read_stacks(key)
         if self.following is not None and key[0] == "next":
             slots = self.following
-        field = read_field(storage, slots, key)
-        if field.device != self.device:
-            field = field.to(self.device, non_blocking=True)
-        self[key] = field
-        return field
+        self.read(slots, [key])
+        return self[key]
+
+    def read(self, slots: torch.Tensor, keys: Collection[NestedKey]) -> None:
+        """Gathers fields of rows, which are these or those that lend what lies under `next`."""
+        found = read_fields(self.storage, slots, keys)
+        if slots.device != self.device:
+            found = {key: it.to(self.device, non_blocking=True) for key, it in found.items()}
+        self.update(found)
 
     def _read_stacks(self, key: NestedKey) -> torch.Tensor:
         """Reads a stack together with that under `next`, which is of the same frames but one."""
@@ -305,34 +237,31 @@ def stored_fields(
 
 
 def read_fields(
-    storage: TensorStorage, index: torch.Tensor, keys: Iterable[NestedKey]
+    storage: TensorStorage, index: torch.Tensor, keys: Collection[NestedKey]
 ) -> dict[NestedKey, torch.Tensor]:
-    """Gathers some fields of a storage, key by key; see `read_field`."""
-    return {key: read_field(storage, index, key) for key in keys}
-
-
-def read_field(storage: TensorStorage, index: torch.Tensor, key: NestedKey) -> torch.Tensor:
-    """Gathers a field of a storage, whether its rows are packed or TorchRL's own.
+    """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
 
     Args:
         storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
         index: int64 slots of any shape B.
-        key: the field.
+        keys: the fields.
 
     Returns:
-        `[*B, *shape]` in new memory.
+        key -> `[*B, *shape]` in new memory.
 
     Raises:
         KeyError: there is no such field; the message lists those that are there.
     """
     if isinstance(storage, PackedStorage):
-        return storage._field(index, key)
+        return storage.read(index, keys)
     data: TensorDictBase = storage._storage
-    column = data.get(key, None)
-    if column is None:
-        raise _no_field(key, data)
-    picked = column.index_select(0, index.reshape(-1))
-    found: torch.Tensor = picked if index.ndim == 1 else picked.view(index.shape + column.shape[1:])
+    found = {}
+    for key in keys:
+        column = data.get(key, None)
+        if column is None:
+            raise _no_field(key, data)
+        picked = column.index_select(0, index.reshape(-1))
+        found[key] = picked.view(index.shape + column.shape[1:])
     return found
 
 

@@ -75,6 +75,11 @@ class Field:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize
 
+    @cached_property
+    def place(self) -> tuple[int, torch.dtype, torch.Size]:
+        """How a table of rows is asked for it."""
+        return self.start_byte, self.dtype, self.shape
+
     def seen(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
         """Sees elements as they lie in rows as values, `[*batch, *shape]`."""
         return flat.view(batch + self.shape) if self.stack is None else self.as_stacks(flat, batch)
@@ -178,22 +183,21 @@ class Layout:
             self._stored = Views(stored, self.stored_nbytes, nested)
         self._dtypes = [field.dtype for field in self.fields]
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
-        self._lending: dict[Any, np.ndarray] = {}
         # The shapes of a batch like the last one that was written.
         self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
     @cached_property
     def rooted(self) -> np.ndarray:
-        """`[n, 3]` int64, the spans of what does not lie under `next` and is no stack."""
+        """`[n, 4]` int64, the spans of what does not lie under `next` and is no stack."""
         return self._spans(it for it in self.framed.fields if it.key[0] != "next")
 
     @cached_property
     def following(self) -> np.ndarray:
-        """`[n, 3]` int64, the spans of what lies under `next` and is no stack."""
+        """`[n, 4]` int64, the spans of what lies under `next` and is no stack."""
         return self._spans(it for it in self.framed.fields if it.key[0] == "next")
 
     def _spans(self, frames: Iterable[Field]) -> np.ndarray:
-        """Returns where fields lie in a framed row and in one as it is seen, and their bytes.
+        """Returns how `RowTable.copy_into` copies fields of framed rows into rows as they are seen.
 
         Neighbours in both are one span.
         """
@@ -206,27 +210,8 @@ class Layout:
             if spans and (start - spans[-1][0], to - spans[-1][1]) == (spans[-1][2],) * 2:
                 spans[-1][2] += size
             else:
-                spans.append([start, to, size])
-        return np.array(spans, np.int64).reshape(-1, 3)
-
-    def lending(self, source: NestedKey, keys: tuple[NestedKey, ...]) -> np.ndarray:
-        """Returns the spans by which one field of a row stands for others of another row.
-
-        Returns:
-            `[n, 3]` int64; none where bytes of the one are not those of the others.
-
-        Raises:
-            KeyError: there is no such field.
-        """
-        spans = self._lending.get((source, keys))
-        if spans is None:
-            one, others = self.field(source), [self.field(key) for key in keys]
-            start, kind = self.framed.field(source).start_byte, (one.dtype, one.shape)
-            found = [(start, it.start_byte, it.num_bytes) for it in others]
-            if any(it.stack or (it.dtype, it.shape) != kind for it in (one, *others)):
-                found = []
-            self._lending[source, keys] = spans = np.array(found, np.int64).reshape(-1, 3)
-        return spans
+                spans.append([start, to, size, self.row_nbytes])
+        return np.array(spans, np.int64).reshape(-1, 4)
 
     @cached_property
     def implied(self) -> np.ndarray:

@@ -6,14 +6,13 @@ Letters: N rows, W words of 8 bytes a row, B batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl import torchrl_logger
@@ -727,25 +726,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Whether batches are wanted on another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
-    def gather(
-        self,
-        slots: torch.Tensor,
-        following: torch.Tensor | None = None,
-        lent: tuple[torch.Tensor, np.ndarray, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
         """Copies rows to where batches are wanted.
 
         Args:
             slots: `[*B]` int64.
             following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
                 themselves.
-            lent: what further rows lend to `[B]` slots, over that: rows `[B]`, spans, and a mask, as
-                `RowTable.copy_into` takes them.
 
         Returns:
             `[*B, W]` int64 in new memory.
         """
-        self.note(slots, following, None if lent is None else lent[0])
+        self.note(slots, following)
         table: RowTable = self.table  # type: ignore[assignment]
         is_sent_away = self.is_sent_away
         is_pinned = is_sent_away and self.device.type == "cpu"
@@ -754,12 +746,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         else:
             spans = self.layout.following  # type: ignore[union-attr]
             block = table.pick(slots, following, spans, pin_memory=is_pinned)
-        if lent is not None:
-            table.copy_into(block, *lent)
         return block.to(self.out_device, non_blocking=True) if is_sent_away else block
 
-    def read(self, index: torch.Tensor, keys: Iterable[NestedKey]) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some fields only.
+    def read(
+        self, index: torch.Tensor, keys: Collection[NestedKey]
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Gathers some fields only, in less time together than one by one.
 
         Args:
             index: int64 slots of any shape B.
@@ -771,16 +763,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError: there is no such field.
         """
-        arguments.slots("index", index)
-        return {key: self._field(index, key) for key in keys}
-
-    def _field(self, slots: torch.Tensor, key: NestedKey) -> torch.Tensor:
-        """Gathers a field, see `read`."""
-        self.note(slots)
-        field = self.layout.framed.field(key)  # type: ignore[union-attr]
-        if key in self.layout.stacks:  # type: ignore[union-attr]
-            return self.stacks.read(self.table, slots, [key])[key]  # type: ignore[union-attr, arg-type]
-        return self.table.pick_field(slots, field.start_byte, field.dtype, field.shape)  # type: ignore[union-attr]
+        self.note(arguments.slots("index", index))
+        layout: Layout = self.layout  # type: ignore[assignment]
+        places = {key: layout.framed.field(key).place for key in keys if key not in layout.stacks}
+        fields = self.table.pick_fields(index, places.values())  # type: ignore[union-attr]
+        found = dict(zip(places, fields, strict=True))
+        if stacks := [key for key in keys if key in layout.stacks]:
+            found |= self.stacks.read(self.table, index, stacks)  # type: ignore[union-attr, arg-type]
+        return found
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draws for TorchRL's samplers: live rows only, whatever the lanes' fill."""

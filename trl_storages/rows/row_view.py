@@ -13,15 +13,16 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows.fields import BatchedFields, FollowingFields, Loan, StoredFields
+from trl_storages.rows.fields import BatchedFields, FollowingFields, StoredFields
 
 __all__ = ["RowView", "Rule", "joined"]
 
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-#: How an entry is seen, given how all were seen before; without a rule it was set for one batch.
-_Light: TypeAlias = "tuple[Rule | None, _Lights]"
+#: How an entry is seen, given how all were seen before, and what that takes; without a rule it was set
+#: for one batch.
+_Light: TypeAlias = "tuple[Rule | None, _Lights, Collection[NestedKey]]"
 _Lights: TypeAlias = Mapping[NestedKey, _Light]
 
 _AS_STORED: _Lights = {}
@@ -87,15 +88,13 @@ class RowView:
         light = self._lights.get(key)
         if light is None:
             return self._stored[key]
-        rule, before = light
+        rule, before, _ = light
         if rule is None:
             raise RuntimeError(
                 f"{key!r} was set for the sampled rows, but is wanted of further rows too: the transform "
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        if rule is self._stored.loan:
-            return self._stored[key]
         if self._following is not None and key[0] == "next":
             return self._following[key]
         seen = RowView(self._stored, None, before)
@@ -108,7 +107,7 @@ class RowView:
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
         """Sets an entry of the rows, `[*B, ...]` on `device`."""
         self._entries[key] = value
-        self._lights = {**self._lights, key: (None, self._lights)}
+        self._lights = {**self._lights, key: (None, self._lights, ())}
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries or key in self._lights or key in self._stored.names()
@@ -117,7 +116,9 @@ class RowView:
         """Returns the keys of all entries, stored or not."""
         return tuple(dict.fromkeys((*self._stored.names(), *self._lights, *self._entries)))
 
-    def define(self, keys: Collection[NestedKey], rule: Rule) -> None:
+    def define(
+        self, keys: Collection[NestedKey], rule: Rule, *, reads: Collection[NestedKey] = ()
+    ) -> None:
         """Shows entries in another light, for these rows and for further ones.
 
         Args:
@@ -125,8 +126,9 @@ class RowView:
             rule: returns one of them when it is asked for, and perhaps others that come along. It is
                 given rows as they are seen now, these or further ones `[n, B]` of each sample, to which
                 what is known of the samples broadcasts; and which entry is asked for.
+            reads: entries that it asks for, so that those of further rows are gathered together.
         """
-        light = rule, self._lights
+        light = rule, self._lights, reads
         self._lights = lights = {**self._lights}
         for key in keys:
             lights[key] = light
@@ -137,46 +139,22 @@ class RowView:
         """Returns whether an entry is seen in another light than it is stored in."""
         return key in self._lights
 
-    def lend(
-        self,
-        keys: Collection[NestedKey],
-        slots: torch.Tensor,
-        source: NestedKey,
-        mask: torch.Tensor,
-    ) -> Loan:
-        """Shows entries as one of other rows where a mask holds, for these rows and for further ones.
-
-        Args:
-            keys: the entries.
-            slots: `[B]` int64, a row for each of these, which is seen as it is now.
-            source: its entry.
-            mask: `[B]` bool, for which of these it is.
-        """
-        loan = Loan(self.at(slots), source, mask, tuple(keys))
-        if not self._lights:
-            # Otherwise somebody may ask how entries were before.
-            self._stored.lend(loan)
-        self.define(keys, loan)
-        return loan
-
-    def lent(self, loan: Loan) -> torch.Tensor:
-        """Returns what is lent, `[B, *G]`; what it is where the mask does not hold is not said."""
-        return self._stored[loan.keys[-1]] if self._stored.loan is loan else loan.value
-
     # Further rows
 
-    def at(self, slots: torch.Tensor) -> RowView:
+    def at(self, slots: torch.Tensor, keys: Collection[NestedKey] = ()) -> RowView:
         """Looks at further rows as these are seen.
 
         Args:
             slots: `[B]` or `[n, B]` int64: rows of each sample, on the device of the storage.
+            keys: entries that are wanted for certain, so that what they take is gathered together.
 
         Raises:
             RuntimeError: a transform has run that shows the sampled rows only.
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        return RowView(self._stored.further(slots), None, self._lights)
+        stored = self._stored.further(slots, _stored_for(keys, self._lights))
+        return RowView(stored, None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
         """Lets what lies under `next` be that of other rows.
@@ -192,7 +170,7 @@ class RowView:
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
         stored = self._stored.followed_by(slots)
-        for key, (rule, _) in self._lights.items():
+        for key, (rule, *_) in self._lights.items():
             if key[0] == "next" and rule is None:
                 raise KeyError(
                     f"{key!r} was set for the sampled rows and can't be read from later ones: put the "
@@ -240,6 +218,17 @@ class RowView:
         stored = self._stored
         self._stored = BatchedFields(stored.storage, stored.slots, stored.device)
         self._stored.batch, self._entries = batch, {}
+
+
+def _stored_for(keys: Collection[NestedKey], lights: _Lights) -> set[NestedKey]:
+    """Returns what is read of the rows themselves for entries that are seen in such lights."""
+    found: set[NestedKey] = set()
+    for key in keys:
+        if (light := lights.get(key)) is None:
+            found.add(key)
+        else:
+            found |= _stored_for(light[2], light[1])
+    return found
 
 
 def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:

@@ -183,7 +183,7 @@ class Stacks:
         lenders = slots.reshape(-1) if lent is None else lent
         for (start, size), later in zip(newest, after, strict=True):
             if later is not None:
-                spans = np.array([[start, later.shape[1] - size, size]])
+                spans = np.array([[start, later.shape[1] - size, size, later.stride(0)]])
                 table.copy_into(later, lenders, spans)
 
     # Writing

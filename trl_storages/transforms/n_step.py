@@ -142,13 +142,17 @@ class NStep(ReplayTransform):
         """Replaces what lies under `next`, and returns how many rows were folded, as the rewards are."""
         # Past `length` the window repeats the last row.
         window, length = rows.episodes.windows(rows.slots, self.n_steps)
-        length, further = length.to(rows.device), rows.at(window)
+        length = length.to(rows.device)
         if self.reward_key not in rows:
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
                 f"{sorted(rows.keys(), key=str)}. Name it by NStep(reward_key=...), as "
                 "('next', 'agents', 'reward') of several agents."
             )
+        ends = rows.is_defined(self.terminated_key)
+        agent_done = self._agent_done_key(rows)
+        wanted = [self.reward_key, self.terminated_key if ends else None, agent_done]
+        further = rows.at(window, [key for key in wanted if key is not None])
         rewards, last = further[self.reward_key], window[-1]
         size = rewards.shape[1:]
         if len(size) == 1:
@@ -157,11 +161,10 @@ class NStep(ReplayTransform):
                 f"{[*size]}: store reward.unsqueeze(-1)."
             )
         # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
-        if rows.is_defined(self.terminated_key):
+        if ends:
             terminated = self._like(further, self.terminated_key, (*size[:1], 1))
             length = window_length(length, terminated)
             last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
-        agent_done = self._agent_done_key(rows)
         length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))

@@ -18,7 +18,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
-from trl_storages.rows import Loan, RowView, files_of, read_fields
+from trl_storages.rows import RowView, files_of, read_fields
 from trl_storages.signatures import shown
 from trl_storages.transforms.base import ReplayTransform
 
@@ -155,33 +155,40 @@ class GoalRelabel(ReplayTransform):
                 f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage, with the HERSampler "
                 "of other goals, if there is one, as base= of it."
             )
-        slots, mask = rows[self._index_key], rows[self._mask_key]
+        mask = rows[self._mask_key]
+        goals = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
         written, following = self._written
+        # A goal of its own is the desired one where it was neither stored nor drawn.
         stored = self._written if written in rows else self._desired
+        before = dict(zip(self._written, stored, strict=True))
         shown = self._written if stored[1] in rows else (written,)
-        if written not in rows:
-            # A goal of its own is the desired one where it was neither stored nor drawn.
-            before = dict(zip(self._written, stored, strict=True))
-            rows.define(shown, lambda seen, key: {key: seen[before[key]]})
-        goals = rows.lend(shown, slots, self.next_achieved_goal_key, mask)
+        rows.define(shown, lambda seen, key: {key: _lent(goals, mask, seen[before[key]])})
         if len(shown) == 1:
             # Such rows pursue one goal throughout.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
-            rows.define((self.reward_key,), lambda seen, _: self._rewards(seen, goals))
+            reads = self.next_achieved_goal_key, self.reward_key, *self.info_keys
+            rows.define(
+                (self.reward_key,), lambda seen, _: self._rewards(seen, goals, mask), reads=reads
+            )
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
-            rows.define(flags, lambda seen, _: self._flags(seen, goals))
+            reads = self.next_achieved_goal_key, self.truncated_key, *flags, *self.info_keys
+            rows.define(flags, lambda seen, _: self._flags(seen, goals, mask), reads=reads)
 
-    def _rewards(self, seen: RowView, goals: Loan) -> dict[NestedKey, torch.Tensor]:
+    def _rewards(
+        self, seen: RowView, goals: torch.Tensor, mask: torch.Tensor
+    ) -> dict[NestedKey, torch.Tensor]:
         computed = self._ask("reward_fn", self.reward_fn, seen, goals)  # type: ignore[arg-type]
         stored = _one_a_row(seen, self.reward_key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
             stored, computed = stored.to(dtype), computed.to(dtype)
-        return {self.reward_key: torch.where(goals.mask.unsqueeze(-1), computed, stored)}
+        return {self.reward_key: torch.where(mask.unsqueeze(-1), computed, stored)}
 
-    def _flags(self, seen: RowView, goals: Loan) -> dict[NestedKey, torch.Tensor]:
+    def _flags(
+        self, seen: RowView, goals: torch.Tensor, mask: torch.Tensor
+    ) -> dict[NestedKey, torch.Tensor]:
         terminated = self._ask("terminated_fn", self.terminated_fn, seen, goals)  # type: ignore[arg-type]
         if terminated.dtype is not torch.bool:
             # A reward of -1 or a distance would be true nearly everywhere.
@@ -189,19 +196,22 @@ class GoalRelabel(ReplayTransform):
                 f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
                 "`distance < 0.05`."
             )
-        done, mask = terminated | seen[self.truncated_key], goals.mask.unsqueeze(-1)
+        done, mask = terminated | seen[self.truncated_key], mask.unsqueeze(-1)
         flags = {self.terminated_key: terminated, self.done_key: done}
         return {key: torch.where(mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()}
 
-    def _ask(self, name: str, function: GoalFunction, seen: RowView, goals: Loan) -> torch.Tensor:
+    def _ask(
+        self, name: str, function: GoalFunction, seen: RowView, goals: torch.Tensor
+    ) -> torch.Tensor:
         """Returns what a goal function says of all rows, `[*B, 1]`."""
         achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
-        goal, infos = seen.lent(goals), {key: seen[key] for key in self.info_keys}
+        infos = {key: seen[key] for key in self.info_keys}
         if len(batch) > 1:
             # The function sees one flat batch, however many rows of a transition there are.
-            achieved, goal = achieved.flatten(0, 1), goal.expand(achieved.shape).flatten(0, 1)
+            goals = goals.expand(achieved.shape).flatten(0, 1)
+            achieved = achieved.flatten(0, 1)
             infos = {key: info.flatten(0, 1) for key, info in infos.items()}
-        return _judge(name, function, achieved, goal, infos).reshape(*batch, 1)
+        return _judge(name, function, achieved, goals, infos).reshape(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with stored rewards: on rows as they are, they must be equal.
@@ -306,6 +316,24 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     infos = {key: rows[key] for key in relabel.info_keys}
     computed = _judge("reward_fn", relabel.reward_fn, achieved, desired, infos)  # type: ignore[arg-type]
     return computed.reshape(-1, 1)
+
+
+def _lent(goals: torch.Tensor, mask: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Returns desired goals `[*n, B, *G]` with those of other rows `[B, *G]` where a mask `[B]` holds."""
+    if goals.dtype is not stored.dtype:
+        if goals.is_floating_point() and not stored.is_floating_point():
+            raise TypeError(
+                "the desired goal must be floating, as the achieved goal is "
+                f"({goals.dtype}), got {stored.dtype}: goals that were reached would be truncated."
+            )
+        goals = goals.to(stored.dtype)
+    shape = stored.shape[stored.ndim - goals.ndim + 1 :]
+    if goals.shape[1:] != shape:
+        raise ValueError(
+            f"the achieved goal must have the desired goal's shape {list(shape)}, got "
+            f"{list(goals.shape[1:])}."
+        )
+    return torch.where(mask.view(-1, *(1,) * (goals.ndim - 1)), goals, stored)
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:

@@ -5,7 +5,7 @@ Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RowTable", "fold"]
 
-_NO_SPANS = np.zeros((0, 3), np.int64)
+_NO_SPANS = np.zeros((0, 4), np.int64)
 
 
 class RowTable:
@@ -59,28 +59,27 @@ class RowTable:
         """Returns rows `[B, W]` as they are seen, of slots counted from the first row."""
         return self.rows.index_select(0, slots)
 
-    def pick_field(
-        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
+    def pick_fields(
+        self, slots: torch.Tensor, fields: Iterable[tuple[int, torch.dtype, torch.Size]]
+    ) -> list[torch.Tensor]:
+        """Copies some fields of rows: `[*B]` int64 slots to `[*B, *shape]` of each."""
+        return [self._pick_field(slots, *field) for field in fields]
+
+    def _pick_field(
+        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: torch.Size
     ) -> torch.Tensor:
-        """Copies one field of rows: `[*B]` int64 slots to `[*B, *shape]`."""
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = shape.numel() * dtype.itemsize
         field = self._bytes[:, start_byte : start_byte + size]
         picked = field.index_select(0, self._counted(slots))
         # Flat, as a row of no bytes at all has no stride that another dtype could be seen with.
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
-    def copy_into(
-        self,
-        out: torch.Tensor,
-        slots: torch.Tensor,
-        spans: np.ndarray,
-        mask: torch.Tensor | None = None,
-    ) -> None:
+    def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
         """Copies some bytes of rows to where they are wanted; see `kernels.host.rows.RowTable`."""
         into = out.view(torch.uint8)
-        for start, at, size in spans.tolist():
-            to, found = into[:, at : at + size], self.pick_field(slots, start, torch.uint8, (size,))
-            to.copy_(found if mask is None else torch.where(mask.unsqueeze(1), found, to))
+        for start, to, size, _ in spans.tolist():
+            found = self._pick_field(slots, start, torch.uint8, torch.Size([size]))
+            into[:, to : to + size] = found
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns `[B]` slots counted from the first row; others than of rows stay such."""

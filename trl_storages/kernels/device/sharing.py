@@ -6,7 +6,6 @@ n rows put, L lanes and k steps written now, E lanes, R ring steps of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,13 +77,12 @@ class SharedTable(RowTable):
         after = self._next(slots, self._sharing.headers(own).long(), self.rows, values)
         return torch.cat([after, own], 1)
 
-    def pick_field(
-        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
+    def _pick_field(
+        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: torch.Size
     ) -> torch.Tensor:
-        """Copies one field of rows, `[*B]` slots to `[*B, *shape]`."""
         if start_byte >= self._next_bytes:
-            return super().pick_field(slots, start_byte - self._next_bytes, dtype, shape)
-        size = torch.Size(shape).numel() * dtype.itemsize
+            return super()._pick_field(slots, start_byte - self._next_bytes, dtype, shape)
+        size = shape.numel() * dtype.itemsize
         headers = self._header_of(self._counted(slots))
         side = self.side.values.view(torch.uint8)[:, start_byte : start_byte + size]
         picked = self._next(slots, headers, self._bytes, side, start_byte)

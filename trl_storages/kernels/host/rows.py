@@ -5,9 +5,7 @@ Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
     from trl_storages.kernels.ring_tables import RingTables
 
-__all__ = ["ALL", "RowTable", "fold", "not_found", "one_span"]
+__all__ = ["RowTable", "fold", "not_found"]
 
 _WORD = 8  # bytes
 _LINE = 64  # bytes that memory delivers at once
@@ -29,9 +27,7 @@ _LINE = 64  # bytes that memory delivers at once
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _NO_VALUES = np.zeros((0, 2), np.int64)
-_NO_SPANS, _NO_HEADERS = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
-#: A mask where there is none.
-ALL = np.zeros(0, bool)
+_NO_SPANS, _NO_HEADERS = np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
 
 
 class RowTable:
@@ -52,6 +48,7 @@ class RowTable:
         #: `[N, W]` int64.
         self.array = rows.numpy()
         self._num_words = rows.shape[1]
+        self._whole = _whole_rows(self._num_words)
         #: The rows as `find_gaps` looks for what they led to.
         self.before: Before = (self.array, _NO_HEADERS, _NO_VALUES, 0)
 
@@ -79,67 +76,54 @@ class RowTable:
         """
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-        pitch = self._num_words * _WORD
-        self._copy(slots, one_span(0, pitch), out.data_ptr(), pitch)
+        self._copy(slots, self._whole, out.data_ptr())
         if following is not None:
-            self._copy(following, spans, out.data_ptr(), pitch)
+            self._copy(following, spans, out.data_ptr())
         return out
 
-    def pick_field(
-        self, slots: torch.Tensor, start_byte: int, dtype: torch.dtype, shape: Sequence[int]
-    ) -> torch.Tensor:
-        """Copies one field of rows: elements that lie one after another.
+    def pick_fields(
+        self, slots: torch.Tensor, fields: Iterable[tuple[int, torch.dtype, torch.Size]]
+    ) -> list[torch.Tensor]:
+        """Copies some fields of rows, each of elements that lie one after another.
 
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
-            start_byte: where the field begins in a row.
-            dtype: of its elements.
-            shape: of the field.
+            fields: of each where it begins in a row, in bytes, its dtype and its shape.
 
         Returns:
-            `[*B, *shape]` in new memory.
+            of each `[*B, *shape]` in new memory.
 
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        out = torch.empty((*slots.shape, *shape), dtype=dtype)
-        size = math.prod(shape) * dtype.itemsize
-        self._copy(slots, one_span(start_byte, size), out.data_ptr(), size)
-        return out
+        batch, found, spans = slots.shape, [], []
+        for start, dtype, shape in fields:
+            out = torch.empty(batch + shape, dtype=dtype)
+            size = shape.numel() * dtype.itemsize
+            spans.append((start, out.data_ptr(), size, size))
+            found.append(out)
+        if found:
+            self._copy(slots, np.array(spans), 0)
+        return found
 
-    def copy_into(
-        self,
-        out: torch.Tensor,
-        slots: torch.Tensor,
-        spans: np.ndarray,
-        mask: torch.Tensor | None = None,
-    ) -> None:
+    def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
         """Copies some bytes of rows to where they are wanted.
 
         Args:
             out: `[B, *]`, the bytes of each row one after another.
             slots: `[B]` int64; negative ones count from the end.
-            spans: `[n, 3]` int64: where bytes begin in a row, where they go in one of `out`, and how
-                many they are.
-            mask: `[B]` bool, which rows are copied; None is all.
+            spans: `[n, 4]` int64: where bytes begin in a row, where they go in one of `out`, how many
+                they are, and how many bytes of `out` lie from one row to the next.
 
         Raises:
             IndexError: a slot lies beyond the rows.
         """
-        self._copy(slots, spans, out.data_ptr(), out.stride(0) * out.element_size(), mask)
+        self._copy(slots, spans, out.data_ptr())
 
-    def _copy(
-        self,
-        slots: torch.Tensor,
-        spans: np.ndarray,
-        out: int,
-        pitch: int,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        """Copies bytes of rows to an address, so many bytes on from row to row."""
+    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
+        """Copies bytes of rows to an address, as `copy_into` does."""
         flat = slots.numpy().reshape(-1)
-        wrong = _pick(self.array, flat, ALL if mask is None else mask.numpy(), spans, out, pitch)
-        if wrong >= 0:
+        if (wrong := _pick(self.array, flat, spans, out)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
@@ -192,35 +176,34 @@ def not_found(slot: int, num_rows: int) -> IndexError:
     return IndexError(f"slots must be below {num_rows}, the size of the storage, got {slot}.")
 
 
-@cache
-def one_span(start: int, size: int) -> np.ndarray:
-    """Returns the span of one field, which goes to where nothing else does."""
-    return np.array([[start, 0, size]])
+def _whole_rows(num_words: int) -> np.ndarray:
+    """Returns the span of rows that go one after another."""
+    size = num_words * _WORD
+    return np.array([[0, 0, size, size]])
 
 
 @compiled
-def _pick(
-    table: np.ndarray, slots: np.ndarray, mask: np.ndarray, spans: np.ndarray, out: int, pitch: int
-) -> int:
+def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> int:
     """Copies bytes of each row; returns which of `slots` is of no row, or -1."""
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
-    is_masked = mask.shape[0] > 0
-    for s in range(spans.shape[0]):
-        start, to, size = spans[s, 0], out + spans[s, 1], spans[s, 2]
-        asked = min(size, _MOST_AHEAD)
-        for i in range(slots.shape[0]):
-            ahead = i + _AHEAD
-            if ahead < slots.shape[0]:
+    for i in range(slots.shape[0]):
+        ahead = i + _AHEAD
+        if ahead < slots.shape[0]:
+            first = slots[ahead] * row_bytes
+            for s in range(spans.shape[0]):
+                start, asked = first + spans[s, 0], min(spans[s, 2], _MOST_AHEAD)
                 for byte in range(0, asked, _LINE):
-                    prefetch(table, slots[ahead] * row_bytes + start + byte)
-            if is_masked and not mask[i]:
-                continue
-            slot = slots[i]
-            if slot < 0:
-                slot += num_rows
-            if slot < 0 or slot >= num_rows:
-                return i
-            copy_bytes(to + i * pitch, address + slot * row_bytes + start, size)
+                    prefetch(table, start + byte)
+                # It may be in a further line.
+                prefetch(table, start + asked - 1)
+        slot = slots[i]
+        if slot < 0:
+            slot += num_rows
+        if slot < 0 or slot >= num_rows:
+            return i
+        source = address + slot * row_bytes
+        for s in range(spans.shape[0]):
+            copy_bytes(out + spans[s, 1] + i * spans[s, 3], source + spans[s, 0], spans[s, 2])
     return -1
 
 

@@ -13,7 +13,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
 from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.host.rows import ALL, RowTable, not_found, one_span
+from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import Given, NewRows
 from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
@@ -41,7 +41,7 @@ _LINE = 64  # bytes that memory delivers at once
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
-_NO_SPANS, _NO_CHOICE = np.zeros((0, 3), np.int64), np.zeros(1, np.int64)
+_NO_SPANS, _NO_CHOICE = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
 # Of a table of commits.
 _FIRST_CURSOR = 2
 
@@ -95,24 +95,15 @@ class SharedTable(RowTable):
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
         lenders, lent = (slots, _NO_SPANS) if following is None else (following, spans)
         to = out.data_ptr(), self._num_words * _WORD
-        self._copy_seen(slots, lenders, ALL, lent, 0, self._next_bytes, True, *to)
+        self._copy_seen(slots, lenders, lent, 0, self._next_bytes, True, *to)
         return out
 
-    def _copy(
-        self,
-        slots: torch.Tensor,
-        spans: np.ndarray,
-        out: int,
-        pitch: int,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        which = ALL if mask is None else mask.numpy()
-        for start, to, size in spans.tolist():
-            if start >= self._next_bytes:
-                span = one_span(start - self._next_bytes, size)
-                super()._copy(slots, span, out + to, pitch, mask)
-            else:
-                self._copy_seen(slots, slots, which, _NO_SPANS, start, size, False, out + to, pitch)
+    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
+        is_own = spans[:, 0] >= self._next_bytes
+        if is_own.any():
+            super()._copy(slots, spans[is_own] - [self._next_bytes, 0, 0, 0], out)
+        for start, to, size, pitch in spans[~is_own].tolist():
+            self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch)
 
     def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor, *what: Any) -> None:
         """Copies bytes of what is next, and perhaps those of the row behind them.
@@ -264,7 +255,6 @@ def _pick(
     moved: int,
     slots: Any,
     lenders: Any,
-    mask: Any,
     spans: Any,
     start: int,
     size: int,
@@ -288,8 +278,7 @@ def _pick(
         moved: bytes by which fields lie further on in a row as it is seen.
         slots: `[B]`.
         lenders: `[B]` the rows that lend what is next.
-        mask: `[B]` which rows are copied; `[0]` is all.
-        spans: `[n, 3]` further bytes that they lend, as in `RowTable.copy_into`, of what is stored in the
+        spans: `[n, 4]` further bytes that they lend, as in `RowTable.copy_into`, of what is stored in the
             row.
         start: the first byte of what is next that is wanted.
         size: how many bytes of it.
@@ -304,7 +293,6 @@ def _pick(
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     header_start = headers.ctypes.data - address
     own_bytes, num_slots = row_bytes if with_own else 0, room * num_lanes
-    is_masked = mask.shape[0] > 0
     cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
     for lane in range(num_lanes):
         cursors[lane] = _cursor(lane, tables, selector, first_cursor, table_size, stride)
@@ -317,8 +305,6 @@ def _pick(
             _ask_for(table, after + start, size)
             if with_own:
                 _ask_for(table, slots[ahead] * row_bytes, row_bytes)
-        if is_masked and not mask[i]:
-            continue
         slot, lender = slots[i], lenders[i]
         slot = slot + num_rows if slot < 0 else slot
         lender = lender + num_rows if lender < 0 else lender
