@@ -132,7 +132,7 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
             )
     for key in goal_keys(sampler):
         # A transform of the user's own may write any goal.
-        if any((getattr(part, "goal_key", key) or keys.DESIRED_GOAL) == key for part in writers):
+        if key in [getattr(part, "goal_key", key) or keys.DESIRED_GOAL for part in writers]:
             continue
         # Rewards are of one goal.
         made = "None" if writers else "reward_fn"

@@ -43,6 +43,8 @@ _SEEN = (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL)
 # What loops have without any infos.
 _OF_LOOPS = {*_SEEN, *map(next_key, _SEEN), ACTION, REWARD, DONE, TERMINATED, TRUNCATED}
 
+#: The first byte of a field in a row, its dtype and its shape.
+Place = tuple[int, torch.dtype, torch.Size]
 #: Key, dtype and shape of a field.
 _Described = tuple[NestedKey, torch.dtype, torch.Size]
 
@@ -74,11 +76,6 @@ class Field:
     def num_bytes(self) -> int:
         """How many bytes it takes."""
         return self.size * self.dtype.itemsize
-
-    @cached_property
-    def place(self) -> tuple[int, torch.dtype, torch.Size]:
-        """How a table of rows is asked for it."""
-        return self.start_byte, self.dtype, self.shape
 
     def seen(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
         """Sees elements as they lie in rows as values, `[*batch, *shape]`."""
@@ -183,6 +180,7 @@ class Layout:
             self._stored = Views(stored, self.stored_nbytes, nested)
         self._dtypes = [field.dtype for field in self.fields]
         self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
+        self._places_of: dict[Any, tuple[dict[NestedKey, Place], list[NestedKey]]] = {}
         # The shapes of a batch like the last one that was written.
         self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
@@ -212,6 +210,22 @@ class Layout:
             else:
                 spans.append([start, to, size, self.row_nbytes])
         return np.array(spans, np.int64).reshape(-1, 4)
+
+    def places_of(
+        self, keys: tuple[NestedKey, ...]
+    ) -> tuple[dict[NestedKey, Place], list[NestedKey]]:
+        """Returns where fields lie in a framed row, and which of them are stacks, that do not.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        found = self._places_of.get(keys)
+        if found is None:
+            stacks = [key for key in keys if key in self.stacks]
+            fields = [self.framed.field(key) for key in keys if key not in self.stacks]
+            found = {it.key: (it.start_byte, it.dtype, it.shape) for it in fields}, stacks
+            self._places_of[keys] = found
+        return found
 
     @cached_property
     def implied(self) -> np.ndarray:

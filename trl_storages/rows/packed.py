@@ -764,11 +764,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             KeyError: there is no such field.
         """
         self.note(arguments.slots("index", index))
-        layout: Layout = self.layout  # type: ignore[assignment]
-        places = {key: layout.framed.field(key).place for key in keys if key not in layout.stacks}
+        places, stacks = self.layout.places_of(tuple(keys))  # type: ignore[union-attr]
         fields = self.table.pick_fields(index, places.values())  # type: ignore[union-attr]
         found = dict(zip(places, fields, strict=True))
-        if stacks := [key for key in keys if key in layout.stacks]:
+        if stacks:
             found |= self.stacks.read(self.table, index, stacks)  # type: ignore[union-attr, arg-type]
         return found
 

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from tensordict import NestedKey
 from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments, keys
+from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
@@ -187,16 +186,6 @@ class WrappingSampler(SavedPart, SealedSampler, Sampler):  # type: ignore[misc]
     default_priority = _OfBase("The priority that the base gives to new rows.")
     can_sample = _OfBase("Returns whether the base can draw the requested batch.")
     _empty = _OfBase("Tells the base that there are no rows any more.")
-
-    @property
-    def draws_goals(self) -> bool:
-        """Whether this sampler names goal rows, which a transform must write into the batch."""
-        return False
-
-    @property
-    def goal_key(self) -> NestedKey:
-        """Which goal of the batch those rows are for."""
-        return keys.DESIRED_GOAL
 
     def hear_of_rows(self) -> None:
         """Hears that another process wrote rows."""

@@ -158,7 +158,7 @@ class HERSampler(WrappingSampler):
 
     @property
     def draws_goals(self) -> bool:
-        """Whether batches name goal rows: not with `num_goals` 0."""
+        """Whether batches name goal rows, which a transform must write: not with `num_goals` 0."""
         return self.num_goals > 0
 
     def sample(self, storage: Any, batch_size: int) -> Drawn:
@@ -175,8 +175,9 @@ class HERSampler(WrappingSampler):
         index, info = draw(self.base, storage, batch_size)
         episodes = episodes_of(storage)
         noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
-        # Samplers without replacement end an epoch with fewer rows than were asked for.
-        noise = noise[: index.shape[0]]
+        if len(index) < len(noise):
+            # Samplers without replacement end an epoch with fewer rows than were asked for.
+            noise = noise[: len(index)]
         kinds = self._kinds(noise)
         steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
         goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names, steps)

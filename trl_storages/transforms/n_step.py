@@ -141,7 +141,7 @@ class NStep(ReplayTransform):
     def _fold(self, rows: RowView) -> torch.Tensor:
         """Replaces what lies under `next`, and returns how many rows were folded, as the rewards are."""
         # Past `length` the window repeats the last row.
-        window, length = rows.episodes.windows(rows.slots, self.n_steps)
+        window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
         length = length.to(rows.device)
         if self.reward_key not in rows:
             raise KeyError(

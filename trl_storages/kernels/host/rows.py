@@ -102,7 +102,7 @@ class RowTable:
             size = shape.numel() * dtype.itemsize
             spans.append((start, out.data_ptr(), size, size))
             found.append(out)
-        if found:
+        if spans:
             self._copy(slots, np.array(spans), 0)
         return found
 
@@ -186,23 +186,31 @@ def _whole_rows(num_words: int) -> np.ndarray:
 def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> int:
     """Copies bytes of each row; returns which of `slots` is of no row, or -1."""
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
+    if spans.shape[0] == 0:
+        return -1
+    # Those of a row lie close together, as a rule.
+    low, high = spans[0, 0], spans[0, 0] + spans[0, 2]
+    for s in range(1, spans.shape[0]):
+        low, high = min(low, spans[s, 0]), max(high, spans[s, 0] + spans[s, 2])
+    high = min(high, low + _MOST_AHEAD)
+    # Most often there is one span.
+    start, to, size, pitch = spans[0, 0], out + spans[0, 1], spans[0, 2], spans[0, 3]
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
             first = slots[ahead] * row_bytes
-            for s in range(spans.shape[0]):
-                start, asked = first + spans[s, 0], min(spans[s, 2], _MOST_AHEAD)
-                for byte in range(0, asked, _LINE):
-                    prefetch(table, start + byte)
-                # It may be in a further line.
-                prefetch(table, start + asked - 1)
+            for byte in range(low, high, _LINE):
+                prefetch(table, first + byte)
+            # It may be in a further line.
+            prefetch(table, first + high - 1)
         slot = slots[i]
         if slot < 0:
             slot += num_rows
         if slot < 0 or slot >= num_rows:
             return i
         source = address + slot * row_bytes
-        for s in range(spans.shape[0]):
+        copy_bytes(to + i * pitch, source + start, size)
+        for s in range(1, spans.shape[0]):
             copy_bytes(out + spans[s, 1] + i * spans[s, 3], source + spans[s, 0], spans[s, 2])
     return -1
 
