@@ -31,7 +31,7 @@ from trl_storages.replay import history, incoming, on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.incoming import Heard
+from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
 from trl_storages.replay.options import (
     ONE_FORM,
@@ -150,7 +150,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
         self._collates = given.get("collate_fn") is not None
-        self._heard = Heard()
+        self._known_rows = KnownRows()
         if self.shared:
             self.share()
         # A size that is named for one sample is no conflict to be warned of.
@@ -379,7 +379,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         # TorchRL's constructor calls this before there is anything to share.
         if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
             self._writer.share_memory_()
-            self._heard = Heard(self.episodes)
+            self._known_rows = KnownRows(self.episodes)
         return super().share(shared)
 
     # Rows as they were stored
@@ -522,7 +522,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         index, priority, stamp = drawn
         with self._replay_lock, self._write_lock:
             if self.shared:
-                self._heard.tell(self._sampler, self.episodes)
+                self._known_rows.tell(self._sampler, self.episodes)
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
     # Sampling
@@ -610,7 +610,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def _drawn(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
         """Draws rows, and shows them by the transforms."""
         if self.shared:
-            self._heard.tell(self._sampler, self.episodes)
+            self._known_rows.tell(self._sampler, self.episodes)
         parts = parts_of(self._transform)
         check_goals(self._sampler, parts)
         storage = self._storage
@@ -671,7 +671,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
                 check_writable(self._storage)
-                self._heard = Heard()
+                self._known_rows = KnownRows()
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
                     return
@@ -887,7 +887,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             self._writer.validate()
         if (sampler := prioritized_of(self._sampler)) is not None:
             if self.shared:
-                self._heard.tell(self._sampler, self.episodes)
+                self._known_rows.tell(self._sampler, self.episodes)
             sampler.attach(self._storage)  # it hears of what was read last
             sampler.validate(self.episodes.live_slots())
         on_disk.check_rows(self._storage, progress)

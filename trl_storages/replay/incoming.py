@@ -18,7 +18,7 @@ from trl_storages.gym.recorder import GymRecorder, Memory
 from trl_storages.ring import EpisodeIndex
 from trl_storages.transforms import ReplayTransform, parts_of
 
-__all__ = ["Heard", "record", "write"]
+__all__ = ["KnownRows", "record", "write"]
 
 
 def write(
@@ -89,11 +89,11 @@ def _may_have_inverse(transform: Transform) -> bool:
     return bool(parts) and not all(isinstance(part, ReplayTransform) for part in parts)
 
 
-class Heard:
-    """What a sampler knows of the rows that other processes write to a shared storage too.
+class KnownRows:
+    """The rows that a sampler knows of, where other processes write to a shared storage too.
 
     Args:
-        episodes: of the rows; it knows of all that are there. None knows of none.
+        episodes: of the rows, all of which it knows; None is no row.
     """
 
     def __init__(self, episodes: EpisodeIndex | None = None) -> None:

@@ -254,10 +254,8 @@ def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
         blocks.append(piece[1])
     batch = layout.tensordict(torch.cat(blocks).index_select(0, order))
     for key in entries:
-        parts = [view._entries[key] for view in views]
-        if any(part is not view._stored.get(key) for part, view in zip(parts, views, strict=True)):
-            # Not in the rows themselves.
-            set_entry(batch, key, torch.cat(parts).index_select(0, order))
+        entry = torch.cat([view._entries[key] for view in views])
+        set_entry(batch, key, entry.index_select(0, order))
     return batch
 
 

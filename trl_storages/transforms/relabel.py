@@ -162,7 +162,8 @@ class GoalRelabel(ReplayTransform):
         stored = self._written if written in rows else self._desired
         before = dict(zip(self._written, stored, strict=True))
         shown = self._written if stored[1] in rows else (written,)
-        rows.define(shown, lambda seen, key: {key: _lent(goals, mask, seen[before[key]])})
+        is_lent = mask.view(-1, *(1,) * (goals.ndim - 1))
+        rows.define(shown, lambda seen, key: {key: _lent(goals, is_lent, seen[before[key]])})
         if len(shown) == 1:
             # Such rows pursue one goal throughout.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
@@ -318,8 +319,8 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     return computed.reshape(-1, 1)
 
 
-def _lent(goals: torch.Tensor, mask: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns desired goals `[*n, B, *G]` with those of other rows `[B, *G]` where a mask `[B]` holds."""
+def _lent(goals: torch.Tensor, is_lent: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Returns desired goals `[*n, B, *G]` with those of other rows `[B, *G]` where these lend them."""
     if goals.dtype is not stored.dtype:
         if goals.is_floating_point() and not stored.is_floating_point():
             raise TypeError(
@@ -333,7 +334,7 @@ def _lent(goals: torch.Tensor, mask: torch.Tensor, stored: torch.Tensor) -> torc
             f"the achieved goal must have the desired goal's shape {list(shape)}, got "
             f"{list(goals.shape[1:])}."
         )
-    return torch.where(mask.view(-1, *(1,) * (goals.ndim - 1)), goals, stored)
+    return torch.where(is_lent, goals, stored)
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:
