@@ -639,7 +639,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         Returns:
             TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
             zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except for
-            those that read the storage. `returns_to_go` sums the rewards of each step and those after it.
+            those that read the storage. The function `returns_to_go` sums their rewards to the end.
 
         Raises:
             ValueError: `n` is below 1.
