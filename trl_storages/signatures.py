@@ -7,22 +7,16 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
-from torchrl.data import ReplayBuffer, Writer
-from torchrl.data.replay_buffers.samplers import Sampler
-
 from trl_storages.interrupts import finish
 from trl_storages.other_names import METHOD_NAMES, meant
 
 __all__ = [
     "Sealed",
-    "SealedSampler",
     "SealedStorage",
-    "SealedWriter",
     "Setting",
     "shown",
 ]
 
-Made = TypeVar("Made")
 Value = TypeVar("Value")
 
 
@@ -83,27 +77,7 @@ def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:
     return show_any
 
 
-class _Sealing(type):
-    """Seals what it makes, and says how it is made where arguments are too many, or missing."""
-
-    # Type checkers then ask the constructor.
-    def __call__(cls: type[Made], *args: Any, **options: Any) -> Made:
-        try:
-            made: Made = super().__call__(*args, **options)  # type: ignore[misc]
-        except TypeError as error:
-            # Python's own names what was called.
-            ours = {f"{kind.__qualname__}.__init__()" for kind in cls.__mro__}
-            made_by = cls._made_by  # type: ignore[attr-defined]
-            if not made_by or str(error).split(" ")[0] not in ours:
-                raise
-            raise TypeError(f"{error}. {made_by}") from None
-        # Where a storage is made in another process, this is not one.
-        if issubclass(type(made), cls):
-            made._is_sealed = True  # type: ignore[attr-defined]
-        return made
-
-
-class Sealed(metaclass=_Sealing):
+class Sealed:
     """Takes no new attributes once it is made, so that none can be misspelt when it is set.
 
     A subclass names its own in its constructor. The parameters of that are shown by `help()` and
@@ -116,6 +90,10 @@ class Sealed(metaclass=_Sealing):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Who has no constructor has nothing to name in it.
+        cls._is_sealed = cls.__init__ is object.__init__
+        if not cls._is_sealed:
+            cls.__init__ = _sealing(cls.__init__)  # type: ignore[method-assign]
         cls.__signature__ = cls._signature()  # type: ignore[attr-defined]
 
     @classmethod
@@ -136,27 +114,29 @@ class Sealed(metaclass=_Sealing):
         super().__setattr__(name, value)
 
 
-class _SealingSampler(_Sealing, type(Sampler)):  # type: ignore[misc]
-    pass
+def _sealing(make: Callable[..., None]) -> Callable[..., None]:
+    """Makes a constructor one that seals, and that says how it is called where it was called wrong."""
+
+    @wraps(make)
+    def made(part: Any, *args: Any, **options: Any) -> None:
+        kind = type(part)
+        if kind.__init__ is not made:
+            make(part, *args, **options)  # the constructor of a subclass goes on
+            return
+        try:
+            make(part, *args, **options)
+        except TypeError as error:
+            # Python's own names what was called.
+            ours = {f"{base.__qualname__}.__init__()" for base in kind.__mro__}
+            if not kind._made_by or str(error).split(" ")[0] not in ours:
+                raise
+            raise TypeError(f"{error}. {kind._made_by}") from None
+        part._is_sealed = True
+
+    return made
 
 
-class _SealingWriter(_Sealing, type(Writer)):  # type: ignore[misc]
-    pass
-
-
-class _SealingStorage(_Sealing, type(ReplayBuffer)):  # type: ignore[misc]
-    pass
-
-
-class SealedSampler(Sealed, metaclass=_SealingSampler):
-    """A sampler that is `Sealed`."""
-
-
-class SealedWriter(Sealed, metaclass=_SealingWriter):
-    """A writer that is `Sealed`."""
-
-
-class SealedStorage(Sealed, metaclass=_SealingStorage):
+class SealedStorage(Sealed):
     """A replay buffer that is `Sealed`, and whose methods can't be called as in other libraries."""
 
     # Type checkers would take any attribute then.

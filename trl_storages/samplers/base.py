@@ -17,7 +17,7 @@ from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
-from trl_storages.signatures import SealedSampler, Setting
+from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 Drawn = tuple[torch.Tensor, dict[str, Any]]
 
 
-class UniformSampler(SavedPart, SealedSampler, RandomSampler):  # type: ignore[misc]
+class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
@@ -130,7 +130,7 @@ class _Base(Setting[Sampler]):
         super().__set__(sampler, value)
 
 
-class WrappingSampler(SavedPart, SealedSampler, Sampler):  # type: ignore[misc]
+class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
     """Adds to what another sampler draws, and passes everything else on to it.
 
     Args:

@@ -23,7 +23,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved import SavedPart, SavedState
-from trl_storages.signatures import SealedSampler, Setting, shown
+from trl_storages.signatures import Sealed, Setting, shown
 from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
@@ -44,7 +44,7 @@ def _rescale(sampler: PERSampler) -> None:
     sampler._table.rescale(alpha=sampler.alpha, eps=sampler.eps)
 
 
-class PERSampler(SavedPart, SealedSampler, PrioritizedSampler):  # type: ignore[misc]
+class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     """Prioritized experience replay: what surprised most is seen most.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta

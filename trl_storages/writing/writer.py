@@ -25,7 +25,7 @@ from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
-from trl_storages.signatures import SealedWriter, shown
+from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
 from trl_storages.writing.compact import warn_of_lost_ends
@@ -50,7 +50,7 @@ _ONE_STEP = Block(1)
 _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
-class EpisodeWriter(SavedPart, SealedWriter, CountingWriter):
+class EpisodeWriter(SavedPart, Sealed, CountingWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
