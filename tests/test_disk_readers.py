@@ -124,6 +124,20 @@ class TestFollowing:
             assert not is_torn(reader.sample()).any()
             assert found(reader) == history.live
 
+    def test_counts_of_a_reader_that_has_not_drawn(self, tmp_path):
+        storage, history = filled(tmp_path, num_steps=1)
+        reader = reader_of(tmp_path)
+        for size in (2, 9, 30):
+            write(storage, history, size)
+            assert reader.can_sample(4)
+            counts = (
+                [len(it) for it in (reader, storage)],
+                [it.write_count for it in (reader, storage)],
+            )
+            assert [len({*pair}) for pair in counts] == [1, 1], counts
+            assert reader.is_full == storage.is_full
+        assert reader.is_full
+
     def test_lanes_of_which_it_knew_more_and_less(self, tmp_path):
         """All lanes are as far now, and the oldest row of one follows the newest that was known."""
         storage, history = filled(tmp_path, 2, num_steps=3)

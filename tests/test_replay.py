@@ -1,8 +1,11 @@
 """ReplayStorage: what the container adds to the parts, against the plain-Python ring."""
 
 import copy
+import gc
 import math
+import os
 import pickle
+import signal
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +30,11 @@ from torchrl.data import (
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
 
 from trl_storages import UniformReplayStorage
+from trl_storages.gym import GymRecorder
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
-from trl_storages.samplers import ERESampler, HERSampler, PERSampler
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter
 
@@ -1011,3 +1015,50 @@ def test_lanes_are_written_one_at_a_time_with_priorities_of_their_own(update_pri
     with pytest.raises(ValueError, match="lanes"):
         storage.extend(data, lanes=[2])
     assert len(storage) == 6
+
+
+class TestPartsOfAnotherStorage:
+    def test_parts_that_keep_the_state_of_rows(self):
+        """Of those that keep none one does for all storages."""
+        sampler, writer, recorder = PERSampler(8), EpisodeWriter(), GymRecorder(1)
+        uniform, transform = UniformSampler(), NStep(2)
+        storage = make_uniform(8, sampler=HERSampler(base=sampler), transform=transform)
+        ReplayStorage(storage=PackedStorage(8), sampler=uniform, writer=writer, recorder=recorder)
+        for name, part in (
+            ("sampler", sampler),
+            ("sampler", ERESampler(base=sampler)),
+            ("writer", writer),
+            ("recorder", recorder),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must be this storage's own"):
+                ReplayStorage(storage=PackedStorage(8), **{name: part})
+        other = make_uniform(8, sampler=HERSampler(base=uniform), transform=transform)
+        with pytest.raises(ValueError, match="sampler must be this storage's own"):
+            other.set_sampler(sampler)
+        # Over the same rows it is the same state.
+        ReplayStorage(storage=storage.storage, writer=storage.writer, sampler=sampler)
+        storage.set_sampler(sampler)
+
+    def test_a_sampler_whose_storage_is_gone(self):
+        sampler = PERSampler(8)
+        storage = make_uniform(8, sampler=sampler)
+        copied = copy.deepcopy(storage)
+        del storage
+        gc.collect()
+        make_uniform(8, sampler=sampler).set_sampler(PERSampler(8))
+        with pytest.raises(ValueError, match="own"):
+            make_uniform(8, sampler=copied.sampler)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_draws_ahead_in_a_thread_of_its_own():
+    storage = make_uniform(8, prefetch=2, batch_size=4)
+    flags = torch.tensor(episode_flags([3, 2]))
+    storage.extend(goal_transitions(torch.zeros(5).long(), torch.arange(5), flags))
+    storage.sample()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        os._exit(0 if len(storage.sample()) == 4 else 1)
+    assert os.waitpid(pid, 0)[1] == 0

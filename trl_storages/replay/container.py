@@ -27,7 +27,7 @@ from trl_storages.gym import GymRecorder
 from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
 from trl_storages.priorities import Normalization
-from trl_storages.replay import history, incoming, on_disk
+from trl_storages.replay import containers, history, incoming, on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.explain import Explanation, explain
@@ -78,7 +78,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     Raises:
         ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, the
-            writer does not fit it, or a sampler or unit of TorchRL's can't be right over its lanes.
+            writer does not fit it, a sampler or unit of TorchRL's can't be right over its lanes, or a
+            part that keeps the state of rows is another storage's.
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
@@ -146,6 +147,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         given["sampler"] = UniformSampler if sampler is None else sampler
         given["writer"] = EpisodeWriter if writer is None else writer
         recorder = given.pop("recorder")
+        own = {"sampler": given["sampler"], "writer": given["writer"], "recorder": recorder}
+        containers.check_own_parts(storage, **own)
         # TorchRL takes a `transform_factory` for a wish to wait.
         super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
@@ -157,7 +160,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
         on_disk.resume(Parts(self))
-        on_disk.renew_locks_of(self)
+        containers.register(self)
 
     @classmethod
     def open(
@@ -242,12 +245,28 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             return 0  # its constructor raised, and what is told of that must not be hidden
         # A storage of TorchRL's counts the slots up to the last row, also those in between.
         with self._replay_lock:
+            on_disk.look(self._storage)
             return len(self.episodes)
 
     @property
     def is_full(self) -> bool:
         """Whether every slot holds a row, so that the next write overwrites the oldest."""
-        return self.episodes.is_full
+        return len(self) == self.episodes.capacity
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were written, those that were overwritten included."""
+        with self._replay_lock:
+            committed = on_disk.look(self._storage)
+        found: int = super().write_count if committed is None else committed.write_count
+        return found
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Returns whether there are rows to draw `batch_size` of, by default that of the constructor."""
+        with self._replay_lock, self._write_lock:
+            on_disk.look(self._storage)
+            found: bool = super().can_sample(batch_size)
+            return found
 
     # Writing
 
@@ -568,12 +587,13 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             the sampler that drew until now.
 
         Raises:
-            ValueError: the sampler is one of TorchRL's that can't draw from these lanes. Nothing is
-                changed then.
+            ValueError: the sampler is one of TorchRL's that can't draw from these lanes, or keeps the
+                priorities of another storage. Nothing is changed then.
         """
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
         if isinstance(self._writer, EpisodeWriter):
             check_part(sampler, self._writer.num_envs)
+        containers.check_own_parts(self._storage, sampler=sampler)
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
@@ -846,6 +866,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator = read_generator(state.pop("generator__context"))
         super().__setstate__(state)
+        containers.register(self)
         self._prefetch_in_order()
         if generator is not None:
             self.set_rng(generator)

@@ -69,7 +69,7 @@ def _draw(reader: Any, patience: float) -> TensorDictBase:
         try:
             return reader.sample()
         except RuntimeError:
-            if len(reader) or time.monotonic() >= until:
+            if len(reader.episodes) or time.monotonic() >= until:
                 raise
         time.sleep(0.01)
         reader.storage.refresh()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import weakref
 from collections.abc import Callable
 from functools import partial, wraps
-from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +13,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.disk import Directory
-from trl_storages.disk.files import in_forked_child
+from trl_storages.disk.words import State
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.saving import Parts
 from trl_storages.rows import check_writable, files_of
@@ -26,8 +24,8 @@ __all__ = [
     "close",
     "flush",
     "intact",
+    "look",
     "note_all",
-    "renew_locks_of",
     "resume",
     "without_rows",
 ]
@@ -54,6 +52,21 @@ def intact(method: Method) -> Method:
             return files.read_intact(partial(method, self, *args, **kwargs))
 
     return read  # type: ignore[return-value]
+
+
+def look(storage: Storage) -> State | None:
+    """Takes in what another process has committed to the directory that this one reads.
+
+    Returns:
+        what was committed last; None where this process writes, or rows are in memory.
+    """
+    files = files_of(storage)
+    reader = None if files is None else files.reader
+    if reader is None:
+        return None
+    if reader.seen is None:
+        files.refresh()  # type: ignore[union-attr]
+    return reader.state
 
 
 def resume(parts: Parts) -> None:
@@ -156,23 +169,3 @@ def check_rows(storage: Storage, progress: bool) -> None:
             f"{bad[:5].tolist()} among them: they were changed from outside, or lost with the power. "
             "Bring the directory back from a copy."
         )
-
-
-#: The containers of this process.
-_CONTAINERS: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def renew_locks_of(container: Any) -> None:
-    """Makes the locks of a container anew in a forked child, where another thread may have held them."""
-    _CONTAINERS.add(container)
-
-
-def _renew_locks() -> None:
-    for container in list(_CONTAINERS):
-        for name in ("_replay_lock", "_write_lock"):
-            if isinstance(getattr(container, name), type(RLock())):
-                setattr(container, name, RLock())
-
-
-# A child reads on, whatever its parent was doing.
-in_forked_child(_renew_locks)
