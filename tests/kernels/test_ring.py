@@ -25,6 +25,7 @@ def append(ring, done, cut, lanes=None):
     """Takes steps of which nothing is stored; returns their slots as `[L, S]`."""
     kernels = host if isinstance(ring, host.Ring) else device
     places = np.zeros((0, 2), np.int64)
+    done = done.contiguous()
     rows = kernels.NewRows([], places, done.numel(), 0, done, done.device)
     cut = None if cut is None else cut.contiguous()
     return ring.append(rows, Block(done.shape[1], lanes, cut=cut)).view(done.shape)

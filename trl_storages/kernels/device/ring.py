@@ -155,35 +155,24 @@ class Ring(RingTables):
         steps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the rows that lend their goals."""
-        goals, extent = slots.clone(), self.extent(slots)
+        behind, ahead = self.extent(slots)
+        offset = torch.zeros_like(slots)
         for strategy in strategies:
-            drawn = self._goals(slots, noise, strategy, steps, *extent)
-            goals = torch.where(kinds == GOAL_KINDS[strategy], drawn, goals)
+            if strategy == "future":
+                drawn = self._below(noise, ahead + 1)
+            elif strategy == "final":
+                drawn = ahead
+            elif strategy == "episode":
+                drawn = self._below(noise, behind + ahead + 1) - behind
+            elif steps is not None and strategy == "geometric":
+                drawn = torch.minimum(steps, ahead).long()
+            else:
+                continue
+            offset = torch.where(kinds == GOAL_KINDS[strategy], drawn, offset)
+        goals = self.shift(slots, offset)
+        if "random" in strategies:
+            goals = torch.where(kinds == GOAL_KINDS["random"], self.draw(noise), goals)
         return goals, kinds > 0
-
-    def _goals(
-        self,
-        slots: torch.Tensor,
-        noise: torch.Tensor,
-        strategy: str,
-        steps: torch.Tensor | None,
-        behind: torch.Tensor,
-        ahead: torch.Tensor,
-    ) -> torch.Tensor:
-        """Draws rows all in one way."""
-        if strategy == "random":
-            return self.draw(noise)
-        if strategy == "current":
-            return slots
-        if strategy == "future":
-            offset = self._below(noise, ahead + 1)
-        elif strategy == "episode":
-            offset = self._below(noise, behind + ahead + 1) - behind
-        elif steps is not None and strategy == "geometric":
-            offset = torch.minimum(steps, ahead).long()
-        else:
-            offset = ahead
-        return self.shift(slots, offset)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds each row and those that follow it in its episode."""
