@@ -58,14 +58,18 @@ def look(storage: Storage) -> State | None:
     """Takes in what another process has committed to the directory that this one reads.
 
     Returns:
-        what was committed last; None where this process writes, or rows are in memory.
+        what was committed last; None where this process writes, or rows are in memory. And where the
+        directory was removed, or made anew, which is said to whoever reads a row.
     """
     files = files_of(storage)
     reader = None if files is None else files.reader
     if reader is None:
         return None
     if reader.seen is None:
-        files.refresh()  # type: ignore[union-attr]
+        try:
+            files.refresh()  # type: ignore[union-attr]
+        except RuntimeError:
+            return None
     return reader.state
 
 
