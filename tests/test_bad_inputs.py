@@ -562,7 +562,6 @@ BETWEEN_PARTS = {
             "make_room",
             "mover",
             "note",
-            "read_intact",
         ),
         *("fit", "new_rows", "refresh", "write"),
     },

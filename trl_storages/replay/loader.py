@@ -101,7 +101,7 @@ def make_loader(
         sampler = without_rows(storage.sampler)
     open_reader = partial(
         storage._open_reader,
-        files.scratch_dir,
+        files.path,
         sampler=sampler,
         transform=storage.transform if len(storage.transform) else None,
         batch_size=batch_size,

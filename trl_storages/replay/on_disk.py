@@ -94,7 +94,7 @@ def resume(parts: Parts) -> None:
         resume_draws(sampler, progress.get("sampler", {}))
         # The environments of a writer that was killed later are gone, and those without rows unknown.
         is_last = progress.get("number") == directory.words.commits.number
-        if is_last and len(files) and "ended" in progress:
+        if is_last and len(files.episodes) and "ended" in progress:
             parts.recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -169,7 +169,7 @@ def check_rows(storage: Storage, progress: bool) -> None:
     bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
     if len(bad):
         raise RuntimeError(
-            f"{len(bad)} rows in {files.scratch_dir} do not match their checksums, those in the slots "
+            f"{len(bad)} rows in {files.path} do not match their checksums, those in the slots "
             f"{bad[:5].tolist()} among them: they were changed from outside, or lost with the power. "
             "Bring the directory back from a copy."
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -34,6 +34,7 @@ from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import is_key
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
+from trl_storages.rows.files import RowFiles
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
 
 __all__ = ["PackedStorage", "check_writable", "files_of"]
-
-Batch = TypeVar("Batch")
 
 _FieldOf = tuple[torch.dtype, Sequence[int]] | tuple[torch.dtype, Sequence[int], FrameStack] | None
 
@@ -108,12 +107,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     #: Set by the `EpisodeWriter` that writes to this storage.
     episodes: EpisodeIndex | None = None
-    #: Counts how often what others write to the files was looked at; above 0 once there are files.
-    refreshes = 0
-    #: Called after new rows of another process were found, so that samplers hear of them.
-    on_new_rows: Callable[[], object] | None = None
-    # Batches that are read before the writer's new rows are looked at, and those that were read.
-    _fetch_every, _reads = 1, 0
+    #: The files of the rows; None while they are in memory.
+    files: RowFiles | None = None
 
     def __init__(
         self,
@@ -166,10 +161,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._side: SideTable | None = None
         #: Puts stacks of frames together; None where rows have none.
         self.stacks: Stacks | None = None
-        #: The files of the rows, as this process writes them; None while they are in memory.
-        self.directory: Directory | None = None
-        # The files as they are read where another process may write them.
-        self._reader: Reader | None = None
         self.out_device = arguments.optional(arguments.device, "out_device", out_device)
         self._declared = dict(fields or {})
         if self.scratch_dir is not None:
@@ -255,105 +246,44 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; to begin with "
                 "none call empty(), or choose another directory."
             )
-        self._write_to(opened)
+        self._use(opened)
 
-    def _write_to(self, directory: Directory) -> None:
-        self.directory, self.refreshes = directory, 1
-        self._adopt_words(directory.description.layout, directory.words)
-
-    # Reading what another process may write
-
-    @property
-    def reader(self) -> Reader | None:
-        """What follows the writer of a directory; None in the process that writes it, and in memory.
-
-        A process that forked from the writer reads, and so does one that has closed the directory.
-        """
-        directory = self.directory
-        if self._reader is None and directory is not None and not directory.is_writer:
-            self._reader = Reader(directory.path, directory=directory)
-            if directory.process != os.getpid():
-                # What is known may be half of what another thread was writing when this one forked.
-                self.episodes.clear()  # type: ignore[union-attr]
-                self.refresh()
-            self._adopt_words(directory.description.layout, self._reader.words)
-        return self._reader
+    def _use(self, source: Directory | Reader, fetch_every: int = 1) -> None:
+        """Keeps the rows in files, from now on."""
+        self.scratch_dir = source.path
+        self.files = RowFiles(source, self.episodes, self._adopt_words, fetch_every)  # type: ignore[arg-type]
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
         """Reads what another process may be writing, from now on."""
-        description = reader.description
-        self._reader, self.directory, self.scratch_dir = reader, None, reader.path
-        self._fetch_every, self.refreshes = fetch_every, 1
-        self.episodes = EpisodeIndex(
-            description.num_rows, description.num_lanes, spare_steps=description.spare_steps
-        )
-        self._adopt_words(description.layout, reader.words)
+        made = reader.description
+        spare = made.spare_steps
+        self.episodes = EpisodeIndex(made.num_rows, made.num_lanes, spare_steps=spare)
+        self._use(reader, fetch_every)
         self.refresh(track)
 
+    @property
+    def directory(self) -> Directory | None:
+        """The files as this process writes them, or wrote them; None in memory, and of a reader."""
+        return None if self.files is None else self.files.directory
+
+    @property
+    def reader(self) -> Reader | None:
+        """What follows the writer of a directory; None in the process that writes it, and in memory."""
+        return None if self.files is None else self.files.reader
+
     def refresh(self, track: Track = iter) -> None:
-        """Takes in what the writer has committed since the last time.
-
-        Args:
-            track: shows how far it is.
-
-        Raises:
-            RuntimeError: the directory was deleted or made anew, or rows are overwritten faster than they
-                are looked at.
-        """
-        reader: Reader = self.reader  # type: ignore[assignment]
-        words, index = reader.words, self.episodes
-        has_news = reader.refresh(index, track)  # type: ignore[arg-type]
-        # Of priorities nobody tells.
-        self.refreshes += 1
-        if not has_news:
-            return
-        if reader.words is not words:
-            self._adopt_words(reader.description.layout, reader.words)
-        if self.on_new_rows is not None:
-            self.on_new_rows()
-
-    def go_back(self) -> None:
-        """Returns to the rows that count of a directory; see `Directory.go_back`."""
-        self.directory.go_back(self.episodes)  # type: ignore[union-attr, arg-type]
-        self.refreshes += 1
-        if self.on_new_rows is not None:
-            self.on_new_rows()
-
-    def read_intact(self, read: Callable[[], Batch]) -> Batch:
-        """Returns what `read` reads, all of it from rows that were there while it did.
-
-        Args:
-            read: reads from this storage; where another process may write it, it is called again if
-                rows were overwritten meanwhile.
-
-        Raises:
-            RuntimeError: rows are overwritten faster than a batch is read.
-            Exception: what `read` raises of rows that were there.
-        """
-        reader = self.reader
-        if reader is None or reader.seen is not None:
-            return read()
-        if self._reads % self._fetch_every == 0:
-            self.refresh()
-        self._reads += 1
-        return reader.read_intact(self.episodes, self.refresh, read)  # type: ignore[arg-type]
+        """Takes in what the writer of a directory has committed; see `RowFiles.refresh`."""
+        self.files.refresh(track)  # type: ignore[union-attr]
 
     def note(self, *slots: torch.Tensor | None) -> None:
-        """Notes which rows are read, int64 of any shapes, where others may overwrite them meanwhile."""
-        if self._reader is not None and self._reader.seen is not None:
-            self._reader.seen += [some for some in slots if some is not None]
+        """Notes which rows are read; see `RowFiles.note`."""
+        if self.files is not None:
+            self.files.note(*slots)
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
-        if self.directory is not None:
-            self.directory.check_writable()
-        elif self._reader is not None:
-            self._reader.check_writable()
-
-    @property
-    def words(self) -> Words:
-        """The files, of a directory."""
-        return (self.reader or self.directory).words  # type: ignore[union-attr]
+        if self.files is not None:
+            self.files.check_writable()
 
     @property
     def row_nbytes(self) -> int:
@@ -436,7 +366,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.episodes is None:
             raise RuntimeError(_NO_WRITER)
         num_lanes = self.episodes.num_envs
-        self._write_to(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
+        self._use(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
     def share_memory_(self) -> PackedStorage:
         """Moves the rows to memory that other processes see, when they get this storage.
@@ -553,8 +483,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """
         if not self.initialized or self.stacks is not None or not self.table.looks:  # type: ignore[union-attr]
             return False
-        if self.directory is not None:
-            return num_steps <= self.directory.description.most_steps
+        if self.files is not None:
+            return num_steps <= self.files.directory.description.most_steps  # type: ignore[union-attr]
         return num_steps < self.episodes.steps_per_lane  # type: ignore[union-attr]
 
     def check_in_memory(self) -> None:
@@ -786,8 +716,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         try:
             yield
         except BaseException:
-            if self.directory is not None:
-                self.directory.abandon()
+            if (directory := self.directory) is not None:
+                directory.abandon()
             raise
 
     def lay_out_anew(self, num_lanes: int) -> None:
@@ -797,18 +727,19 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             return
         directory.delete()
         made = Directory.create(directory.path, layout, self.max_size, num_lanes)  # type: ignore[arg-type]
-        self.episodes = made.episodes()
-        self._write_to(made)
+        self.episodes, heard_by = made.episodes(), self.files.on_new_rows  # type: ignore[union-attr]
+        self._use(made)
+        self.files.on_new_rows = heard_by  # type: ignore[union-attr]
 
     def flush(self) -> None:
         """Waits until the rows of a directory are on disk; see `ReplayStorage.flush`."""
-        if self.directory is not None and self.directory.is_writer:
-            self.directory.flush(self.episodes)  # type: ignore[arg-type]
+        if (directory := self.directory) is not None and directory.is_writer:
+            directory.flush(self.episodes)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Flushes the rows of a directory, and lets another writer in."""
-        if self.directory is not None and self.directory.is_writer:
-            self.directory.close(self.episodes)  # type: ignore[arg-type]
+        if (directory := self.directory) is not None and directory.is_writer:
+            directory.close(self.episodes)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the layout, the rows (not a copy) and their number."""
@@ -855,7 +786,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self._check_layout(saved.layout)
             if saved.layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_WRITER)
-            num_slots = self.max_size if self.directory is None else len(self.directory.words.rows)
+            # Of a directory, with its spare steps.
+            num_slots = self.max_size if self.files is None else len(self.rows)  # type: ignore[arg-type]
             saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
             if is_restacked:
                 saved.restack(own)  # type: ignore[arg-type]
@@ -902,14 +834,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         if saved.layout is not None and self.rows is None:
             self._allocate(self._layout_of(saved.layout.declared, saved.layout.nested))
-        if self.directory is not None:
+        if self.files is not None:
             self._replace(saved, progress=progress)
         elif saved.layout is not None and saved.moved is not None:
             self._put(saved, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
             target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr]
             copy_in_pieces(saved.fields, target, progress=progress)
-        if saved.layout is not None and self.stacks is not None and self.directory is None:
+        if saved.layout is not None and self.stacks is not None and self.files is None:
             self.stacks.past.copy_(saved.past)  # type: ignore[arg-type]
         self._len = state["_len"]
         self._bump_mutation_revision()
@@ -928,9 +860,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _replace(self, saved: SavedRows, *, progress: bool) -> None:
         """Puts other rows in the place of those of a directory, at once."""
-        directory: Directory = self.directory  # type: ignore[assignment]
         moved: Moved = saved.moved  # type: ignore[assignment]
-        words, layout = directory.words, directory.description.layout
+        layout: Layout = self.layout  # type: ignore[assignment]
 
         def fill(new: Words) -> None:
             table = table_of(layout.framed, new.rows, new.side, moved.episodes)
@@ -939,12 +870,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 past: torch.Tensor = saved.past  # type: ignore[assignment]
                 Stacks(layout, moved.episodes, new.rows).take_past(past, moved.saved)
 
-        try:
-            directory.replace(moved.episodes, moved.write_count, moved.trajectories, fill)
-        finally:
-            if directory.words is not words:
-                self._adopt_words(directory.description.layout, directory.words)
-                self.refreshes += 1
+        self.files.replace(moved, fill)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
@@ -954,22 +880,21 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         # Views are made again from the rows, or they would be sent one by one.
         state: dict[str, Any] = super().__getstate__()
         state["_storage"] = state["table"] = None
-        is_durable = self.directory is not None or self._reader is not None
         if self.stacks is not None:
-            state["stacks"] = None if is_durable else self.stacks.past
-        if is_durable:
+            state["stacks"] = None if self.files is not None else self.stacks.past
+        if self.files is not None:
             # A directory has one writer, so a copy reads what it writes.
-            identity = (self.directory or self._reader).description.identity  # type: ignore[union-attr]
-            state |= {"directory": None, "_reader": identity, "rows": None, "on_new_rows": None}
-            state["episodes"] = state["_side"] = None
+            state["files"] = self.files.description.identity, self.files.fetch_every
+            state |= {"rows": None, "episodes": None, "_side": None}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        identity, state["_reader"] = state["_reader"], None
+        files = state.pop("files", None)
         super().__setstate__(state)
-        if identity is not None:
+        if files is not None:
+            identity, fetch_every = files
             reader = Reader(self.scratch_dir, identity=identity)  # type: ignore[arg-type]
-            self._follow(reader, self._fetch_every)
+            self._follow(reader, fetch_every)
         elif self.rows is not None:
             past, self.stacks = self.stacks, None
             self._adopt(self.layout, self.rows, past=past)  # type: ignore[arg-type]
@@ -990,9 +915,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         )
 
 
-def files_of(storage: Storage) -> PackedStorage | None:
-    """Returns rows that lie in files, which this process writes or reads; None if they are in memory."""
-    return storage if isinstance(storage, PackedStorage) and storage.refreshes else None
+def files_of(storage: Storage) -> RowFiles | None:
+    """Returns the files of rows, which this process writes or reads; None if they are in memory."""
+    return storage.files if isinstance(storage, PackedStorage) else None
 
 
 def check_writable(storage: Storage) -> None:

@@ -41,11 +41,11 @@ class DurableTable(PriorityTable):
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
-        self._storage, self._files = storage, storage.reader or storage.directory
+        self._storage, self._files = storage, storage.files.source
         words, self._histories = self._files.words, self._files.description.histories
         self._words = words.keep_priorities(make=storage.reader is None)
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
-        self.refreshes = storage.refreshes
+        self.refreshes = storage.files.refreshes
         # Behind those of the rows.
         self._largest_at = torch.tensor([self.capacity])
         #: `[E]` up to which steps rows are known to be evicted.
@@ -79,14 +79,14 @@ class DurableTable(PriorityTable):
 
     def follow(self, storage: Any) -> bool:
         """Takes in what another process has said; see `PriorityTable.follow`."""
-        files = storage.reader or storage.directory
+        files = storage.files.source
         if (
             self._files is not files
             or self._words is not files.words.priorities
             or self._histories != files.description.histories
         ):
             return False
-        self.refreshes = storage.refreshes
+        self.refreshes = storage.files.refreshes
         finish(self._follow)
         return True
 

@@ -20,6 +20,7 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
+from trl_storages.rows import files_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved import SavedPart, SavedState
@@ -314,7 +315,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             if self._table.has_rows:
                 table.load_state_dict(self._table.state_dict())
             self._table = table
-        if getattr(storage, "refreshes", 0) != self._table.refreshes:
+        files = files_of(storage)
+        if (0 if files is None else files.refreshes) != self._table.refreshes:
             if self._table.follow(storage):
                 return False
             state = self._table.state_dict() if self._is_loaded else None

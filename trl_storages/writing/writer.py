@@ -395,7 +395,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             else:
                 # Marks may be missing that a later commit would count on.
                 recount()
-                self._storage.go_back()
+                self._storage.files.go_back()
                 self._take_up()
             raise
 
