@@ -32,7 +32,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.ring import EpisodeIndex
+from trl_storages.ring import EpisodeIndex, known_episodes
 from trl_storages.rows import PackedStorage, read_fields
 
 __all__ = [
@@ -187,7 +187,7 @@ def size_of_draw(storage: Storage, batch_size: int) -> int:
         TypeError, ValueError: it is no storage, or B is below 1.
     """
     # Anything with an episode index and a length will do.
-    if getattr(storage, "episodes", None) is None:
+    if known_episodes(storage) is None:
         arguments.instance("storage", storage, Storage, what="a TorchRL storage")
     if not len(storage):
         raise RuntimeError(
@@ -214,7 +214,7 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
     """
     if (asked := _asked_by(sampler)) is None:
         return sampler.sample(storage, batch_size)
-    batch_size, episodes = size_of_draw(storage, batch_size), getattr(storage, "episodes", None)
+    batch_size, episodes = size_of_draw(storage, batch_size), known_episodes(storage)
     if episodes is None:
         return sampler.sample(storage, batch_size)
     check_part(sampler, episodes.num_envs, storage)
@@ -317,7 +317,7 @@ def expand(
         ValueError: as `check_part`.
         RuntimeError: an episode ends where the unit would not see it.
     """
-    episodes = getattr(storage, "episodes", None)
+    episodes = known_episodes(storage)
     if episodes is not None:
         check_part(unit, episodes.num_envs, storage)
         _check_sequences(unit, storage)
@@ -402,7 +402,7 @@ def take_in_rows(sampler: Sampler, storage: Any) -> bool:
     Returns:
         False if nobody keeps the episodes of the storage, so that it is not known where they lie.
     """
-    episodes = getattr(storage, "episodes", None)
+    episodes = known_episodes(storage)
     if episodes is None:
         return False
     if isinstance(sampler, PrioritizedSampler) and len(episodes):

@@ -1,7 +1,7 @@
 """Which rows of the ring belong to one episode, and how old they are."""
 
 from trl_storages.kernels.ring_tables import GOAL_KINDS
-from trl_storages.ring.index import EpisodeIndex, episodes_of
+from trl_storages.ring.index import EpisodeIndex, episodes_of, known_episodes
 from trl_storages.ring.naming import Lanes
 
-__all__ = ["GOAL_KINDS", "EpisodeIndex", "Lanes", "episodes_of"]
+__all__ = ["GOAL_KINDS", "EpisodeIndex", "Lanes", "episodes_of", "known_episodes"]

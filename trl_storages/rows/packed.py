@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, Storage
 
@@ -33,9 +33,9 @@ from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import is_key
+from trl_storages.rows.declared import DeclaredFields, FieldOf
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.files import RowFiles
-from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of
 from trl_storages.rows.stacks import Stacks
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
 
 __all__ = ["PackedStorage", "check_writable", "files_of"]
-
-_FieldOf = tuple[torch.dtype, Sequence[int]] | tuple[torch.dtype, Sequence[int], FrameStack] | None
 
 _NO_WRITER = (
     "rows that are in a directory, that lend their frames to those after them, or that share next "
@@ -117,7 +115,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
         existsok: bool = False,
-        fields: Mapping[Any, _FieldOf] | None = None,
+        fields: Mapping[Any, FieldOf] | None = None,
         out_device: torch.device | str | None = None,
         share_next: bool = False,
         check: bool | None = None,
@@ -162,13 +160,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         #: Puts stacks of frames together; None where rows have none.
         self.stacks: Stacks | None = None
         self.out_device = arguments.optional(arguments.device, "out_device", out_device)
-        self._declared = dict(fields or {})
+        header = header_dtype(max_size) if self.share_next else None
+        self._declared = DeclaredFields(fields, header)
         if self.scratch_dir is not None:
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
-        if self.scratch_dir is None and fields is not None and None not in fields.values():
-            layout = self._layout_of(fields)
+        elif self._declared.are_complete:
+            layout = self._declared.layout()
             # Otherwise it is not known yet who writes.
-            if not (self.past_steps or self.share_next):
+            if not (layout.past_steps or self.share_next):
                 self._allocate(layout)
 
     @classmethod
@@ -223,11 +222,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"the storage in {directory} has {found.num_rows} rows, got {self.max_size}: pass its "
                 "size, or another directory."
             )
-        if not self._are_declared(found.layout):
+        if not self._declared.are_of(found.layout):
             raise ValueError(
                 f"the rows in {directory} are of other fields: "
-                f"{found.layout.unlike(self._declared)}. Pass the spaces and keys they were made with, "
-                "or another directory."
+                f"{found.layout.unlike(self._declared.fields)}. Pass the spaces and keys they were made "
+                "with, or another directory."
             )
         if (found.layout.framed.sharing is not None) != self.share_next:
             raise ValueError(
@@ -301,10 +300,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     @property
     def past_steps(self) -> int:
         """With how many rows before it in its episode a row is seen, at most."""
-        if self.layout is not None:
-            return self.layout.past_steps
-        said = [part for field in self._declared.values() for part in field or ()]
-        return max([0, *(it.num_frames - 1 for it in said if isinstance(it, FrameStack))])
+        return (self.layout or self._declared).past_steps
 
     @property
     def is_durable(self) -> bool:
@@ -316,30 +312,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def _init(self, data: TensorDictBase) -> None:
         """Lays the rows out for one transition like `data`; TorchRL calls it when it loads."""
         nested = nested_sizes(data, data.ndim)
-        self._allocate(self._first_layout(tensors_of(data), data.ndim, nested))
-
-    def _layout_of(self, fields: Mapping[NestedKey, Any], nested: Nested = ()) -> Layout:
-        """Lays fields out as they are stored here."""
-        header = header_dtype(self.max_size) if self.share_next else None
-        return Layout(fields, nested, header=header)
-
-    def _first_layout(
-        self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
-    ) -> Layout:
-        """Returns the declared layout with what the first write adds to it."""
-        described = Layout.of(entries, batch_dims, nested).described
-        if not self._declared:
-            return self._layout_of(described, nested)
-        missing = [
-            key for key, known in self._declared.items() if not known and key not in described
-        ]
-        if missing:
-            raise KeyError(
-                f"the first write must hold {missing}, whose dtype and shape it fixes; its keys are "
-                f"{sorted(described, key=str)}."
-            )
-        fields = {key: known or described[key] for key, known in self._declared.items()}
-        return self._layout_of(fields, nested)
+        self._allocate(self._declared.first_layout(tensors_of(data), data.ndim, nested))
 
     def _allocate(self, layout: Layout) -> None:
         if self._sharing_process not in (None, os.getpid()):
@@ -421,8 +394,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.episodes = episodes
         if self._sharing_process is not None:
             episodes.share_memory_()
-        if not self.initialized and self._declared and None not in self._declared.values():
-            self._allocate(self._layout_of(self._declared))
+        if not self.initialized and self._declared.are_complete:
+            self._allocate(self._declared.layout())
 
     # Writing
 
@@ -513,7 +486,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError, TypeError, ValueError: an entry does not fit the layout.
         """
-        layout = self.layout or self._first_layout(entries, len(batch_size), nested)
+        layout = self.layout or self._declared.first_layout(entries, len(batch_size), nested)
         return layout, layout.fit(entries, batch_size, strict=strict)
 
     def new_rows(
@@ -795,27 +768,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises a ValueError if saved rows are others than those of this storage."""
-        own = self.layout
-        fits = self._are_declared(layout) if own is None else layout.declared == own.declared
+        own, declared = self.layout, self._declared
+        fits = declared.are_of(layout) if own is None else layout.declared == own.declared
         if not fits:
-            named = self._declared if own is None else own.declared
+            named = declared.fields if own is None else own.declared
             stacks = " Stacks of frames fit one without FrameStack, too." if layout.stacks else ""
             raise ValueError(
                 "the saved rows are of other fields than those of this storage: "
                 f"{layout.unlike(named)}. Load them into a storage of the fields that they were saved "
                 f"with.{stacks} Nothing was changed."
             )
-
-    def _are_declared(self, layout: Layout) -> bool:
-        """Returns whether rows are those that the storage was made for, if these were named."""
-        known = layout.described
-        wanted: Any = {
-            unravel_key(key): field or known.get(key) for key, field in self._declared.items()
-        }
-        if not wanted or None in wanted.values():
-            return not wanted
-        stacks = stacks_of(wanted).items() <= layout.stacks.items()
-        return stacks and Layout(wanted).described == known
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Takes over a state that was checked, into rows of the same layout and number.
@@ -833,7 +795,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 "ReplayStorage saved into a ReplayStorage, by its loads() or load_state_dict()."
             )
         if saved.layout is not None and self.rows is None:
-            self._allocate(self._layout_of(saved.layout.declared, saved.layout.nested))
+            self._allocate(self._declared.layout(saved.layout.declared, saved.layout.nested))
         if self.files is not None:
             self._replace(saved, progress=progress)
         elif saved.layout is not None and saved.moved is not None:

@@ -19,7 +19,7 @@ from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
-from trl_storages.ring import episodes_of
+from trl_storages.ring import episodes_of, known_episodes
 from trl_storages.rows import files_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
@@ -302,7 +302,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """
         if storage is None:
             return False
-        if getattr(storage, "episodes", None) is None:
+        if known_episodes(storage) is None:
             arguments.instance("storage", storage, Storage, what="a TorchRL storage")
         if storage.ndim != 1 or storage.max_size > self._max_capacity:
             raise ValueError(
@@ -328,7 +328,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             return table.has_rows
         if self._table.has_rows or not len(storage):
             return False
-        episodes = getattr(storage, "episodes", None)
+        episodes = known_episodes(storage)
         every = torch.arange(len(storage), device=self.device)
         self._table.write(every if episodes is None else episodes.live_slots())
         return True
@@ -482,7 +482,7 @@ def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
 
 def _num_rows(storage: Storage) -> int | torch.Tensor:
     """Returns how many rows can be drawn, on the device where the host would have to wait for it."""
-    episodes = getattr(storage, "episodes", None)
+    episodes = known_episodes(storage)
     if episodes is None:
         return len(storage)
     return len(episodes) if episodes.device.type == "cpu" else episodes.num_rows

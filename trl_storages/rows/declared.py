@@ -1,0 +1,77 @@
+"""The fields that a storage was made for, before it is known how rows are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, unravel_key
+
+from trl_storages.rows.entries import Nested
+from trl_storages.rows.frames import FrameStack, stacks_of
+from trl_storages.rows.layout import Layout
+
+__all__ = ["DeclaredFields", "FieldOf"]
+
+#: Dtype and shape of a field, and how it is stacked; None where the first write fixes them.
+FieldOf = tuple[torch.dtype, Sequence[int]] | tuple[torch.dtype, Sequence[int], FrameStack] | None
+
+
+class DeclaredFields:
+    """The fields that a storage was made for.
+
+    Args:
+        fields: by key; None leaves all of them to the first write.
+        header: as in `Layout`, of all rows of the storage.
+    """
+
+    def __init__(
+        self, fields: Mapping[NestedKey, FieldOf] | None, header: torch.dtype | None
+    ) -> None:
+        #: By key.
+        self.fields = dict(fields or {})
+        #: Whether nothing is left to the first write.
+        self.are_complete = fields is not None and None not in fields.values()
+        self._header = header
+
+    @property
+    def past_steps(self) -> int:
+        """As `Layout.past_steps`."""
+        said = [part for field in self.fields.values() for part in field or ()]
+        return max([0, *(it.num_frames - 1 for it in said if isinstance(it, FrameStack))])
+
+    def layout(self, fields: Mapping[NestedKey, Any] | None = None, nested: Nested = ()) -> Layout:
+        """Returns these fields as they are laid out, or others."""
+        return Layout(self.fields if fields is None else fields, nested, header=self._header)
+
+    def first_layout(
+        self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
+    ) -> Layout:
+        """Returns these fields as they are laid out, with what the first write says of them.
+
+        Raises:
+            KeyError: it says nothing of one that was left to it.
+        """
+        described = Layout.of(entries, batch_dims, nested).described
+        if not self.fields:
+            return self.layout(described, nested)
+        missing = [key for key, known in self.fields.items() if not known and key not in described]
+        if missing:
+            raise KeyError(
+                f"the first write must hold {missing}, whose dtype and shape it fixes; its keys are "
+                f"{sorted(described, key=str)}."
+            )
+        fields = {key: known or described[key] for key, known in self.fields.items()}
+        return self.layout(fields, nested)
+
+    def are_of(self, layout: Layout) -> bool:
+        """Returns whether rows are those that the storage was made for, if these were named."""
+        known = layout.described
+        wanted: Any = {
+            unravel_key(key): field or known.get(key) for key, field in self.fields.items()
+        }
+        if not wanted or None in wanted.values():
+            return not wanted
+        stacks = stacks_of(wanted).items() <= layout.stacks.items()
+        return stacks and Layout(wanted).described == known
