@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from operator import attrgetter, itemgetter
-from typing import Any, NoReturn
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from trl_storages.saved import DTYPES, dtype_name
 __all__ = ["Field", "Layout"]
 
 _WORD = 8  # bytes
-_dtype_of, _size_of = attrgetter("dtype"), torch.Tensor.size
 
 _SEEN = (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL)
 # What loops have without any infos.
@@ -178,11 +177,7 @@ class Layout:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
             self._stored = Views(stored, self.stored_nbytes, nested)
-        self._dtypes = [field.dtype for field in self.fields]
-        self._complex = [at for at, dtype in enumerate(self._dtypes) if dtype.is_complex]
         self._places_of: dict[Any, tuple[dict[NestedKey, Place], list[NestedKey]]] = {}
-        # The shapes of a batch like the last one that was written.
-        self._sizes: tuple[torch.Size | None, list[torch.Size]] = (None, [])
 
     @cached_property
     def rooted(self) -> np.ndarray:
@@ -388,21 +383,15 @@ class Layout:
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        if self._sizes[0] != batch_size:
-            self._sizes = batch_size, [batch_size + it.shape for it in self.fields]
-        if len(entries) > len(self.fields) and strict:
-            self._check_no_more(entries)
-        try:
-            fitting = [*map(entries.__getitem__, self.keys)]
-        except KeyError:
-            self._explain(batch_size, entries)
-        # To ask for the size takes half the time of asking for the shape.
-        sizes = [*map(_size_of, fitting)]
-        if [*map(_dtype_of, fitting)] != self._dtypes or sizes != self._sizes[1]:
-            self._explain(batch_size, entries)
-        for place in self._complex:
-            fitting[place] = fitting[place].resolve_conj()
-        return fitting
+        for field in self.fields:
+            self._check(field, entries, batch_size)
+        if strict and (extra := [key for key in entries if key not in self]):
+            raise KeyError(
+                f"the data holds {extra}, which the rows have no room for: their fields are "
+                f"{list(self.keys)}. Leave it out, or pass "
+                "EpisodeWriter(keys=...) to store some entries only."
+            )
+        return [entries[key].resolve_conj() for key in self.keys]
 
     def frames_first(
         self, fields: Sequence[torch.Tensor], batch_dims: int
@@ -415,14 +404,11 @@ class Layout:
             for it, value in zip(self.fields, fields, strict=True)
         ]
 
-    def _explain(
-        self, batch_size: torch.Size, entries: Mapping[NestedKey, torch.Tensor]
-    ) -> NoReturn:
-        """Raises the error that says why entries do not fit."""
-        for field in self.fields:
-            key, shape, entry = field.key, batch_size + field.shape, entries.get(field.key)
-            if entry is None or (entry.dtype, entry.shape) != (field.dtype, shape):
-                break
+    def _check(
+        self, field: Field, entries: Mapping[NestedKey, torch.Tensor], batch_size: torch.Size
+    ) -> None:
+        """Raises the error that says why an entry does not fit, if it does not."""
+        key, shape, entry = field.key, batch_size + field.shape, entries.get(field.key)
         if entry is None:
             remedy = "Add it to the data."
             if key not in _OF_LOOPS:
@@ -437,6 +423,8 @@ class Layout:
                 f"{dtype_name(entry.dtype)}; convert it before it is written, or make the storage of the "
                 "specs of the environment that collects (env.observation_spec, env.action_spec)."
             )
+        if entry.shape == shape:
+            return
         is_code = not field.shape and entry.shape[:-1] == batch_size
         remedy = (
             "; make the storage of env.action_spec if these are one-hot codes" if is_code else ""
@@ -445,15 +433,6 @@ class Layout:
             f"{key!r} must have shape {list(shape)} (batch {list(batch_size)}, field "
             f"{list(field.shape)}), got {list(entry.shape)}{remedy}."
         )
-
-    def _check_no_more(self, entries: Mapping[NestedKey, torch.Tensor]) -> None:
-        extra = [key for key in entries if key not in self.keys]
-        if extra:
-            raise KeyError(
-                f"the data holds {extra}, which the rows have no room for: their fields are "
-                f"{list(self.keys)}. Leave it out, or pass "
-                "EpisodeWriter(keys=...) to store some entries only."
-            )
 
     def to_json(self) -> dict[str, Any]:
         """Describes the layout in plain lists, strings and numbers."""
