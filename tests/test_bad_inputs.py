@@ -566,7 +566,7 @@ BETWEEN_PARTS = {
         *("fit", "new_rows", "refresh", "write"),
     },
     "PERSampler": {
-        "slots_amiss",
+        "inconsistent_slots",
         "add",
         "attach",
         "extend",

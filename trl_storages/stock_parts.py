@@ -42,8 +42,8 @@ __all__ = [
     "check_part",
     "draw",
     "expand",
+    "mark_stored_rows",
     "size_of_draw",
-    "take_in_rows",
 ]
 
 _USE_SEQUENCES = (
@@ -396,7 +396,7 @@ def _check_steps(sampler: SliceSampler, storage: Any, slots: torch.Tensor) -> No
         )
 
 
-def take_in_rows(sampler: Sampler, storage: Any) -> bool:
+def mark_stored_rows(sampler: Sampler, storage: Any) -> bool:
     """Gives the rows that are stored already a priority in TorchRL's own sampler, wherever they lie.
 
     Returns:

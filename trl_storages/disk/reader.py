@@ -43,7 +43,7 @@ class Reader:
     Attributes:
         description: of the directory.
         words: the files that are read. Others take their place where the writer loads other rows.
-        seen: the slots of rows that were read since `read_intact` began; None outside of it.
+        seen: the slots of rows that were read since `read_consistently` began; None outside of it.
 
     Raises:
         FileNotFoundError: the directory holds no storage.
@@ -165,7 +165,7 @@ class Reader:
 
     # Reading
 
-    def read_intact(
+    def read_consistently(
         self, index: EpisodeIndex, refresh: Callable[[], object], read: Callable[[], Batch]
     ) -> Batch:
         """Returns what `read` reads, all of it from rows that were there while it did.

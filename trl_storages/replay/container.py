@@ -48,7 +48,7 @@ from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fie
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import forget_state, read_state, write_state
 from trl_storages.signatures import SealedStorage, shown
-from trl_storages.stock_parts import check_part, draw, expand, take_in_rows
+from trl_storages.stock_parts import check_part, draw, expand, mark_stored_rows
 from trl_storages.transforms import apply_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
 
@@ -403,7 +403,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     # Rows as they were stored
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def __getitem__(self, index: Any) -> Any:
         """Reads rows as they were stored, without transforms, into new memory.
 
@@ -472,7 +472,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             self[index] = change(history.read_rows(self._storage, index))
         return self
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def query(
         self,
         predicate: Callable[[Trajectory], bool] | None = None,
@@ -501,7 +501,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         # And rows that come are told to the sampler alone, which must be where they are by then.
         if (sampler := prioritized_of(self._sampler)) is not None:
             sampler.attach(self._storage)
-        elif not take_in_rows(layers_of(self._sampler)[-1], self._storage):
+        elif not mark_stored_rows(layers_of(self._sampler)[-1], self._storage):
             super()._initialize_prioritized_sampler()
 
     def update_tensordict_priority(
@@ -615,12 +615,12 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 self._prefetch_queue, self._prefetch_cap = before
 
     @pin_memory_output  # type: ignore[untyped-decorator]
-    @on_disk.intact
+    @on_disk.consistent_read
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         rows, info = self._drawn(batch_size)
         return rows.tensordict(), info
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def _sample_part(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
         """Samples a part of the batch of an ensemble, which is one with the other parts."""
         rows, info = self._drawn(batch_size)
@@ -667,7 +667,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """
         return self._draw_episodes(arguments.integer("n", n, at_least=1))
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def _draw_episodes(self, n: int) -> TensorDictBase:
         batch = history.draw_episodes(self._storage, n, self._rng)
         return transform_batch(parts_of(self._transform), batch)
@@ -693,11 +693,11 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 check_writable(self._storage)
                 self._known_rows = KnownRows()
                 if keep_steps and len(self):
-                    self.writer.restart(keep_steps, empty_write_count, then=self._hear_of_kept)
+                    self.writer.restart(keep_steps, empty_write_count, then=self._tell_of_kept)
                     return
                 finish(partial(self._forget, empty_write_count))
 
-    def _hear_of_kept(self, slots: torch.Tensor) -> None:
+    def _tell_of_kept(self, slots: torch.Tensor) -> None:
         """Tells the sampler of the only rows that are left."""
         self._sampler._empty()
         self._sampler.extend(slots)
@@ -822,7 +822,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 forget_state(path)
                 raise
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> None:
         on_disk.note_all(self._storage)
         write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
@@ -892,7 +892,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             goals = dict.fromkeys([keys.DESIRED_GOAL, *goal_keys(self._sampler)])
             return explain(batch, self.episodes, goals)
 
-    @on_disk.intact
+    @on_disk.consistent_read
     def validate(self, *, progress: bool = False) -> None:
         """Checks what must hold of rows, index and priorities, and rows on disk by their checksums.
 

@@ -22,8 +22,8 @@ from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_dra
 __all__ = [
     "check_rows",
     "close",
+    "consistent_read",
     "flush",
-    "intact",
     "look",
     "note_all",
     "resume",
@@ -41,7 +41,7 @@ def _written_by(storage: Storage) -> Directory | None:
     return directory if directory is not None and directory.is_writer else None
 
 
-def intact(method: Method) -> Method:
+def consistent_read(method: Method) -> Method:
     """Runs a method under the locks, again if another process overwrote rows that it has read."""
 
     @wraps(method)
@@ -49,7 +49,7 @@ def intact(method: Method) -> Method:
         with self._replay_lock, self._write_lock:
             if (files := files_of(self._storage)) is None:
                 return method(self, *args, **kwargs)
-            return files.read_intact(partial(method, self, *args, **kwargs))
+            return files.read_consistently(partial(method, self, *args, **kwargs))
 
     return read  # type: ignore[return-value]
 
@@ -143,7 +143,7 @@ def without_rows(sampler: Any) -> Sampler:
 
 
 def note_all(storage: Storage) -> torch.Tensor:
-    """Notes all rows of files as read, within a method that is `intact`.
+    """Notes all rows of files as read, within a method that is a `consistent_read`.
 
     Returns:
         int64 slots: of the live rows, and of those that lend them next observations; none in memory.

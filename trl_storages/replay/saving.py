@@ -120,7 +120,7 @@ class Parts:
             size = index.num_slots if index.spare_steps else state["max_capacity"]
             if (found := len(state["priorities"])) != size:
                 raise saved.error("_sampler", f"of {size} slots, as the rows are", found)
-        if prioritized and (wrong := prioritized.slots_amiss(state["priorities"], live)):
+        if prioritized and (wrong := prioritized.inconsistent_slots(state["priorities"], live)):
             got = f"priorities without a row, or rows without one, in the slots {wrong[:5]}"
             raise saved.error("_sampler", f"of the {len(live)} rows", got)
 

@@ -122,7 +122,7 @@ class RowFiles:
         if self.on_new_rows is not None:
             self.on_new_rows()
 
-    def read_intact(self, read: Callable[[], Batch]) -> Batch:
+    def read_consistently(self, read: Callable[[], Batch]) -> Batch:
         """Returns what `read` reads, all of it from rows that were there while it did.
 
         Args:
@@ -139,7 +139,7 @@ class RowFiles:
         if self._reads % self.fetch_every == 0:
             self.refresh()
         self._reads += 1
-        return reader.read_intact(self.episodes, self.refresh, read)
+        return reader.read_consistently(self.episodes, self.refresh, read)
 
     def note(self, *slots: torch.Tensor | None) -> None:
         """Notes which rows are read, int64 of any shapes, where others may overwrite them meanwhile."""

@@ -353,7 +353,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """
         live = arguments.optional(arguments.slots, "live", live)
         self._table.validate()
-        if live is not None and (wrong := self.slots_amiss(self.priorities, live.cpu())):
+        if live is not None and (wrong := self.inconsistent_slots(self.priorities, live.cpu())):
             raise RuntimeError(
                 f"the slots {wrong[:5]} have a priority without a row, or a row without a priority."
             )
@@ -395,7 +395,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         if bad := int((~(priorities >= 0)).sum()):
             raise saved.error("priorities", "finite and at least 0", f"{bad} others")
 
-    def slots_amiss(self, priorities: torch.Tensor, live: torch.Tensor) -> list[int]:
+    def inconsistent_slots(self, priorities: torch.Tensor, live: torch.Tensor) -> list[int]:
         """Returns which slots have a priority without a row, or a row without a priority.
 
         Args:

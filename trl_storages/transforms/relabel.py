@@ -237,7 +237,9 @@ class GoalRelabel(ReplayTransform):
             )
         storage = getattr(storage, "storage", storage)
         compare = partial(self._compare, storage, num_rows)
-        return compare() if (files := files_of(storage)) is None else files.read_intact(compare)
+        return (
+            compare() if (files := files_of(storage)) is None else files.read_consistently(compare)
+        )
 
     def _compare(self, storage: Any, num_rows: int) -> RelabelAudit:
         episodes = episodes_of(storage)

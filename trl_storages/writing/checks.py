@@ -153,7 +153,7 @@ def check_flags(layout: Layout, rows: NewRows) -> None:
     Raises:
         ValueError: some are not.
     """
-    if (amiss := rows.first_amiss(layout.implied)) >= 0:
+    if (amiss := rows.first_violation(layout.implied)) >= 0:
         raise _no_end(*(layout.keys[place] for place in layout.implied[amiss]))
 
 

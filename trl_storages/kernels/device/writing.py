@@ -87,7 +87,7 @@ class NewRows:
         rows._whole = self, parts
         return rows
 
-    def first_amiss(self, implied: np.ndarray) -> int:
+    def first_violation(self, implied: np.ndarray) -> int:
         """Looks at rows that came from the host, see `kernels.host.writing.NewRows`."""
         words = self._words if self._words.device.type == "cpu" else self._on_host
         # Tensors of a simulated device (a subclass) have no value to read.

@@ -123,13 +123,13 @@ class NewRows:
         rows.sources[:, _START:] = parts[:, 2:]
         return rows
 
-    def first_amiss(self, implied: np.ndarray) -> int:
+    def first_violation(self, implied: np.ndarray) -> int:
         """Returns the first of some pairs of flags of which one is true where the other is not, or -1.
 
         Args:
             implied: `[p, 2]` int64, the fields of the one and of the other.
         """
-        first: int = _first_amiss(self.sources, implied, self.num_rows)
+        first: int = _first_violation(self.sources, implied, self.num_rows)
         return first
 
     def some(self, places: torch.Tensor) -> NewRows:
@@ -140,7 +140,7 @@ class NewRows:
 
 
 @compiled
-def _first_amiss(sources: Any, implied: Any, num_rows: int) -> int:
+def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
     for i in range(len(implied)):
         one, other = sources[implied[i, 0]], sources[implied[i, 1]]
         size, num_stretches = one[_SIZE], num_rows
