@@ -99,9 +99,6 @@ def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> Ne
 class StepBlock:
     """One step of E environments as rows, to be filled field by field.
 
-    Where rows are written from where their fields lie, those of all environments lie together. Elsewhere
-    each row does.
-
     Args:
         layout: of a row.
         num_envs: E.
@@ -109,14 +106,10 @@ class StepBlock:
     """
 
     def __init__(self, layout: Layout, num_envs: int, device: torch.device) -> None:
-        self.layout, self.device, self.num_envs = layout, device, num_envs
-        self._is_by_field = backend(device).NewRows.reads_fields
-        # `[E, W]` int64, and room for what aligns fields.
-        num_words = num_envs * layout.num_words + 2 * len(layout.fields)
-        self._memory = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._words = self._memory[: num_envs * layout.num_words].view(num_envs, -1)
+        self.layout, self.device = layout, device
+        self._words = torch.zeros(num_envs, layout.num_words, dtype=torch.int64, device=device)
         #: Key -> `[E, *shape]`.
-        self.views = self._by_field() if self._is_by_field else layout.views(self._words)
+        self.views = layout.views(self._words)
         #: The same to put values into: arrays on the CPU, tensors elsewhere.
         self.columns: dict[NestedKey, Any] = self.views
         #: Whether the columns are arrays.
@@ -127,17 +120,6 @@ class StepBlock:
         #: The L environments that made a transition; None where these are all.
         self.lanes: list[int] | None = None
         self._rows_here = self._rows(device)
-
-    def _by_field(self) -> dict[NestedKey, torch.Tensor]:
-        """Returns the fields, of which those of large elements come first so that all are aligned."""
-        fields = sorted(self.layout.fields, key=lambda it: -it.dtype.itemsize)
-        views, start, memory = {}, 0, self._memory.view(torch.uint8)
-        for field in fields:
-            start += -start % field.dtype.itemsize
-            values = memory[start : start + field.num_bytes * self.num_envs].view(field.dtype)
-            views[field.key] = field.seen(values.view(self.num_envs, -1), self._words.shape[:1])
-            start += field.num_bytes * self.num_envs
-        return {key: views[key] for key in self.layout.keys}
 
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
         """Puts the values of a field of some environments to where they belong."""
@@ -155,23 +137,15 @@ class StepBlock:
 
     def tensordict(self) -> TensorDict:
         """Returns the transitions as a TensorDict `[L]` in memory of its own."""
-        return self.layout.tensordict(self._laid_out().clone())
-
-    def _laid_out(self) -> torch.Tensor:
-        """Returns the transitions as `[L, W]` int64."""
-        words = self._words
-        if self._is_by_field:
-            words = (self._rows_here.seen or self._rows_here).words()
-        return words if self.lanes is None else words[self.lanes]
+        words = self._words.clone() if self.lanes is None else self._words[self.lanes]
+        return self.layout.tensordict(words)
 
     def _rows(self, device: torch.device) -> NewRows:
-        layout, done, new_rows = self.layout, self.views[DONE], backend(device).NewRows
-        if self._is_by_field and device == self.device and self.lanes is None:
-            fields, size = [*self.views.values()], torch.Size([self.num_envs])
-            return rows_of(new_rows, layout, fields, size, device, done=done)
-        done = done if self.lanes is None else done[self.lanes]
-        rows = new_rows.of_block(self._laid_out(), layout.places, done, device)
-        return framed_rows(layout, rows)
+        words, done = self._words, self.views[DONE]
+        if self.lanes is not None:
+            words, done = words[self.lanes], done[self.lanes]
+        rows = backend(device).NewRows.of_block(words, self.layout.places, done, device)
+        return framed_rows(self.layout, rows)
 
 
 def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
