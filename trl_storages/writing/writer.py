@@ -340,6 +340,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             then: called with the slots, as a part of the write.
         """
         storage, lanes, watch = self._storage, self._lanes, self.gaps
+        count = self._write_count_value.get_obj().value + steps.rows.num_rows
         if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
@@ -350,7 +351,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._append_whole(steps, blocks, (), shape, then, pairs)
+            slots = self._append_whole(
+                partial(self._append, steps, blocks, (), shape, count, then, pairs)
+            )
             if slots is not None:
                 return slots
         gaps: list[torch.Tensor] = []
@@ -366,28 +369,17 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # The frames of rows that steps evict, while those that stay need them.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        written: torch.Tensor = self._append_whole(steps, blocks, evicted, shape, then)  # type: ignore[assignment]
-        return written
+        append = partial(self._append, steps, blocks, evicted, shape, count, then)
+        return self._append_whole(append)  # type: ignore[return-value]
 
-    def _append_whole(
-        self,
-        steps: Steps,
-        blocks: Sequence[Block],
-        evicted: Sequence[Evicted],
-        shape: torch.Size | None,
-        then: Then | None,
-        pairs: np.ndarray = _NO_PAIRS,
-    ) -> torch.Tensor | None:
+    def _append_whole(self, append: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Writes steps that were checked as a whole, also where an interrupt comes in between."""
-        count = self._write_count_value.get_obj().value + steps.rows.num_rows
-        written = steps, blocks, evicted, shape, count, then, pairs
         counters = self._storage.episodes.counters()
         try:
-            return self._append(*written)
+            return append()
         except BaseException as error:
-            act = partial(self._append, *written)
             recount = partial(self._episodes.recount, counters)
-            if complete(error, act, recount):
+            if complete(error, append, recount):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: the rows stay, and samplers hear of them later.
@@ -407,7 +399,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         shape: torch.Size | None,
         count: int,
         then: Then | None,
-        pairs: np.ndarray,
+        pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Writes steps that were checked; done once more from the beginning, it leads to the same.
 
