@@ -66,7 +66,7 @@ class TestReaders:
         sizes = []
         for _ in range(6):
             reader.sample()
-            sizes.append(len(reader))
+            sizes.append(len(reader.storage))
             write(storage, 1)
         assert sizes == [2, 2, 2, 5, 5, 5]
 
