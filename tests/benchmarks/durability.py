@@ -47,10 +47,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def transitions(steps: int) -> TensorDict:
-    observation = {key: torch.rand(steps, size) for key, size in FLOATS.items()}
+    observation, led_to = (
+        {key: torch.rand(steps, size) for key, size in FLOATS.items()} for _ in range(2)
+    )
     flags = {key: torch.zeros(steps, 1, dtype=torch.bool) for key in ("terminated", "truncated")}
     done = (torch.arange(steps) % 50 == 49)[:, None]
-    after = {**observation, **flags, "done": done, "reward": torch.rand(steps, 1)}
+    after = {**led_to, **flags, "done": done, "reward": torch.rand(steps, 1)}
     return TensorDict({**observation, "action": torch.rand(steps, 4), "next": after}, [steps])
 
 
