@@ -241,6 +241,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "ReplayStorage.sample": {"batch_size": "count from 1?", "return_info": "flag"},
     "ReplayStorage.sample_episodes": {"n": "count from 1"},
+    "ReplayStorage.can_sample": {"batch_size": "count from 1?"},
     "ReplayStorage.set_sampler": {"sampler": "object"},
     "ReplayStorage.append_transform": {"transform": "object", "invert": "flag"},
     "ReplayStorage.insert_transform": {"index": "count", "transform": "object", "invert": "flag"},

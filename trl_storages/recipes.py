@@ -397,7 +397,6 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether an episode is there to be sampled: finished, and stored whole."""
-        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         if not super().can_sample(batch_size):
             return False
         with self._replay_lock, self._write_lock:

@@ -263,6 +263,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether there are rows to draw `batch_size` of, by default that of the constructor."""
+        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         with self._replay_lock, self._write_lock:
             on_disk.look(self._storage)
             found: bool = super().can_sample(batch_size)
