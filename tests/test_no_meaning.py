@@ -138,7 +138,7 @@ PAIRS = {
     ),
     "drawn and not written": (
         lambda: filled(TWO(), VALUE).sample(),
-        (RuntimeError, r"GoalRelabel\(reward_fn, goal_key='actor'\)"),
+        (RuntimeError, r"GoalRelabel\(None, goal_key='actor'\)"),
     ),
 }
 

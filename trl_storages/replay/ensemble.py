@@ -68,6 +68,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
     arXiv:2302.02948.
 
+    >>> from tensordict import TensorDict
     >>> from trl_storages import PackedStorage
     >>> offline, online = (ReplayStorage(storage=PackedStorage(100)) for _ in range(2))
     >>> for storage, size in ((offline, 100), (online, 3)):
