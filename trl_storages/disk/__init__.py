@@ -1,21 +1,23 @@
-"""Rows in a directory: one writer, any number of readers, and no live row is ever overwritten.
+"""Rows in a directory: one writer, any number of readers; no live row is ever overwritten.
 
-Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, W words a row.
+Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, W words a row.
 
-A lane has R slots for T live steps, so that a write goes to slots that hold no live row. What is live is
-said by one of two tables in `commits`; a selector word says which. Steps never start again.
+A lane has R slots for at most T live steps, so a write only goes to slots that hold no live row. Two
+tables in `commits` take turns in recording which rows are live; a selector word picks the current one.
+Step numbers never restart.
 
-    storage.json        written anew and renamed: layout, histories, what was flushed last, `clean`
-    rows.G.bin          [R E, W]  int64, each a transition
+    storage.json        replaced by a rename: layout, histories, cursors of the last flush, `clean`
+    rows.G.bin          [R E, W]  int64, one transition a row
     marks.G.bin         [R E, 2]  int64, mark and checksum of each row
-    side.G.bin          [*, S + 1] int64, if rows share next observations: those that lie in no row, of S
-                        words, and a checksum over them, mark and slot of the row that names them
+    side.G.bin          [*, S + 1] int64, if rows share next observations: those stored in no row, as S
+                        shared words, and a checksum of them, mark and slot of the row that names them
     commits.G.bin       the selector, and two tables of cursors, tails and flags of the lanes
-    priorities.G.bin    [R E + 1] int64, if a sampler keeps some: a float32, a check over it and the mark
+    priorities.G.bin    [R E + 1] int64, if a sampler keeps them: a float32, a check of it and the mark
     lock                flock of the one writer
 
-A write is `begin` (marks away), rows, then `seal` (checksums and priorities, marks, the other table, the
-selector): a killed writer leaves what was committed before it or after it, whole.
+A write is `begin` (clears marks), the rows, then `seal` (checksums and priorities, then marks, then the
+other table, then the selector). A writer killed at any point leaves a consistent state: that before its
+write, or that after it.
 
                   create                     first write: a history
     (nothing) ------------> CLEAN, no rows ------------------------+
@@ -23,33 +25,33 @@ selector): a killed writer leaves what was committed before it or after it, whol
        close: flush, clean    |                                WRITTEN ----+ write, evict, load,
                               +----------------------------------+  ^ ^     | flush: rows, then commits,
                                                                     | +-----+ then storage.json
-                        open: every row is looked at                |
+                        open: every row is checked                  |
                         (killed, or power cut) ---------------------+
 
-    CLEAN     storage.json says so: the selected table is trusted, its rows are taken in by their marks
-    WRITTEN   everything is looked at by checksum: the selected table counts if each of its rows is whole;
-              otherwise, lane by lane, the run of whole rows around the last one that was flushed
-    load      files of generation G + 1 are filled beside the old ones, and one rename switches
+    CLEAN     as storage.json says: the selected table is trusted, its rows are indexed by their marks
+    WRITTEN   everything is verified by checksum: the selected table is valid if all its rows are intact;
+              otherwise each lane keeps the run of intact rows around the last flushed one
+    load      fills files of generation G + 1 beside the old ones; one rename switches to them
 
-Each open for writing, and each load, has a number, its history; rows carry it, and count only if no later
-history owns their step: what a killed writer left behind is never taken for a row of today.
+The first write after an open, and each load, begins a numbered history. Rows carry its number, and are
+valid only if no later history owns their step: leftovers of a killed writer are never taken for current
+rows.
 
-What is next of a row is said by the row after it, so that no row is ever changed (see
-`kernels.sharing`). An entry of the side table belongs to the row that names it until the slot of this
-row is written anew. The newest row of a lane has a tip there, which two writes later may hold what is
-next of another row; that of the row which was the newest when all was flushed last stays until the next
-flush. Which entries are free is found out from the rows that count, at opening. The file is sparse: it
-takes space as entries are used. What is next of rows that were evicted or emptied is said all the same,
-by the slot after them if there is no row: a reader may not have heard of it yet.
+The next observation of a row is found through the row after it, so a row never changes once it is written
+(see `kernels.sharing`). An entry of the side table belongs to the row that names it until that row's slot
+is rewritten. The newest row of a lane has a tip there, which may be reused two writes later; the tip of
+the row that was the newest at the last flush is kept until the next flush. On opening, the free entries
+are worked out from the valid rows. The file is sparse: it takes space as entries are used. Next
+observations of evicted rows stay readable, through the slot after them where there is no row, as a reader
+may not have seen the eviction yet.
 
-Rows that hold single frames are seen with those of up to D rows before them in their episode. So S is
-larger by D, and the D steps before the oldest live row of a lane stay in the ring until it is evicted:
-they are checked, followed and recovered with it, and written whole by a write of more than T steps, since
-a loss of power may make them count again. A row whose frames are not all whole does not count.
+Rows that store single frames are read with the frames of up to D rows before them in their episode. So S
+is larger by D, and the D steps before the oldest live row of a lane stay in the ring until it is evicted:
+they are checked, followed and recovered with it, and a write of more than T steps writes them in full,
+since a power loss may make them live again. A row is valid only if all its frames are intact.
 
-Readers map the same files. They follow the tables, draw, gather, and look at the marks once more: a row
-that was not there while it was read is drawn anew. A tip is read only while its row is the newest that
-was committed.
+Readers map the same files. They follow the tables, draw, gather, and check the marks again: if a row was
+overwritten meanwhile, they draw again. A tip is read only while its row is the newest committed one.
 """
 
 from trl_storages.disk.description import holds_storage, spare_steps

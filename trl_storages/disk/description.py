@@ -1,7 +1,7 @@
-"""What a directory of rows is: `storage.json`, and the names of the files beside it.
+"""How a directory of rows describes itself: `storage.json`, and the names of the files beside it.
 
-Letters: E lanes (environments), T live steps a lane at most, S spare steps, R = T + S, H histories, D
-steps before a row with whose frames it is seen.
+Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, H histories, D
+steps before a row whose frames it is read with.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _NAME = "storage.json"
-# What says that there will be a storage, or that there was one.
+# Marks a directory whose storage is being created or removed.
 _CREATING = _NAME + ".creating"
 _OWN = re.compile(r"(rows|side|marks|commits|priorities)\.\d{1,9}\.bin(\.new)?")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
-# The file must stay one that can be read.
+# Keeps the file small enough to be read back.
 _MOST_NUMBERS = 2**18
 
 Steps = tuple[int, ...]
@@ -51,21 +51,21 @@ Steps = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Description:
-    """What `storage.json` says. It is never changed, but replaced by another one.
+    """The contents of `storage.json`. Immutable: a change makes a new one.
 
     Args:
         layout: of a row.
-        num_rows: live rows at most, as the storage was made for.
+        num_rows: live rows at most, as requested when the storage was created.
         num_lanes: E.
         spare_steps: S.
-        tails: `[E]` no row before these steps comes back, whatever is found of it.
-        flushed: `[E]` the cursors as everything was on disk last.
-        identity: another one wherever a directory is made.
-        generation: which files count.
-        histories: of each writer that still owns live steps a number, and `[E]` its first step in each
+        tails: `[E]` the first steps that may be live; earlier rows are never recovered.
+        flushed: `[E]` the cursors at the last flush.
+        identity: unique to each creation of a directory.
+        generation: of the files in use.
+        histories: for each writer that still owns live steps, its number and `[E]` its first step in each
             lane; the newest last.
-        is_clean: whether nothing was written since everything was flushed.
-        progress: what else goes on where it was: generator, sampler, recorder.
+        is_clean: whether nothing was written since the last flush.
+        progress: other state to resume from: generator, sampler, recorder.
     """
 
     layout: Layout
@@ -97,29 +97,29 @@ class Description:
 
     @cached_property
     def most_steps(self) -> int:
-        """How many steps of a lane go to slots that hold no row which counts, or lends its frame."""
+        """The most steps of a lane that a write can put in slots without a live row or a frame in use."""
         return self.spare_steps - self.past_steps
 
     @cached_property
     def history(self) -> int:
-        """The number of the newest history, 0 before there is any."""
+        """The number of the newest history, 0 before the first."""
         return self.histories[-1][0] if self.histories else 0
 
     def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `[H]` the numbers of the histories, and `[H, E]` their first steps."""
+        """Returns the numbers of the histories `[H]`, and their first steps `[H, E]`."""
         known = torch.tensor(self.histories, dtype=torch.int64).view(-1, self.num_lanes + 1)
         return known[:, 0], known[:, 1:]
 
     def begun(self, cursors: np.ndarray, tails: np.ndarray) -> Description:
-        """Describes the same with a new history, that owns the steps from `cursors` on.
+        """Returns this description with a new history that owns the steps from `cursors` on.
 
         Raises:
-            RuntimeError: there are too many.
+            RuntimeError: there would be too many histories.
         """
         number, ends = self.history + 1, cursors
         kept: list[Steps] = []
-        # Of the steps of a lane that are left or lend their frames, each belongs to the newest history
-        # that began before it.
+        # A step belongs to the newest history that began at or before it: drop the histories that own
+        # neither a live step nor one whose frame is in use.
         for old in reversed(self.histories):
             if (np.maximum(old[1:], tails - self.past_steps) < ends).any():
                 kept.insert(0, old)
@@ -136,7 +136,7 @@ class Description:
         return replace(self, tails=tuple(tails.tolist()), **changes)
 
     def write(self, directory: Path) -> None:
-        """Replaces what a directory says of itself, at once and for good.
+        """Replaces the description of a directory, atomically and durably.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -148,7 +148,7 @@ class Description:
 
     @classmethod
     def read(cls, directory: Path) -> Description:
-        """Reads what a directory says of itself.
+        """Reads the description of a directory.
 
         Raises:
             FileNotFoundError: it holds no storage.
@@ -208,7 +208,7 @@ class Description:
 
 
 def _check(words: dict[str, Any]) -> int:
-    """Returns a checksum of what a directory says of itself."""
+    """Returns the checksum of a description."""
     return zlib.crc32(json.dumps(words).encode())
 
 
@@ -221,7 +221,7 @@ def _numbers(value: Any, length: int) -> Steps:
 
 
 def spare_steps(steps_per_lane: int, past_steps: int) -> int:
-    """Returns S, so that readers have time, and writes of S - D steps need not evict rows first."""
+    """Returns S: slack for readers, and room for writes of S - D steps that evict nothing beforehand."""
     return past_steps + min(steps_per_lane, max(_LEAST_SPARE, steps_per_lane // _SPARE_SHARE))
 
 
@@ -229,12 +229,12 @@ def spare_steps(steps_per_lane: int, past_steps: int) -> int:
 
 
 def holds_storage(directory: Path) -> bool:
-    """Returns whether there is a storage in a directory."""
+    """Returns whether a directory holds a storage."""
     return os.path.lexists(directory / _NAME)
 
 
 def _own_files(directory: Path) -> list[str]:
-    """Returns the names of the files of words in a directory, of whatever generation."""
+    """Returns the names of the word files in a directory, of every generation."""
     return [name for name in _names(directory) if _OWN.fullmatch(name)]
 
 
@@ -243,7 +243,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def check_is_free(directory: Path) -> None:
-    """Raises a FileExistsError if there is more than what is left of an interrupted making."""
+    """Raises a FileExistsError unless the directory is empty but for an interrupted creation."""
     known, found = {"lock"}, _names(directory)
     if _CREATING in found and _NAME not in found:
         known |= {_CREATING, _NAME + ".new", *_own_files(directory)}
@@ -255,20 +255,20 @@ def check_is_free(directory: Path) -> None:
 
 
 def announce(directory: Path) -> None:
-    """Says that the files of a directory are ours, until it is a storage."""
+    """Marks the files of a directory as ours until `storage.json` is written."""
     (directory / _CREATING).unlink(missing_ok=True)
     (directory / _CREATING).touch(exist_ok=False)
 
 
 def remove_other_files(directory: Path, description: Description) -> None:
-    """Removes what loads have left, finished or not: files of other generations."""
+    """Removes files of other generations, left by loads whether completed or not."""
     for name in _own_files(directory):
         if not name.endswith(f".{description.generation}.bin"):
             (directory / name).unlink(missing_ok=True)
 
 
 def remove_files(directory: Path, *, and_directory: bool) -> None:
-    """Removes our own files. A process that is killed halfway leaves what may be made anew."""
+    """Removes our own files. After a kill halfway, the rest counts as an interrupted creation."""
     if holds_storage(directory):
         (directory / _NAME).replace(directory / _CREATING)
     for name in [*_own_files(directory), _NAME + ".new", _CREATING, "lock"]:
@@ -279,7 +279,7 @@ def remove_files(directory: Path, *, and_directory: bool) -> None:
 
 
 def stamp(directory: Path) -> tuple[int, int, int] | None:
-    """Returns what changes whenever a directory says something else of itself; None if it is gone."""
+    """Returns a value that changes with every new description of a directory; None if it is gone."""
     try:
         status = (directory / _NAME).lstat()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """A directory of rows, as its one writer sees it.
 
-Letters: E lanes (environments), S spare steps, D steps before a row with whose frames it is seen, L lanes
+Letters: E lanes (environments), S spare steps, D steps before a row whose frames it is read with, L lanes
 written now.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["Directory"]
 
 Found = TypeVar("Found")
 
-# Writes from one look at whether the directory is still there to the next.
+# Writes between two checks that the directory still exists.
 _MOST_BLIND = 64
 
 
@@ -48,9 +48,9 @@ class Directory:
 
     Attributes:
         path: the directory.
-        description: what it says of itself.
+        description: its current description.
         words: the files.
-        process: the number of the process that opened it; one that was forked from it only reads.
+        process: ID of the process that opened it; forks of it may only read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Directory:
     ) -> None:
         self.path, self._lock, self.description, self.words = path, lock, description, words
         self.process = os.getpid()
-        # Whether this writer has begun a history of its own.
+        # Whether this writer has begun its own history.
         self._has_begun = False
         self._num_blind = 0
 
@@ -66,12 +66,12 @@ class Directory:
 
     @classmethod
     def create(cls, path: Path, layout: Layout, num_rows: int, num_lanes: int) -> Self:
-        """Makes the files of an empty storage, with all the space that they will need.
+        """Creates the files of an empty storage; reserves their disk space, but for the side table.
 
         Raises:
-            FileExistsError: there is anything but what is left of an interrupted making.
-            OSError: the disk is full or may not be written. Nothing is left then.
-            RuntimeError: another process is making or writing it.
+            FileExistsError: the directory holds more than the leftovers of an interrupted creation.
+            OSError: the disk is full or not writable. Nothing is left then.
+            RuntimeError: another process is creating or writing it.
         """
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Directory:
             try:
                 announce(path)
                 words = Words.create(path, description)
-                # What is said to be clean must be there, whenever the power fails.
+                # The files must be durable before the description calls them clean.
                 words.flush()
                 description.write(path)
             except BaseException:
@@ -92,28 +92,28 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path, *, check: bool | None = None, track: Track = iter) -> Self:
-        """Takes up a directory where it was left, by whatever end of its last writer.
+        """Resumes a directory, however its last writer ended.
 
         Args:
             path: the directory.
             check: as in `recover`.
-            track: shows how far it is.
+            track: reports progress.
 
         Raises:
             FileNotFoundError: it holds no storage, or lacks a file.
             ValueError: it is damaged or of another format. Nothing was changed.
-            RuntimeError: there is a writer already.
-            OSError: it may not be written.
+            RuntimeError: it has a writer already.
+            OSError: it is not writable.
         """
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
             state, num_lost = recover(path, words, description, check, track)
-            # What was flushed and overwritten since may be gone.
+            # Flushed rows may have been overwritten since, and lost: cap `flushed` at the cursors.
             words.take_up_side(state, np.minimum(description.flushed, state.cursors))
             remove_other_files(path, description)
             directory = cls(path, lock, description, words)
             if num_lost is not None:
-                # What was written to tips must be there before they are counted on.
+                # Renewed tips must be durable before a history relies on them.
                 words.flush()
                 directory._begin(state)
                 warnings.warn(
@@ -126,10 +126,10 @@ class Directory:
         return directory
 
     def episodes(self, track: Track = iter) -> EpisodeIndex:
-        """Returns an index of the rows that are there.
+        """Returns an index of the committed rows.
 
         Raises:
-            ValueError: they are not what they must be.
+            ValueError: their marks do not match their steps.
         """
         own = self.description
         index = EpisodeIndex(own.num_rows, own.num_lanes, spare_steps=own.spare_steps)
@@ -149,7 +149,7 @@ class Directory:
 
     @property
     def state(self) -> State:
-        """What was committed last."""
+        """The last committed state."""
         return self.words.committed(self.description)  # type: ignore[return-value]
 
     def check_writable(self) -> None:
@@ -161,7 +161,7 @@ class Directory:
             )
 
     def begin(self, index: EpisodeIndex, block: Block) -> None:
-        """Makes ready to write further steps: their slots hold no row until `seal`.
+        """Prepares to write further steps: their slots hold no row until `seal`.
 
         Args:
             index: the episodes, before the write.
@@ -178,7 +178,7 @@ class Directory:
         self.words.marked.clear(index.ring, num_steps, lanes, self.words.commits)
 
     def _make_room(self, index: EpisodeIndex, block: Block) -> None:
-        """Evicts what lies where more steps go than there are spare ones; it is being replaced anyway."""
+        """Evicts in advance the rows that a write of more steps than are spare will replace."""
         state, own = self.state, self.description
         kept = index.host_steps + block.num_steps - own.ring_steps + own.past_steps
         tails = state.tails.copy()
@@ -193,13 +193,13 @@ class Directory:
         write_count: int,
         trajectories: np.ndarray,
     ) -> None:
-        """Says of steps that were written what they are, and makes them count.
+        """Seals steps that were written with checksums and marks, then commits them.
 
         Args:
             index: the episodes, with these steps.
             blocks: which steps of which lanes.
-            write_count: as in `commit`, as all that follow.
-            trajectories: likewise.
+            write_count: as in `commit`.
+            trajectories: as in `commit`.
         """
         words, history, ring = self.words, self.description.history, index.ring
         for num_steps, lanes, *_ in blocks[:-1]:
@@ -209,7 +209,7 @@ class Directory:
         words.marked.seal(ring, history, num_steps, lanes, words.priorities, *commit)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
-        """Makes what an index says count.
+        """Commits the state of an index.
 
         Args:
             index: the episodes.
@@ -225,17 +225,17 @@ class Directory:
         self.words.commits.publish_lanes(index.ring, history, write_count, trajectories)
 
     def go_back(self, index: EpisodeIndex) -> None:
-        """Returns to what was committed, after a write that could not be completed.
+        """Rolls back to the last commit after a write that failed.
 
-        What it left is of a history that has ended, so that it never counts as what is written in its
-        place. If there is no memory for that, either, this process goes on as a reader.
+        Its leftovers belong to a history that has ended, so they never pass for the rows written in their
+        place. If the rollback fails too, for example for lack of memory, this process becomes a reader.
 
         Args:
             index: the episodes, whose counters are those before the write.
         """
         self.check_writable()
         state, self._has_begun = self.state, False
-        # Some may have been ended since the last commit.
+        # Episodes may have been ended since the last commit.
         was_written = index.host_steps != state.cursors
         is_open = np.where(was_written, state.open, index.is_open.numpy())
         try:
@@ -247,11 +247,11 @@ class Directory:
             raise
 
     def begin_history(self) -> None:
-        """Says for good, before the first change, that what comes is this writer's.
+        """Durably begins this writer's history, before its first change.
 
         Raises:
             RuntimeError: this process may not write.
-            OSError: the disk is full, or the directory is gone, which is looked at from time to time.
+            OSError: the disk is full, or the directory is gone, which is checked from time to time.
                 Nothing has changed then.
         """
         self.check_writable()
@@ -262,7 +262,7 @@ class Directory:
         self._num_blind += 1
 
     def _begin(self, state: State, tails: np.ndarray | None = None) -> None:
-        """Begins a history after a state, of which the rows before `tails` are forgotten."""
+        """Begins a history at the cursors of a state, and forgets the rows before `tails`."""
         tails = state.tails if tails is None else tails
         self._say(self.description.begun(state.cursors, tails))
         self._publish(state)
@@ -287,12 +287,12 @@ class Directory:
         self.words.publish(state._replace(history=self.description.history))
 
     def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
-        """Forgets all rows, for good.
+        """Durably forgets all rows.
 
         Args:
-            index: the episodes; it forgets them too.
+            index: the episodes; emptied as well.
             write_count: as in `commit`.
-            trajectories: likewise.
+            trajectories: as in `commit`.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -312,14 +312,14 @@ class Directory:
         trajectories: np.ndarray,
         fill: Callable[[Words], object],
     ) -> None:
-        """Replaces all rows by others, at once and for good.
+        """Replaces all rows by others, atomically and durably.
 
         Args:
-            index: the episodes of the others.
+            index: the episodes of the new rows.
             write_count: as in `commit`.
-            trajectories: likewise.
-            fill: writes the others to the slots that the index has them in, and the frames that the
-                oldest ones are seen with to the slots before these.
+            trajectories: as in `commit`.
+            fill: writes the new rows to their slots in the index, and the frames that the oldest ones are
+                read with to the slots before those.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -349,7 +349,7 @@ class Directory:
             sync_directory(self.path)
             new.write(self.path)
         finally:
-            # An interrupt may have come when the directory had changed already.
+            # An interrupt may have come after the switch.
             if (now := Description.read(self.path)).generation == new.generation:
                 self.description, self.words, self._has_begun = new, words, True
             remove_other_files(self.path, now)
@@ -367,11 +367,11 @@ class Directory:
 
         Args:
             index: the episodes, some of which may have been ended without a row.
-            progress: what else is to go on where it is; None keeps what there is.
-            is_clean: whether nothing more is written.
+            progress: other state to resume from; None keeps the last one.
+            is_clean: whether this is the last flush before closing.
 
         Raises:
-            OSError: the disk is full. What was written is there all the same.
+            OSError: the disk is full. The rows written so far are kept.
             FileNotFoundError: the directory is gone.
         """
         self.check_writable()
@@ -396,18 +396,18 @@ class Directory:
         words.protect_tips(state.cursors)
 
     def close(self, index: EpisodeIndex, progress: dict[str, Any] | None = None) -> None:
-        """Waits until everything is on disk, as `flush`, and lets another writer in."""
+        """Flushes, marks the directory as clean, and releases the lock."""
         try:
             self.flush(index, progress, is_clean=True)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Lets another writer in, and leaves everything as a killed process would."""
+        """Releases the lock, and leaves everything else as a killed process would."""
         self._lock.release()
 
     def delete(self) -> None:
-        """Removes the files, and the directory if nothing else is in it."""
+        """Removes the files, and the directory if it is empty then."""
         self.check_writable()
         if self._lock.is_there:
             remove_files(self.path, and_directory=True)
@@ -415,7 +415,7 @@ class Directory:
 
     @staticmethod
     def delete_at(path: Path) -> None:
-        """Removes the storage in a directory, of whatever format, if there is one and nobody writes it.
+        """Removes the storage in a directory, of any format, if there is one.
 
         Raises:
             RuntimeError: it has a writer.
@@ -430,11 +430,11 @@ class Directory:
 
 @contextmanager
 def _locked(path: Path, look: Callable[[Path], Found]) -> Iterator[tuple[WriterLock, Found]]:
-    """Locks a directory if what `look` looks at is right; an error lets it go."""
-    look(path)  # before a lock is left where there must be none
+    """Locks a directory for which `look` raises nothing; an error in the body releases the lock."""
+    look(path)  # before the lock file is created
     lock = WriterLock(path)
     try:
-        yield lock, look(path)  # once more: another process may have held it
+        yield lock, look(path)  # again: another process may have held the lock meanwhile
     except BaseException:
         lock.release()
         raise

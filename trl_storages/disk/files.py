@@ -1,7 +1,4 @@
-"""Files of words: reserved on disk when they are made, then read and written as arrays.
-
-A word is an int64.
-"""
+"""Files of int64 words: reserved on disk when they are created, then memory-mapped as arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from trl_storages.saved.untrusted import NO_LINKS, NO_RESERVE, open_regular
 try:
     import fcntl
 except ImportError:
-    # Rows in memory need no files.
+    # Rows in memory need no file locks.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
@@ -44,7 +41,7 @@ _WORD = 8  # bytes
 
 
 def check_platform(directory: Path) -> None:
-    """Raises a RuntimeError if this platform lacks what a directory of rows is made with."""
+    """Raises a RuntimeError if this platform lacks what a directory of rows needs."""
     if fcntl is None:
         raise RuntimeError(
             f"rows in a directory need a platform with POSIX file locks (fcntl), got {sys.platform} and "
@@ -60,25 +57,26 @@ def check_platform(directory: Path) -> None:
 
 
 def _new(path: Path) -> int:
-    """Opens a file that is made under a name of its own, until it is `path`."""
+    """Creates the temporary file that will be renamed to `path`, and returns its descriptor."""
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # whatever it is, it is not followed
+    new.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
     return os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
 
 
 def create_file(path: Path, num_words: int, num_reserved: int | None = None) -> None:
-    """Makes a file of zeros whose space on disk is taken now.
+    """Creates a file of zeros and reserves its space on disk.
 
-    A memory-mapped file that finds no space when it is written kills the process, so a full disk must
-    be found here, or in `MappedWords.reserve`.
+    Writing to a memory-mapped file without space on disk kills the process, so a full disk must be
+    detected here or in `MappedWords.reserve`.
 
     Args:
         path: the file.
         num_words: its size.
-        num_reserved: for how many of the words; for the others `MappedWords.reserve` takes it later.
+        num_reserved: how many of the words to reserve now; `MappedWords.reserve` reserves the others
+            later. None reserves all.
 
     Raises:
-        OSError: there is no space, or the file can't be made. It does not exist then.
+        OSError: there is no space, or the file can't be created. It does not exist then.
     """
     nbytes, new = num_words * _WORD, path.with_name(path.name + ".new")
     try:
@@ -97,7 +95,7 @@ def create_file(path: Path, num_words: int, num_reserved: int | None = None) -> 
 
 
 def _reserve(descriptor: int, start: int, end: int) -> None:
-    """Takes space on disk for bytes of a file, which are zeros then if they were never written."""
+    """Reserves space on disk for a range of bytes; those never written read as zeros."""
     if start >= end:
         return
     if hasattr(os, "posix_fallocate"):
@@ -116,7 +114,7 @@ def _too_large(path: Path, nbytes: int, error: OSError, kept: str) -> OSError:
 
 
 def _write(descriptor: int, data: bytes, nbytes: int) -> None:
-    """Writes so many bytes: data, as often as it takes."""
+    """Writes `nbytes` bytes: `data`, repeated as needed."""
     written = 0
     while written < nbytes:
         at = written % len(data)
@@ -124,7 +122,7 @@ def _write(descriptor: int, data: bytes, nbytes: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a text file at once: it holds the old text or the new one, also after a crash."""
+    """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
     data, descriptor = text.encode(), _new(path)
     try:
         _write(descriptor, data, len(data))
@@ -136,7 +134,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names of the files in a directory last through a loss of power."""
+    """Makes renames and new files in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,19 +143,19 @@ def sync_directory(directory: Path) -> None:
 
 
 class MappedWords:
-    """A file seen as an array of words.
+    """A memory-mapped file as an array of words.
 
     Args:
         path: the file.
         num_words: how many words it must hold.
-        writable: whether what is written into the array goes to the file; if not it goes nowhere.
+        writable: whether writes to the array reach the file; otherwise they stay private.
 
     Attributes:
         array: `[num_words]` int64.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is shorter or longer, or it is a link, a pipe or a device.
+        ValueError: the file has another size, or is a link, a pipe or a device.
     """
 
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
@@ -174,7 +172,7 @@ class MappedWords:
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
     def reserve(self, start: int, end: int) -> None:
-        """Takes space on disk for some of the words, of a file that is sparse.
+        """Reserves space on disk for a range of words of a sparse file.
 
         Raises:
             OSError: the disk is full.
@@ -188,13 +186,13 @@ class MappedWords:
             ) from error
 
     def flush(self) -> None:
-        """Waits until what was written is on disk."""
+        """Waits until everything written is on disk."""
         self._map.flush()
 
 
 @contextmanager
 def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
-    """Opens a file: yields its descriptor and its size in bytes.
+    """Opens a regular file, and yields its descriptor and its size in bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -221,7 +219,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
 
 
 class WriterLock:
-    """Held by the one process that writes to a directory; the kernel frees it when the process ends.
+    """The lock of the one process that writes to a directory; the kernel frees it when that process ends.
 
     Args:
         directory: an existing directory.
@@ -231,7 +229,7 @@ class WriterLock:
 
     Raises:
         RuntimeError: another writer holds it, or has just deleted the directory.
-        OSError: the directory may not be written.
+        OSError: the directory is not writable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -246,7 +244,7 @@ class WriterLock:
             ) from error
         self._descriptor, self.is_held = descriptor, True
         _HELD.add(self)
-        # Storages are parts of cycles: one that nobody uses may still be in memory.
+        # Storages are in reference cycles: an unused one may hold the lock until it is collected.
         if not (_locks(descriptor) or (gc.collect() >= 0 and _locks(descriptor))):
             self.forget()
             cure = "close() it"
@@ -264,20 +262,20 @@ class WriterLock:
 
     @property
     def is_there(self) -> bool:
-        """Whether the directory that is held is still where it was."""
+        """Whether the locked directory is still at its path."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def forget(self) -> None:
-        """Leaves the lock to the processes that share it."""
+        """Closes this process's copy of the lock; processes that share it keep it."""
         if self.is_held:
             self.is_held = False
             os.close(self._descriptor)
 
     def release(self) -> None:
-        """Lets another writer in."""
+        """Frees the lock for another writer."""
         if self.is_held:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.forget()
@@ -287,20 +285,20 @@ class WriterLock:
 
 
 def has_writer(directory: Path) -> bool:
-    """Returns whether a process holds a directory to write it."""
+    """Returns whether a process holds the writer's lock of a directory."""
     try:
         descriptor = os.open(directory / "lock", os.O_RDONLY | NO_LINKS)
     except OSError:
         return False
     try:
-        # Held for no time at all, so that nobody who comes to write finds it taken.
+        # A shared lock, freed at once by closing the file, so that a new writer rarely finds it taken.
         return not _locks(descriptor, shared=True)
     finally:
         os.close(descriptor)
 
 
 def _locks(descriptor: int, *, shared: bool = False) -> bool:
-    """Returns whether a lock can be had now, and takes it."""
+    """Takes a lock if that is possible without waiting, and returns whether it was."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -312,7 +310,7 @@ _HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 def in_forked_child(act: Callable[[], None]) -> None:
-    """Calls something first in every child that this process forks, where processes can be forked."""
+    """Registers a function to run in every forked child, on platforms that can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)
 
@@ -322,5 +320,5 @@ def _forget_all() -> None:
         lock.forget()
 
 
-# A forked child shares the locks; it must not keep them when this process ends.
+# A forked child shares the locks, and would keep them after this process has ended.
 in_forked_child(_forget_all)

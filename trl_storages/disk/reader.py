@@ -1,4 +1,4 @@
-"""A directory of rows, as any number of readers see it while one process may be writing.
+"""A directory of rows as a reader sees it; there may be many, while one process writes.
 
 Letters: E lanes (environments).
 """
@@ -23,27 +23,27 @@ __all__ = ["Reader"]
 
 Batch = TypeVar("Batch")
 
-_PATIENCE = 10.0  # seconds that a batch may take, with all rows that it loses to the writer
+_PATIENCE = 10.0  # seconds in which a batch must succeed, retries included
 
 
 class Reader:
-    """Follows what the writer of a directory commits, and knows of rows that are not what they were.
+    """Follows the commits of a directory's writer, and detects rows that were overwritten while read.
 
-    The writer takes the mark of a row away before it writes there. So what was read is whole if the
-    marks of its rows are still there afterwards.
+    The writer clears the mark of a row before it overwrites it. So a read is consistent if the marks of
+    its rows are unchanged afterwards.
 
     Args:
         path: the directory.
-        identity: of the storage that must be there; None takes any.
-        directory: whose files are mapped already, of a writer from which this process was forked, or
-            that was closed.
-        check: whether to look at the checksums of all rows at first; None does where the directory was
-            not closed and has no writer, who would have looked.
+        identity: of the expected storage; None accepts any.
+        directory: a directory whose files are mapped already: that of a writer from which this process
+            was forked, or one that was closed.
+        check: whether to verify the checksums of all rows first; None does if the directory was not
+            closed and has no writer, which would have verified them.
 
     Attributes:
         description: of the directory.
-        words: the files that are read. Others take their place where the writer loads other rows.
-        seen: the slots of rows that were read since `read_consistently` began; None outside of it.
+        words: the mapped files. Replaced when the writer loads other rows.
+        seen: the slots of rows read since `read_consistently` began; None outside of it.
 
     Raises:
         FileNotFoundError: the directory holds no storage.
@@ -63,7 +63,7 @@ class Reader:
         self.description = Description.read(path) if directory is None else directory.description
         self._identity = identity or self.description.identity
         self._stamp: tuple[int, int, int] | None = None
-        #: What was committed at the last look, and the number of that commit.
+        #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
         self.seen: list[torch.Tensor] | None = None
@@ -85,7 +85,7 @@ class Reader:
     # Following
 
     def _map(self, description: Description) -> None:
-        """Takes up the files of a description, or of the one that has taken its place meanwhile."""
+        """Maps the files of a description, or of the one that has replaced it meanwhile."""
         if description.identity != self._identity:
             raise RuntimeError(
                 f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
@@ -102,7 +102,7 @@ class Reader:
             self.description = description
 
     def _look_at_description(self, index: EpisodeIndex) -> None:
-        """Looks whether the directory is the same, and has the same generation and histories."""
+        """Takes in a changed description, with its generation and histories."""
         now, old = stamp(self.path), self.description
         if now == self._stamp:
             return
@@ -117,23 +117,23 @@ class Reader:
             self.description = new
         self._stamp, new = now, self.description
         if (new.generation, new.histories) != (old.generation, old.histories):
-            # What is known may be of rows that a killed writer left behind.
+            # Indexed rows may be leftovers of a killed writer.
             index.clear()
             self.state, self._number = None, None
 
     def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
-        """Takes in what was committed since the last look.
+        """Takes in what was committed since the last call.
 
         Args:
-            index: the episodes; it is brought to what was committed.
-            track: shows how far it is.
+            index: the episodes; brought up to the commit.
+            track: reports progress.
 
         Returns:
             whether there was anything new.
 
         Raises:
-            RuntimeError: the directory was deleted or made anew, or rows are overwritten faster than
-                they are looked at.
+            RuntimeError: the directory was deleted or created anew, or rows are overwritten faster than
+                they are indexed.
             ValueError: it is damaged.
         """
         until, wrong = time.monotonic() + _PATIENCE, None
@@ -158,7 +158,7 @@ class Reader:
                     f"{self.path} is damaged, or was not closed before the power failed: open it for "
                     "writing once."
                 )
-            # A history is made known before its first commit.
+            # A writer announces a history before its first commit: read the description again.
             self._stamp, wrong = None, number
             if time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
@@ -168,19 +168,19 @@ class Reader:
     def read_consistently(
         self, index: EpisodeIndex, refresh: Callable[[], object], read: Callable[[], Batch]
     ) -> Batch:
-        """Returns what `read` reads, all of it from rows that were there while it did.
+        """Returns the result of `read`, which is called again until no row was overwritten meanwhile.
 
         Args:
             index: the episodes.
-            refresh: takes in what is new.
-            read: reads rows and notes them in `seen`; it is called again where some were overwritten.
+            refresh: takes in new commits.
+            read: reads rows and appends their slots to `seen`.
 
         Raises:
             RuntimeError: rows are overwritten faster than a batch is read.
-            Exception: what `read` raises of rows that were there.
+            Exception: whatever `read` raises if no row was overwritten.
         """
         if self.seen is not None:
-            return read()  # within another call, which will look
+            return read()  # the outer call checks
         until: float | None = None
         while True:
             self.seen = []
@@ -189,12 +189,12 @@ class Reader:
                 if self.are_there(index, self.seen):
                     return batch
             except Exception:
-                # Of rows half written, a transform may say anything.
+                # A transform may fail on rows that are half overwritten.
                 if self.are_there(index, self.seen):
                     raise
             finally:
                 self.seen = None
-            # The first try may have waited for loops to be compiled.
+            # The first try may include compilation.
             if until is None:
                 until = time.monotonic() + _PATIENCE
             elif time.monotonic() > until:
@@ -202,15 +202,15 @@ class Reader:
             refresh()
 
     def are_there(self, index: EpisodeIndex, seen: list[torch.Tensor]) -> bool:
-        """Returns whether the writer has not begun to overwrite any of some rows.
+        """Returns whether the writer has not begun to overwrite any of these rows.
 
         Args:
             index: the episodes.
-            seen: int64 slots of rows that were there at the last look.
+            seen: int64 slots of rows that were committed at the last refresh.
         """
         if not all(self.words.marked.hold(index.ring, slots) for slots in seen):
             return False
-        # After all reads before, as the marks. What was free to a writer may not be to the next one.
+        # Read last, like the marks: a new writer may reuse slots that the old one would not have.
         return self.state is None or self.words.history == self.state.history
 
     def _too_slow(self) -> str:

@@ -1,7 +1,7 @@
-"""What counts of the rows in a directory that is opened, after a clean close, a kill or a loss of power.
+"""Which rows of an opened directory are valid, after a clean close, a kill or a power loss.
 
-Letters: E lanes (environments), T live steps a lane at most, R ring steps, D steps before a row with
-whose frames it is seen.
+Letters: E lanes (environments), T live steps per lane at most, R ring steps, D steps before a row whose
+frames it is read with.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["are_whole", "recover"]
 def recover(
     directory: Path, words: Words, description: Description, check: bool | None, track: Track = iter
 ) -> tuple[State, int | None]:
-    """Finds out which rows count.
+    """Works out which rows are valid.
 
     Args:
         directory: for messages.
         words: the files.
         description: of the directory.
-        check: whether to look at the checksums of rows; None does after anything but a clean close.
-        track: shows how far it is.
+        check: whether to verify the checksums of rows; None does unless it was closed cleanly.
+        track: reports progress.
 
     Returns:
-        what was committed or, where that is not whole, what is left of it; and in that case how many rows
-        less these are, 0 if it is not known.
+        the committed state and None. If it is not intact: the state that can be recovered, and how many
+        rows fewer that is, 0 if unknown.
 
     Raises:
-        ValueError: something is damaged that no loss of power damages.
+        ValueError: there is damage that a power loss can't explain.
     """
     committed = words.committed(description)
     if committed is not None and not (not description.is_clean if check is None else check):
@@ -55,11 +55,11 @@ def recover(
 
 
 def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
-    """Returns whether the rows that a commit names are there, and what is next of them.
+    """Returns whether the rows of a commit, and their next values, are all intact.
 
     Args:
         words: the files.
-        steps: `[R, E]` as `Words.steps` finds them.
+        steps: `[R, E]` from `Words.steps`.
         state: the commit.
     """
     place, newest = np.arange(len(steps))[:, None], state.cursors - 1
@@ -72,16 +72,16 @@ def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
 def _runs(
     words: Words, description: Description, committed: State | None, steps: np.ndarray
 ) -> State:
-    """Finds in each lane the run of whole rows around the last one that was flushed, or the longest.
+    """Recovers in each lane the run of intact rows around the last flushed one, else the longest run.
 
     Args:
         words: the files.
         description: of the directory.
-        committed: the table that is selected, if its checksum is right.
-        steps: `[R, E]` as `Words.steps` finds them.
+        committed: the selected table, if its checksum is right.
+        steps: `[R, E]` from `Words.steps`.
     """
     durable, flushed = np.array(description.tails), np.array(description.flushed)
-    # Where nothing is left, steps go on from where none was ever written.
+    # A lane without a row resumes at a step that was never flushed.
     cursors = np.maximum(durable, flushed)
     tails, is_open, unknown = cursors.copy(), np.zeros_like(cursors), np.zeros_like(cursors)
     is_linked = np.ones_like(steps, bool)
@@ -107,9 +107,9 @@ def _runs(
 def _with_tip(
     words: Words, run: tuple[int, int], ring_steps: int, lane: int
 ) -> tuple[int, int] | None:
-    """Returns a run up to the newest row of which it is known what is next of it.
+    """Returns a run, cut after the newest row whose next values are known; None if there is none.
 
-    Where that is the row before the last one, its tip is written: no other row that counts has it.
+    If that is not its last row, its tip is rewritten: no other valid row uses it.
     """
     num_lanes = len(words.rows) // ring_steps
     first, end = run
@@ -125,14 +125,17 @@ def _with_tip(
 def _with_frames(
     words: Words, tails: np.ndarray, cursors: np.ndarray, steps: np.ndarray, past_steps: int
 ) -> np.ndarray:
-    """Returns the oldest steps `[E]` from which on rows are seen with frames that are all there.
+    """Returns the first step of each lane from which on all frames that rows are read with are intact.
 
     Args:
         words: the files.
-        tails: `[E]` the oldest steps of the runs.
+        tails: `[E]` the first steps of the runs.
         cursors: `[E]` the steps after the newest ones.
-        steps: `[R, E]` as `Words.steps` finds them.
+        steps: `[R, E]` from `Words.steps`.
         past_steps: D.
+
+    Returns:
+        `[E]` int64 steps.
     """
     before = tails - np.arange(1, past_steps + 1)[:, None]
     found = np.take_along_axis(steps, before % len(steps), axis=0)
@@ -143,11 +146,11 @@ def _with_frames(
 
 
 def _run(steps: np.ndarray, is_linked: np.ndarray, flushed: int) -> tuple[int, int] | None:
-    """Returns the first step and the end of the run of steps that holds one, or of the longest.
+    """Returns the first step and the end of the run that holds `flushed`, else of the longest run.
 
     Args:
         steps: int64, ascending.
-        is_linked: bool, whether a step says what is next of the one before it.
+        is_linked: bool, whether the row of a step gives the next values of the row before it, intact.
         flushed: the last step that was flushed.
 
     >>> steps = np.array([1, 2, 3, 5, 6, 8])
@@ -157,7 +160,7 @@ def _run(steps: np.ndarray, is_linked: np.ndarray, flushed: int) -> tuple[int, i
     """
     is_first = (np.diff(steps) != 1) | ~is_linked[1:]
     runs = np.split(steps, np.flatnonzero(is_first) + 1) if len(steps) else []
-    # The newest of equally long ones.
+    # Of equally long runs, the newest.
     found = max(
         runs, key=lambda run: (run[0] <= flushed <= run[-1], len(run), run[0]), default=None
     )

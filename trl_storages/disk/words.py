@@ -1,7 +1,7 @@
 """The files of one generation of a storage, as arrays.
 
-Letters: E lanes (environments), R ring steps, M = R E slots, W words a row, D steps before a row with
-whose frames it is seen.
+Letters: E lanes (environments), R ring steps, M = R E slots, W words a row, D steps before a row whose
+frames it is read with.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = ["State", "Track", "Words"]
 
-#: Wraps a loop, to show how far it is.
+#: Wraps a loop to report progress.
 Track = Callable[[Iterable[Any]], Iterable[Any]]
 
-_PIECE = 1 << 24  # bytes of rows that are looked at one after another
-#: In the order in which they are brought to disk: what counts comes last.
+_PIECE = 1 << 24  # bytes of rows that are checked at a time
+#: In flush order: the commits last.
 _KINDS = ("rows", "side", "marks", "priorities", "commits")
 
 
 class State(NamedTuple):
-    """What one commit says. A file of commits has two of them, each with a checksum.
+    """The contents of one commit. The file of commits holds two, each with a checksum.
 
     Args:
         history: of the last write.
@@ -63,24 +63,24 @@ class State(NamedTuple):
 
 
 class Words:
-    """The rows of a directory, what they say of themselves, and which of them count.
+    """The rows of a directory, their marks and checksums, and the commits.
 
     Args:
         directory: where the files are.
-        description: says how large they are.
-        writable: whether what is written goes to the files; if not it goes nowhere.
+        description: determines their sizes.
+        writable: whether writes reach the files; otherwise they stay private.
 
     Attributes:
         rows: `[M, W]` int64.
         marks: `[M, 2]` int64, mark and checksum of each row.
-        side: next observations that lie in no row; None unless rows share them.
-        marked: the same rows and marks, for who reads and writes them.
-        commits: which rows count.
-        priorities: of the rows; None where no sampler has asked for them.
+        side: next observations that are stored in no row; None unless rows share them.
+        marked: operations on the same rows and marks.
+        commits: the committed states.
+        priorities: of the rows; None until a sampler asks for them.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is truncated, or no file.
+        ValueError: a file is truncated, or not a regular file.
     """
 
     def __init__(self, directory: Path, description: Description, *, writable: bool) -> None:
@@ -89,7 +89,7 @@ class Words:
         self.rows = self._array("rows").view(-1, description.layout.stored_words)
         self.marks = self._array("marks").view(-1, 2)
         self.side: SideTable | None = None
-        # Headers of the rows, and the side table, if they share next observations.
+        # Headers of the rows, and the words of the side table, if rows share next observations.
         self._headers: torch.Tensor | None = None
         values: torch.Tensor | None = None
         if (sharing := description.layout.framed.sharing) is not None:
@@ -107,7 +107,7 @@ class Words:
             self.keep_priorities(make=False)
 
     def _array(self, kind: str) -> torch.Tensor:
-        """Returns the words of a file."""
+        """Maps a file and returns its words."""
         words = MappedWords(self._path(kind), self._sizes[kind], writable=self._writable)
         self._maps[kind] = words
         return torch.from_numpy(words.array)
@@ -123,10 +123,10 @@ class Words:
 
     @classmethod
     def create(cls, directory: Path, description: Description) -> Words:
-        """Makes the files, with all the space that they will need.
+        """Creates the files; reserves their disk space, but for the side table, which is sparse.
 
         Raises:
-            OSError: the disk is full, or may not be written.
+            OSError: the disk is full or not writable.
         """
         for kind, size in _sizes(description).items():
             if kind != "priorities":
@@ -138,15 +138,15 @@ class Words:
         return words
 
     def keep_priorities(self, *, make: bool) -> PriorityWords:
-        """Takes up the priorities of the rows, or makes room for them; rows that come get one then.
+        """Opens the priorities of the rows, or creates them; rows written from then on get one.
 
         Args:
-            make: whether to make the file if it is missing.
+            make: whether to create a missing file.
 
         Raises:
             OSError: the disk is full.
-            FileNotFoundError: there are none, and none shall be made.
-            ValueError: the file is truncated, or no file.
+            FileNotFoundError: the file is missing, and `make` is False.
+            ValueError: the file is truncated, or not a regular file.
         """
         if self.priorities is None:
             path = self._path("priorities")
@@ -161,7 +161,7 @@ class Words:
         return self.priorities
 
     def flush(self) -> None:
-        """Waits until everything is on disk, what counts last."""
+        """Waits until everything is on disk, the commits last."""
         for kind in _KINDS:
             if kind in self._maps:
                 self._maps[kind].flush()
@@ -174,14 +174,14 @@ class Words:
         return int(self._tables[self.commits.number & 1, 0])
 
     def publish(self, state: State) -> None:
-        """Makes a state the one that counts, with one store."""
+        """Commits a state; a single store switches to it."""
         self.commits.publish(torch.from_numpy(np.hstack(state)))
 
     def committed(self, description: Description) -> State | None:
-        """Returns what was committed last, without what was forgotten for good; None if it is damaged.
+        """Returns the last commit, without rows forgotten for good; None if it is damaged.
 
         Args:
-            description: says what was forgotten, and which history was the last one.
+            description: holds the first steps not forgotten, and the newest history.
         """
         words = self.commits.read()
         if words is None:
@@ -201,18 +201,18 @@ class Words:
     # What rows share
 
     def take_up_side(self, state: State, flushed: np.ndarray) -> None:
-        """Finds out which entries of the side table are in use, before the first write.
+        """Works out which entries of the side table are in use, before the first write.
 
         Args:
-            state: what counts.
+            state: the valid state.
             flushed: `[E]` the cursors of the last flush.
 
         Raises:
-            ValueError: rows name others than there can be.
+            ValueError: rows name entries that do not exist, or the same one twice.
         """
         if self.side is None:
             return
-        # What the oldest row of a lane names may be of others by now.
+        # The entry that a lane's oldest row names may have been reused.
         slots = self._slots(state.tails + 1, state.cursors)
         entries = self._header(slots) >> ENTRY_BIT
         named = entries[entries != 0]
@@ -229,7 +229,7 @@ class Words:
         self.protect_tips(flushed)
 
     def protect_tips(self, cursors: np.ndarray) -> None:
-        """Keeps what is next of the rows that are flushed last, `[E]` the steps before these."""
+        """Protects the tips of the newest flushed rows, `[E]` at the steps before `cursors`."""
         if self.side is not None:
             headers = self._header(self._slots(cursors - 1, cursors))
             self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
@@ -237,12 +237,12 @@ class Words:
     def unlinked(
         self, tails: np.ndarray, cursors: np.ndarray, *, tips: bool = True
     ) -> torch.Tensor:
-        """Returns the slots `[n]` of rows that name next values which are not whole.
+        """Returns the slots `[n]` of rows that name next values which are not intact.
 
         Args:
-            tails: `[E]` the oldest steps that are looked at.
+            tails: `[E]` the oldest steps that are checked.
             cursors: `[E]` the steps after the newest ones.
-            tips: whether the newest ones must have their own.
+            tips: whether to check the tips of the newest rows as well.
         """
         after = self._slots(tails + 1, cursors)
         if self.side is None:
@@ -252,7 +252,7 @@ class Words:
         return torch.cat([after[~is_linked], newest[~has_tip]])
 
     def check_next(self, slots: torch.Tensor, *, tips: bool) -> torch.Tensor:
-        """Returns whether next values that rows name are whole, `[n]` bool; see `MarkedRows`."""
+        """Returns whether the next values that rows name are intact, `[n]` bool; see `MarkedRows`."""
         return self.marked.check_next(slots, self._description.num_lanes, tips=tips)
 
     def _header(self, slots: torch.Tensor | int) -> torch.Tensor:
@@ -260,7 +260,7 @@ class Words:
         return self._headers[slots].long()  # type: ignore[index]
 
     def renew_tip(self, slot: int) -> bool:
-        """Makes a row the newest one of its lane, whose next values are known by the row after it.
+        """Makes a row the newest of its lane: copies its next values from the row after it to its tip.
 
         Returns:
             False if it has no tip.
@@ -280,7 +280,7 @@ class Words:
     # What rows are seen with
 
     def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
-        """Returns the first step `[E]` with whose frame a live row is seen.
+        """Returns the first step `[E]` whose frame some live row is read with.
 
         Args:
             tails: `[E]` the oldest live steps.
@@ -293,19 +293,19 @@ class Words:
         slots = step % self._description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
         _, marked_step, there, begins, _ = unpack_marks(self.marks[torch.from_numpy(slots), 0])
         is_first = (there & begins).numpy() & (marked_step.numpy() == step)
-        # Of the row that begins the episode, or of the last one that there may be.
+        # Back to the row that begins the episode, or by D steps.
         back = np.where(is_first.any(1), is_first.argmax(1), most)
         return np.where(tails < cursors, np.maximum(tails - back, 0), tails)
 
     def lenders(self, tails: np.ndarray, cursors: np.ndarray) -> torch.Tensor:
-        """Returns the slots `[n]` of rows before the live ones with whose frames these are seen."""
+        """Returns the slots `[n]` of rows before the live ones whose frames these are read with."""
         return self._slots(self.seen_from(tails, cursors), tails)
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
-        """Returns the slots of steps of all lanes, from `[E]` on up to `[E]`."""
+        """Returns the slots of the steps of all lanes, from `firsts` `[E]` up to `ends` `[E]`."""
         counts = np.maximum(ends - firsts, 0)
         lane = np.repeat(np.arange(len(counts)), counts)
-        # Of each lane from its first step on.
+        # Restarts at the first step of each lane.
         step = np.arange(len(lane)) + (firsts - counts.cumsum() + counts)[lane]
         slots = step % self._description.ring_steps * len(counts) + lane
         return torch.from_numpy(slots)
@@ -313,14 +313,14 @@ class Words:
     # What is there
 
     def steps(self, description: Description, track: Track = iter) -> np.ndarray:
-        """Looks at every slot.
+        """Checks every slot.
 
         Args:
-            description: says which history owns which step.
-            track: shows how far it is.
+            description: determines which history owns which step.
+            track: reports progress.
 
         Returns:
-            `[R, E]` int64, the step of the whole row in each slot, -1 where there is none.
+            `[R, E]` int64, the step of the intact row in each slot, -1 where there is none.
         """
         size, num_lanes = len(self.rows), description.num_lanes
         numbers, firsts = description.owners()
@@ -339,18 +339,18 @@ class Words:
     def feed(
         self, index: EpisodeIndex, state: State, description: Description, track: Track = iter
     ) -> bool:
-        """Brings an index to what was committed, in one pass over the rows that it does not know.
+        """Brings an index up to a commit, in one pass over the rows that it does not know.
 
-        Rows before the oldest ones that lend their frames are looked at as well.
+        The pass includes the rows before the oldest live ones whose frames these are read with.
 
         Args:
             index: knows the rows up to its cursors, or none.
             state: the commit.
-            description: says which history owns which step.
-            track: shows how far it is.
+            description: determines which history owns which step.
+            track: reports progress.
 
         Returns:
-            False if a row is not the one that it must be; the index is as it was then.
+            False, with the index unchanged, if a mark is not that of its step and history.
         """
         known = index.host_steps.copy()
         first = np.maximum(known, self.seen_from(state.tails, state.cursors))
@@ -370,7 +370,7 @@ class Words:
             lane = which[0]
             shape = len(which), -1 if sizes[lane] else 0
             flags = done[rows].view(shape), begins[rows].view(shape)
-            # Where rows went unseen, a lane may begin in the middle of an episode.
+            # After steps that were never indexed, a lane may resume in the middle of an episode.
             if first[lane] > known[lane]:
                 index.rejoin(*flags, int(state.cursors[lane]), which)
             elif sizes[lane]:
@@ -383,7 +383,7 @@ class Words:
 
 
 def _sizes(description: Description) -> dict[str, int]:
-    """Returns how many words each file has."""
+    """Returns the number of words of each file."""
     slots = description.ring_steps * description.num_lanes
     table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
     rows = slots * description.layout.stored_words
