@@ -24,7 +24,7 @@ def random_noise(
     Args:
         size: shape of the result; an int is a length.
         generator: source of randomness, on `device`; None is torch's default one.
-        device: where the draw is made.
+        device: of the result.
 
     Returns:
         int64 tensor of shape `size`.
@@ -34,18 +34,18 @@ def random_noise(
 
 
 def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
-    """Splits a number by shares, each part rounded down and the largest remainders up.
+    """Splits a number by shares: rounds all parts down, then the largest remainders up.
 
     Of equal remainders the first are rounded up.
 
     Args:
         total: the number.
-        shares: at least 0, 1 together.
+        shares: at least 0, with sum 1.
 
     >>> num_of_each(7, [0.5, 0.3, 0.2])
     [4, 2, 1]
     """
-    # Rounding: 0.3 * 10 is 3, not 3 and a tiny remainder.
+    # Rounded: 0.3 * 10 must be 3, not 3 and a tiny remainder.
     parts = [round(total * share, 9) for share in shares]
     counts = [math.floor(part) for part in parts]
     by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
@@ -55,18 +55,18 @@ def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def even_turns(counts: Sequence[int]) -> list[int]:
-    """Lets groups take turns, so that every part of the whole has about as much of each.
+    """Interleaves groups, so that every stretch has about the same share of each.
 
     Args:
-        counts: how many there are of each group.
+        counts: the size of each group.
 
     Returns:
-        the group of each place, `sum(counts)` of them.
+        the group at each of the `sum(counts)` places.
 
     >>> even_turns([2, 4])
     [1, 0, 1, 1, 0, 1]
     """
-    # The m-th of c lies about (m + 1/2) / c of the way through.
+    # Member m of c lies about (m + 1/2) / c of the way through.
     turns = sorted(
         ((m + 0.5) / count, group) for group, count in enumerate(counts) for m in range(count)
     )
@@ -74,13 +74,13 @@ def even_turns(counts: Sequence[int]) -> list[int]:
 
 
 def even_order(counts: Sequence[int]) -> torch.Tensor:
-    """Puts what lies one group after another in the order of `even_turns`.
+    """Returns the permutation that brings concatenated groups into the order of `even_turns`.
 
     Args:
-        counts: how many there are of each group.
+        counts: the size of each group.
 
     Returns:
-        `[sum(counts)]` int64, which of all of them stands at each place; a group keeps its order.
+        `[sum(counts)]` int64, the index of the member at each place; each group keeps its order.
 
     >>> even_order([2, 4]).tolist()
     [2, 0, 3, 4, 1, 5]

@@ -1,7 +1,7 @@
-"""How far back to look: the narrowing window of emphasised recent experience, and its strength.
+"""Emphasised recent experience: the size of the narrowing window, and how strongly it narrows.
 
-Two questions, each a formula on numbers: how many of the newest rows the k-th update of a phase
-draws from, and how strongly (`eta`) the window narrows as training goes on.
+Two formulas: how many of the newest rows the k-th update of a phase draws from, and how strongly (`eta`)
+the window narrows as training goes on.
 """
 
 import sys
@@ -35,14 +35,13 @@ def window_size(
 
         c_k = max(N · η^(k · 1000 / K), c_min),  k = 1 .. K
 
-    rounded down, as rows are counted, and at most what is stored. The first update of a phase
-    sees nearly everything, the last one the share η^1000; the 1000 makes η mean the same whatever
-    the length K of the phase. With at most `c_min` rows stored, all of them are in the window.
+    rounded down, and at most what is stored. The first update of a phase sees nearly everything, the last
+    one the share η^1000; the factor 1000 makes η mean the same for any length K of the phase. With at
+    most `c_min` rows stored, all of them are in the window.
 
     Args:
-        num_rows: the rows stored now, as an int or int64 of any shape. Everything that depends on
-            a tensor stays on its device, so that a captured CUDA graph follows the storage as it
-            grows.
+        num_rows: the rows stored now, as an int or int64 of any shape. What depends on a tensor stays on
+            its device, so that a captured CUDA graph follows the storage as it grows.
         eta: η in (0, 1]; 1 draws from everything.
         update: k, counted from 1 as in the paper.
         num_updates: K, the updates of the phase.
@@ -50,7 +49,7 @@ def window_size(
         reference_rows: N; None takes the rows stored now (the paper takes the capacity).
 
     Returns:
-        as `num_rows`: an int, or int64 of its shape; in [1, num_rows] where anything is stored.
+        of the type and shape of `num_rows`, an int or int64; in [1, num_rows] unless nothing is stored.
 
     Reference: Wang & Ross 2019, arXiv:1906.04009.
 
@@ -69,7 +68,7 @@ def window_size(
 
 
 class ReturnTrend(NamedTuple):
-    """What the adaptive rule remembers between episodes.
+    """The state of the adaptive rule between episodes.
 
     Attributes:
         returns: the newest episode returns, oldest first.
@@ -85,10 +84,10 @@ class ReturnTrend(NamedTuple):
 
 
 def mean_slope(returns: Sequence[float]) -> float:
-    """Averages the discrete gradient of at least two values, one apart.
+    """Returns the mean discrete gradient of at least two values at unit distance.
 
-    The gradient takes central differences inside and one-sided ones at both ends
-    (`numpy.gradient`). Its mean telescopes: all but four values cancel.
+    The gradient takes central differences inside and one-sided ones at both ends (`numpy.gradient`). The
+    sum telescopes: all but four values cancel.
 
         g = (3 (x_n - x_1) - (x_{n-1} - x_2)) / (2 n)
 
@@ -96,7 +95,7 @@ def mean_slope(returns: Sequence[float]) -> float:
     3.0
     """
     scale = 2 * len(returns)
-    # Dividing first and the cut keep the slope finite for returns at the edge of float64.
+    # Dividing first, and clamping, keep the slope finite for returns at the edge of float64.
     first, second, last_but_one, last = (returns[i] / scale for i in (0, 1, -2, -1))
     slope = 3 * (last - first) - (last_but_one - second)
     return max(-sys.float_info.max, min(sys.float_info.max, slope))
@@ -105,7 +104,7 @@ def mean_slope(returns: Sequence[float]) -> float:
 def advance_trend(
     trend: ReturnTrend, episode_return: float, *, num_returns: int = 20, decay: float = 0.9999
 ) -> ReturnTrend:
-    """Takes in the return of one more episode.
+    """Updates the trend with the return of one more episode.
 
     With g the mean slope of the newest `num_returns` returns:
 
@@ -113,17 +112,17 @@ def advance_trend(
         lo ← |g|  where g < -lo,  else decay · lo
         s = g / hi where g > 0,   g / lo where g < 0,   0 where g = 0
 
-    cut to [-1, 1]. Until `num_returns` episodes have ended there is no slope to compare: s = 0 and
-    hi, lo stay, since the slope of a handful of noisy returns would set their scale for long.
+    clamped to [-1, 1]. Until `num_returns` episodes have ended, s = 0 and hi, lo stay: the slope of a few
+    noisy returns would set their scale for long.
 
     Args:
         trend: the state before; it is not changed.
         episode_return: finite.
-        num_returns: how many returns the slope looks at, at least 2.
+        num_returns: how many returns the slope spans, at least 2.
         decay: in (0, 1], how slowly the steepest slopes are forgotten.
 
     Returns:
-        The state after.
+        the state after.
 
     >>> trend = ReturnTrend()
     >>> for value in (0.0, 1.0, 3.0, 2.0):
@@ -138,8 +137,8 @@ def advance_trend(
     rise, fall = trend.steepest_rise, trend.steepest_fall
     rise = slope if slope > rise else decay * rise
     fall = -slope if slope < -fall else decay * fall
-    # A positive slope has made `rise` positive and a negative one `fall`, so that neither divides
-    # by zero; a slope of 0 must not divide at all, both may be 0 then.
+    # `rise` is positive after a positive slope, and `fall` after a negative one, so neither division is
+    # by zero. After a slope of 0, both may be 0.
     if slope > 0:
         improvement = min(slope / rise, 1.0)
     elif slope < 0:

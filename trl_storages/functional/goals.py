@@ -1,4 +1,4 @@
-"""Which transitions of a batch are relabelled, how their goals are drawn, and how far ahead they lie.
+"""Which transitions of a batch are relabelled, how their goals are drawn, and how many steps ahead.
 
 Letters: B batch, R relabelled transitions, k goals per transition.
 """
@@ -24,22 +24,22 @@ def kinds_of_batch(
 ) -> list[int]:
     """Lists how the goal of each transition of a batch is drawn.
 
-    floor(B k / (k + 1)) transitions are relabelled: of any k + 1 neighbours k. The kinds take turns among
-    them, each as often as `num_of_each` says.
+    floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The kinds alternate among
+    them, each as often as `num_of_each` returns.
 
     Args:
         size: B.
         num_goals: k, 0 or more; infinite relabels all.
         kinds: numbers above 0.
-        shares: of the relabelled transitions, 1 together.
+        shares: of the relabelled transitions, with sum 1.
 
     Returns:
-        B of `kinds`, 0 where a transition stays as it is.
+        B of `kinds`, or 0 for a transition that keeps its goal.
 
     >>> kinds_of_batch(8, 3, [5, 9], [0.5, 0.5])
     [0, 5, 9, 5, 0, 9, 5, 9]
     """
-    # With B goals or more only the first of the batch stays.
+    # For k >= B, only the first transition of the batch keeps its goal.
     period = int(min(num_goals, size)) + 1
     relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
     counts = num_of_each(len(relabelled), shares)
@@ -52,24 +52,24 @@ def kinds_of_batch(
 def kinds_by_chance(
     noise: torch.Tensor, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
 ) -> torch.Tensor:
-    """Chooses at random how each goal is drawn, where counts cannot be exact.
+    """Chooses at random how each goal is drawn, where counts can't be exact.
 
     Args:
         noise: `[B]` int64 of `random_noise`; its lowest bits are used, nearly independent of
             what else is drawn from it.
         num_goals: k: a transition is relabelled with probability k / (k + 1).
         kinds: numbers above 0.
-        shares: probabilities of the kinds, 1 together.
+        shares: probabilities of the kinds, with sum 1.
 
     Returns:
-        `[B]` uint8 of `kinds`, 0 where a transition stays as it is.
+        `[B]` uint8 of `kinds`, or 0 for a transition that keeps its goal.
     """
     is_relabelled = torch.ones_like(noise, dtype=torch.bool)
     if num_goals < math.inf:
         is_relabelled = noise % int(num_goals + 1) > 0
         noise = noise // int(num_goals + 1)
     chance, found = noise % _CHANCES, torch.full_like(noise, kinds[-1])
-    # The lowest bound above a chance decides.
+    # The lowest bound above `chance` determines the kind: it is applied last.
     for kind, bound in reversed([*zip(kinds[:-1], accumulate(shares[:-1]), strict=True)]):
         found = torch.where(chance < round(bound * _CHANCES), kind, found)
     return torch.where(is_relabelled, found, 0).to(torch.uint8)
@@ -82,10 +82,10 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
 
     Args:
         noise: `[B]` int64 of `random_noise`.
-        discount: γ in [0, 1]; with 1 they lie beyond any end.
+        discount: γ in [0, 1]; 1 returns infinity.
 
     Returns:
-        `[B]` float64, k before it is rounded down, which may be infinite.
+        `[B]` float64, k before rounding down; may be infinite.
 
     Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
     """

@@ -1,8 +1,8 @@
-"""Priorities: how likely a transition is drawn, how its loss weighs, what a sequence is worth.
+"""Priorities: draw weights, importance weights, and priorities of sequences.
 
 Letters: B batch, T steps of a sequence.
 
-The first two formulas use operators only, so that they take tensors and NumPy arrays alike.
+The first two formulas use operators only, so they work on tensors and NumPy arrays alike.
 """
 
 from typing import TypeVar
@@ -18,14 +18,14 @@ Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
 
 def draw_weight(priority: Array, *, alpha: float, eps: float) -> Array:
-    """Turns priorities into what the draws are proportional to.
+    """Turns priorities into weights that draws are proportional to.
 
         P(i) = w_i / sum_j w_j,   w = (p + eps)^alpha
 
     Args:
         priority: p, of any shape, at least 0; float64 where sums of millions must be exact.
         alpha: how much priorities count: 0 draws uniformly, 1 in proportion.
-        eps: above 0; keeps a transition without error drawable.
+        eps: above 0; keeps transitions with zero error drawable.
 
     Returns:
         w, of the shape of `priority`.
@@ -39,22 +39,22 @@ def draw_weight(priority: Array, *, alpha: float, eps: float) -> Array:
 
 
 def importance_weight(weight: Array, reference: Array | float, *, beta: float) -> Array:
-    """Weighs the loss of a drawn transition, to correct for how often it is drawn.
+    """Returns the loss weight of drawn transitions, which corrects for how often each is drawn.
 
         (N P(i))^-beta  =  (w_mean / w_i)^beta,   w = (p + eps)^alpha
 
-    With beta = 1 the expectation of a loss that is weighed so is its mean over all rows, but weights
-    of rare transitions may be large. So they are normalised, most of the time:
+    With beta = 1 the expectation of a loss weighted so is its mean over all rows, but weights of rare
+    transitions may be large. So they are usually normalised:
 
         (N P(i))^-beta / max_j (N P(j))^-beta  =  (w_min / w_i)^beta
 
-    and the least likely transition of those that j runs over has weight 1, no other of them more.
+    Then the least likely of the transitions j has weight 1, and the others at most that.
 
     Args:
         weight: w of the drawn transitions, as `draw_weight` returns it, of any shape.
-        reference: w_min of the batch or of all that could have been drawn, or w_mean of all of them
-            for weights that are not normalised.
-        beta: how much is corrected: 0 nothing, 1 all of it.
+        reference: w_min of the batch or of all that could have been drawn, or their w_mean for
+            weights that are not normalised.
+        beta: strength of the correction: 0 none, 1 full.
 
     Returns:
         weights above 0, of the shape of `weight`.
@@ -70,7 +70,7 @@ def importance_weight(weight: Array, reference: Array | float, *, beta: float) -
 def sequence_priority(
     td_error: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mixes the errors of a sequence into one priority: mostly its largest, partly its mean.
+    """Mixes the errors of a sequence into one priority: mostly the largest, partly the mean.
 
         p = eta * max_t |delta_t| + (1 - eta) * mean_t |delta_t|
 
@@ -80,8 +80,8 @@ def sequence_priority(
     Args:
         td_error: delta, `[..., T]`.
         eta: share of the maximum, in [0, 1].
-        mask: bool `[..., T]`, False on steps that do not count, such as padding and burn-in; None
-            counts all. A sequence of which no step counts has priority 0.
+        mask: bool `[..., T]`, False on steps to ignore, such as padding and burn-in; None uses all. A
+            sequence with every step masked has priority 0.
 
     Returns:
         `[...]` priorities.
@@ -107,7 +107,7 @@ def sequence_priority(
         raise ValueError(
             f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
         )
-    # where, not a product: an error of a step that does not count may be NaN.
+    # where, not a product: masked errors may be NaN.
     error = torch.where(mask, error, 0.0)
     count = mask.sum(-1).clamp(min=1)
     return eta * error.amax(-1) + (1 - eta) * error.sum(-1) / count

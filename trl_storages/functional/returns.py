@@ -1,7 +1,7 @@
 """Returns: discounts, the lengths of n-step windows, dtypes of sums, and returns-to-go.
 
-Letters: B batch, n rows of a window, T steps of an episode. Windows are `[n, B]`: what is known of a
-sample spreads over its window by broadcasting, and each row of all windows is contiguous.
+Letters: B batch, n rows of a window, T steps of an episode. Windows are `[n, B]`: values of a sample
+broadcast over its window, and row i of all windows is contiguous.
 """
 
 import torch
@@ -11,15 +11,15 @@ from trl_storages import arguments
 
 __all__ = ["discounts", "relabelled_dtype", "return_dtype", "returns_to_go", "window_length"]
 
-# torch mixes them with no other integers.
+# torch promotes these with no other integers.
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
 def return_dtype(reward: torch.dtype) -> torch.dtype:
     """Returns the dtype of sums of discounted rewards.
 
-    That of the rewards where they are floating; the default dtype, float32 or more, where they are
-    bool or integers of 8 or 16 bits; float64 for larger integers.
+    The dtype of floating rewards itself; the default dtype, but at least float32, for bool and integers
+    of 8 or 16 bits; float64 for larger integers.
 
     Raises:
         TypeError: rewards are complex.
@@ -36,9 +36,9 @@ def return_dtype(reward: torch.dtype) -> torch.dtype:
 
 
 def relabelled_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a batch's rewards, of which some were stored and some computed.
+    """Returns the dtype of a batch's rewards if some are stored and some computed.
 
-    That of the stored ones where they are floating, else one that holds both.
+    The stored dtype if it is floating, else one that holds both.
 
     Raises:
         TypeError: one of them is complex.
@@ -64,8 +64,8 @@ def window_length(available: Tensor, terminated: Tensor) -> Tensor:
 
     Args:
         available: `[B]` int64, rows of the episode in the window, from 1 to n.
-        terminated: `[n, B]` bool, the state after the row is terminal. Rows past `available` don't
-            matter.
+        terminated: `[n, B]` bool, the state after the row is terminal. Rows past `available` are
+            ignored.
 
     Returns:
         `[B]` int64 m, from 1 to n.
@@ -74,7 +74,7 @@ def window_length(available: Tensor, terminated: Tensor) -> Tensor:
     >>> window_length(torch.tensor([3, 2]), terminated).tolist()
     [2, 2]
     """
-    # Where no row has been terminal so far, the next one belongs to the window too.
+    # The rows before the first terminal one; that row is in the window too.
     num_before = (terminated.cumsum(0) == 0).sum(0)
     return torch.minimum(num_before + 1, available)
 
@@ -87,7 +87,7 @@ def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu"
     Args:
         num_rows: n, the longest window.
         gamma: γ in [0, 1].
-        device: where the table lives.
+        device: of the table.
 
     Returns:
         `[n]` float64 γ^i, whatever the dtype of the rewards; γ^0 is 1 for γ = 0 too.
@@ -110,15 +110,15 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
 
     Args:
         reward: r, `[*B, T]` or `[*B, T, ...]`, such as `("next", "reward")` of `sample_episodes`.
-        mask: bool `[*B, T]`, False on padding, which counts nothing; `("collector", "mask")` there.
+        mask: bool `[*B, T]`, False on padding, which is ignored; `("collector", "mask")` there.
         discount: γ in [0, 1].
 
     Returns:
         R, of the shape of `reward`, 0 on padding; summed in float64, whatever the dtype of the rewards.
 
     Raises:
-        ValueError: `discount` is outside [0, 1], or `mask` is not of the leading shape of `reward`, or
-            has its last dimension of one, too.
+        ValueError: `discount` is outside [0, 1], or `mask` does not have the leading shape of `reward`,
+            or also has its last dimension of size 1.
 
     Reference: Chen et al. 2021, Decision Transformer, arXiv:2106.01345.
 
@@ -137,7 +137,7 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
             f"{list(shape)}."
         )
     if mask.ndim > 2 and shape == reward.shape and shape[-1] == 1:
-        # It would be read as many episodes of one step.
+        # It would pass for many episodes of one step.
         raise ValueError(
             f"mask must be [*B, T], without the last dimension of reward, {list(reward.shape)}, got "
             f"{list(shape)}: pass mask.squeeze(-1)."
@@ -146,7 +146,7 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     # where, not a product: padding may be infinite.
     total = torch.where(counts, reward, 0).double()
     time, reach, factor = mask.ndim - 1, 1, discount
-    # Sums over `reach` steps become sums over twice as many.
+    # Doubling: from sums over `reach` steps to sums over twice as many.
     while reach < shape[-1] and factor:
         onward = total.narrow(time, reach, shape[-1] - reach)
         ahead = torch.cat([onward, torch.zeros_like(total.narrow(time, 0, reach))], time)
