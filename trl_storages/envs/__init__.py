@@ -11,7 +11,7 @@ from trl_storages.envs.bit_flipping import BitFlippingEnv
 
 __all__ = ["BitFlippingEnv"]
 
-# A second registration would replace the first one with a warning, as when a module is reloaded.
+# Registering again, as when the module is reloaded, would warn.
 if "BitFlipping-v0" not in gymnasium.registry:
     gymnasium.register(
         id="BitFlipping-v0",

@@ -21,19 +21,19 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     The state is n bits, the goal n others, both uniform and never equal at the start. The reward
     is 0 where the bits reached equal the goal and -1 elsewhere. An episode is *terminated* on
     success and *truncated* after n steps; the last step can be both, as with
-    `gymnasium.wrappers.TimeLimit`. With many bits nobody meets the goal by chance: what was
-    reached instead is all there is to learn from, which is what hindsight does.
+    `gymnasium.wrappers.TimeLimit`. With many bits, chance never reaches the goal: the only thing to learn
+    from is what was reached instead, which is what hindsight uses.
 
     - Observation: a dictionary of `observation` and `achieved_goal` (both the bits) and
       `desired_goal`, each `[n]` float32 of 0 and 1, so that networks take them as they are.
     - Discrete action: which bit to flip.
-    - Continuous action, `[n]` float32 in [-1, 1]: the **largest** component says which bit to
-      flip (the first of equal ones). A step flips one bit, as with discrete actions, so n steps
-      are just enough to reach any goal. If every positive component flipped its bit, any state
-      were one step away from any other, and hindsight would have no future to look into.
+    - Continuous action, `[n]` float32 in [-1, 1]: the **largest** component selects the bit to flip (the
+      first of equal ones). A step flips one bit, as with discrete actions, so n steps are just enough to
+      reach any goal. If every positive component flipped its bit, any state would be one step away from
+      any other, and hindsight would have no future to draw from.
     - Info: `is_success` and `num_steps` since the reset.
 
-    A process that has not imported this package makes it as "trl_storages:BitFlipping-v0".
+    In a process that has not imported this package, its ID is "trl_storages:BitFlipping-v0".
 
     Args:
         n_bits: number of bits n, the length of an episode, and how many actions there are.
@@ -72,7 +72,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
-        """Draws new bits and a goal that differs from them; `options` has no meaning here."""
+        """Draws new bits and a goal that differs from them; ignores `options`."""
         super().reset(seed=seed)
         self._num_steps = 0
         self._state, self._goal = self._random_bits(), self._random_bits()
@@ -105,7 +105,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         """Returns the reward of reaching `achieved_goal` `[B, n]` when `desired_goal` was wanted.
 
         Returns:
-            `[B]` float32, 0 where all n bits are equal and -1 elsewhere; `info` does not matter.
+            `[B]` float32, 0 where all n bits are equal and -1 elsewhere; `info` is ignored.
 
         Raises:
             ValueError: the last dimension of a goal is not n.
@@ -123,7 +123,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     ) -> Any:
         """Returns `[B]` bool, whether `info["num_steps"]` used up the episode's n steps.
 
-        The goals don't matter, so another goal never changes it.
+        It does not depend on the goals, so relabelling never changes it.
 
         Raises:
             KeyError: `info` has no `num_steps`.
