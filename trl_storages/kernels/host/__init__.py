@@ -1,4 +1,4 @@
-"""Compiled loops over arrays, for what lies on the CPU or on disk."""
+"""Compiled loops over arrays, for data on the CPU or on disk."""
 
 from trl_storages.kernels.host.disk import (
     Commits,

@@ -1,4 +1,4 @@
-"""How loops are compiled: on first use, once for each installation."""
+"""Compiles loops: on first use, once per installation."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from trl_storages.kernels.marks import hardware_orders_stores
 __all__ = ["compiled", "fenced", "inlined", "prefetch"]
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
-# Its annotations hide what the decorated function takes.
+# Untyped, as its annotations hide the signature of the decorated function.
 _njit: Any = numba.njit
 
 
 def compiled(loop: _Loop) -> _Loop:
-    """Compiles a loop over arrays when it is first called, without the GIL.
+    """Compiles a loop over arrays on its first call, to run without the GIL.
 
-    What was compiled is kept beside the module or in the user's cache. The cache sees changes in the
-    loop's own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the
-    loop runs as Python. In either case integers wrap around, and nothing is said of infinities.
+    The result is cached beside the module or in the user's cache. The cache notices changes in the loop's
+    own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the loop runs
+    as Python. In either case integers wrap around, and infinities raise no warning.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return np.errstate(over="ignore", invalid="ignore")(loop)
     try:
         return _njit(nogil=True, cache=True)(loop)
     except RuntimeError:
-        # There is no directory to write to.
+        # No cache directory is writable.
         _warn_of_no_cache()
         return _njit(nogil=True)(loop)
 
 
 def inlined(function: _Loop) -> _Loop:
-    """Compiles a formula into the loops of its file that call it."""
+    """Inlines a formula into the loops of its file that call it."""
     return _njit(inline="always")(function)
 
 
 @cache
 def _warn_of_no_cache() -> None:
-    """Warns once a process."""
+    """Warns once per process."""
     warn_caller(
         "neither the installation nor the user's cache can be written, so that each process compiles for "
         "some seconds; NUMBA_CACHE_DIR names a directory that can.",
@@ -57,17 +57,17 @@ def _warn_of_no_cache() -> None:
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
 
     def prefetch(array: Any, byte: int) -> None:
-        """Does nothing: interpreted loops never wait for memory."""
+        """Does nothing: interpreted loops are too slow to wait for memory."""
 
     def fenced() -> bool:
-        """Does nothing but to say whether stores are ordered without it."""
+        """Returns whether stores are ordered without a fence; there is none in interpreted code."""
         return hardware_orders_stores()
 
 else:
 
     @intrinsic
     def prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
-        """Asks for the cache line that holds byte `byte` of a contiguous array."""
+        """Prefetches the cache line that holds byte `byte` of a contiguous array."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -76,7 +76,7 @@ else:
             i32 = ir.IntType(32)
             kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-            # For reading, to stay in all levels of the cache, as data.
+            # A read, kept in all cache levels, of data.
             builder.call(function, [address, i32(0), i32(3), i32(1)])
             return context.get_dummy_value()
 
@@ -84,7 +84,7 @@ else:
 
     @intrinsic
     def fenced(typing_context: Any) -> Any:
-        """Orders all reads and writes before it and after it, as other processes see them."""
+        """A full fence: orders all reads and writes before it and after it for other processes."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.fence("seq_cst")

@@ -1,10 +1,10 @@
-"""Rows that carry their step and their checksum, and words that are there as a whole or not at all.
+"""Marked and checksummed rows, and words that are replaced atomically, in compiled loops.
 
 Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
 (environments), H histories, K words of a table.
 
-What another process, or one that is started after a kill, may see in memory is ordered by fences. See
-`kernels.marks` for what marks and checksums are. Sums wrap around, as all arithmetic on int64 does here.
+Fences order the stores that another process, or one started after a kill, may see in memory. Marks and
+checksums are defined in `kernels.marks`. int64 arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = [
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
 _STEP_MASK = MOST_STEPS - 1
 _NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
-# Not contiguous either, so that no loop is compiled twice.
+# Strided like real headers, so that no loop is compiled twice.
 _NO_HEADERS = np.zeros((2, 2), np.int32)[:, 0]
 _Commit = tuple[np.ndarray, np.ndarray, np.ndarray]
 _NO_COMMIT: _Commit = _NO_WORDS, _NO_VALUES, _NO_WORDS
-# Of a selector that a fast writer moves on while its table is copied.
+# Retries while a fast writer moves on as its table is copied.
 _MOST_TRIES = 1000
 
 
@@ -76,15 +76,16 @@ def checksums(rows: torch.Tensor, marks: torch.Tensor, slots: torch.Tensor) -> t
 
 
 class MarkedRows:
-    """Rows with a mark and a checksum each, in memory that other processes see.
+    """Rows with a mark and a checksum each, in memory shared with other processes.
 
     Args:
         rows: `[M, W]` int64, contiguous, on the CPU.
-        marks: `[M, 2]` int64, of each slot the mark, 0 where there is no row, and the checksum.
-        values: `[*, S + 1]` int64, the side table of rows that share S words: its last word is a checksum
-            over the others, and mark and slot of the row that names the entry; None if rows share none.
-        headers: `[M]` of the rows, likewise.
-        past_steps: with how many rows before it in its episode a row is read.
+        marks: `[M, 2]` int64, for each slot the mark, 0 if it has no row, and the checksum.
+        values: `[*, S + 1]` int64, the side table of rows that share S words: the last word of an entry
+            is a checksum of the others, and mark and slot of the row that names it; None if rows share
+            none.
+        headers: `[M]` of the rows; None if rows share none.
+        past_steps: how many preceding rows of its episode a row is read with.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class MarkedRows:
     def clear(
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
     ) -> None:
-        """Takes away the marks of where the next S steps go: until `seal` no row is there.
+        """Clears the marks of the slots of the next S steps: they hold no row until `seal`.
 
-        Those that are committed already stay: after an interrupt, what was done is done once more.
+        Steps that are committed already are left alone: a write may be repeated after an interrupt.
 
         Args:
-            ring: of M slots; it is not changed.
+            ring: of M slots; not changed.
             num_steps: S.
-            lanes: which are written; None is all of them.
-            commits: of the lanes, as `Commits.publish_lanes` says them.
+            lanes: the lanes that are written; None is all of them.
+            commits: of the lanes, by `Commits.publish_lanes`.
         """
         room, known = ring.ring_steps, ring._arrays[2]
         committed = commits._selector, commits._tables
@@ -128,18 +129,18 @@ class MarkedRows:
         write_count: int = 0,
         trajectories: np.ndarray = _NO_WORDS,
     ) -> None:
-        """Gives the newest S steps, which were written, their checksums, and then their marks.
+        """Seals the newest S steps, which were written: first their checksums, then their marks.
 
         Args:
-            ring: of M slots, that has taken them in.
+            ring: of M slots, with these steps.
             history: the number that the marks carry.
-            num_steps: S. Of more than T steps those before the last T lend their frames at most.
-            lanes: likewise.
-            priorities: of the rows, which get the largest one, if they are kept.
-            commits: where all lanes are committed then, as `Commits.publish_lanes` does; None where that
-                is left for later.
+            num_steps: S. Of more than T steps, those before the last T serve at most as frames.
+            lanes: the lanes that were written; None is all of them.
+            priorities: of the rows, if they are kept; the new rows get the largest.
+            commits: where all lanes are committed afterwards, as by `Commits.publish_lanes`; None leaves
+                that for later.
             write_count: of the commit.
-            trajectories: likewise.
+            trajectories: of the commit.
         """
         num_marked = min(num_steps, ring.steps_per_lane + self._past_steps)
         room, written = ring.ring_steps, _written(ring, lanes)
@@ -160,18 +161,18 @@ class MarkedRows:
         )
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
+        """Returns whether the checksum of each slot is right, `[n]` bool; False if it has no row."""
         out = np.empty(len(slots), bool)
         _check(self._rows, self._marks, slots.numpy(), self._factors, out)
         return torch.from_numpy(out)
 
     def check_next(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
-        """Returns whether the next values that rows name are whole, `[n]` bool.
+        """Returns whether the next values that rows name are intact, `[n]` bool.
 
         Args:
             slots: `[n]` int64.
             num_lanes: E.
-            tips: whether those of the rows themselves, as the newest ones; otherwise of the rows before.
+            tips: whether to check the rows' own next values, in tips; otherwise those of the rows before.
         """
         out = np.empty(len(slots), bool)
         table = self._headers, self._marks, self._values, num_lanes
@@ -179,7 +180,7 @@ class MarkedRows:
         return torch.from_numpy(out)
 
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
-        """Returns whether slots hold the rows that an index takes them for, after all reads before.
+        """Returns whether slots hold the rows that an index expects; ordered after all earlier reads.
 
         Args:
             ring: of M slots.
@@ -198,15 +199,15 @@ class MarkedRows:
         """Reads from marks what an index must know of rows.
 
         Args:
-            tails: `[E]` int64, of each lane the first step that is read.
+            tails: `[E]` int64, the first step to read of each lane.
             cursors: `[E]` int64, the step after the last one.
             histories: `[H]` int64, the numbers of histories, ascending.
-            firsts: `[H, E]` int64, the first step of each. A step is that of the last one that began
-                before it or with it.
+            firsts: `[H, E]` int64, the first step of each. A step belongs to the last history that began
+                at or before it.
 
         Returns:
-            three `[n]` bool, lane by lane and the oldest step first: whether the row ends its episode by
-            `done`, whether it begins one, and whether the mark is of this step and its history.
+            three `[n]` bool, lane by lane, the oldest step first: whether the row ends its episode by
+            `done`, whether it begins one, and whether the mark is that of this step and its history.
         """
         size = int((cursors - tails).sum())
         done, begins, right = (np.empty(size, bool) for _ in range(3))
@@ -220,11 +221,11 @@ def _written(ring: Ring, lanes: Sequence[int] | None) -> np.ndarray:
 
 
 class Commits:
-    """Words that are replaced as a whole: in one of two tables, which one word selects.
+    """Words that are replaced atomically: there are two tables, and a selector word picks one.
 
     Args:
         selector: `[1]` int64, the number of the last commit; its lowest bit selects the table.
-        tables: `[2, K + 1]` int64, whose last words are checksums of the others and the number.
+        tables: `[2, K + 1]` int64, whose last word is a checksum of the others and the number.
     """
 
     def __init__(self, selector: torch.Tensor, tables: torch.Tensor) -> None:
@@ -245,31 +246,32 @@ class Commits:
     def publish_lanes(
         self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
     ) -> None:
-        """Commits two numbers, and of each lane its cursor, tail, whether it is open, and a number.
+        """Commits two numbers, and for each lane its cursor, tail, open flag and trajectory number.
 
         Args:
-            ring: knows the lanes.
+            ring: holds the lanes.
             history: the first word.
-            write_count: the second one.
+            write_count: the second word.
             trajectories: `[E]` int64.
         """
         _publish_lanes(*self._arrays, ring._arrays[2], history, write_count, trajectories)
 
     def read(self) -> torch.Tensor | None:
-        """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
+        """Returns a copy of the words `[K]` of the last commit, or None if its checksum is wrong."""
         words = np.empty(self._tables.shape[1] - 1, np.int64)
         is_whole = _read(*self._arrays, words)
         return torch.from_numpy(words) if is_whole else None
 
 
 class PriorityWords:
-    """Priorities of rows, each together with a check over it and the mark of its row, in one word.
+    """Priorities of rows, each packed into one word with a check of it and the mark of its row.
 
-    A word is written at once, so that a killed process leaves the old priority or the new one. And what
-    was said of the row that lay in a slot before is not taken for what is said of the one there now.
+    A word is stored atomically, so a killed process leaves the old priority or the new one. And a
+    priority of the previous row in a slot is never taken for that of the present one.
 
     Args:
-        words: `[M + 1]` int64, in memory that other processes see: of each slot, and the largest one.
+        words: `[M + 1]` int64, in memory shared with other processes: for each slot, and for the largest
+            priority.
         marks: `[M, 2]` int64, as in `MarkedRows`.
     """
 
@@ -279,22 +281,22 @@ class PriorityWords:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was ever said of the largest one, in a file of zeros."""
+        """Whether the largest priority was never set: the file is all zeros there."""
         return not self._words[-1]
 
     def put(self, slots: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Keeps priorities of rows: `[n]` int64 slots, M for the largest one, and `[n]` float32."""
+        """Stores priorities of rows: `[n]` int64 slots, M for the largest priority, and `[n]` float32."""
         bits = priorities.contiguous().numpy().view(np.uint32)
         _put(self._words, self._marks, slots.numpy(), bits, self._factors)
 
     def get(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns `[n]` float32 what is kept of slots, see `put`; NaN where it is damaged, or nothing."""
+        """Returns the stored priorities `[n]` float32 of slots as in `put`; NaN if damaged or missing."""
         bits = np.empty(len(slots), np.uint32)
         _get(self._words, self._marks, slots.numpy(), self._factors, bits)
         return torch.from_numpy(bits.view(np.float32))
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns a number for the row in each slot `[n]`, int32: another row has another one."""
+        """Returns a number for the row in each slot, `[n]` int32; another row there has another one."""
         found = np.empty(len(slots), np.int32)
         _generations(self._marks, slots.numpy(), found)
         return torch.from_numpy(found)
@@ -302,17 +304,17 @@ class PriorityWords:
     def renew(
         self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
     ) -> tuple[float, torch.Tensor]:
-        """Takes in rows that were sealed, with the largest priority, and drops those that were evicted.
+        """Takes in rows that were sealed, with the largest priority, and drops evicted rows.
 
         Args:
-            table: of M slots. Rows get it there, and the number that `generations` has for them.
-            slots: `[B]` int64; those below 0 name none.
+            table: of M slots; gets the new rows' priority and `generations`.
+            slots: `[B]` int64; negative ones are ignored.
             ring: of the M slots.
-            tails: `[E]` int64, from where on rows were not evicted when they were dropped last.
+            tails: `[E]` int64, the tails when evicted rows were last dropped.
 
         Returns:
-            the priority that they got, -1 where a slot is not below M, and nothing has changed; and the
-            slots of rows that were written and that were dropped, one after another.
+            the priority of the new rows, or -1, with nothing changed, if a slot is not below M; and the
+            slots of the new rows followed by those of the dropped ones.
         """
         known = ring._arrays[2], ring.ring_steps
         priority, touched = _renew(*table._arrays, self._marks, slots.numpy(), *known, tails)
@@ -321,14 +323,14 @@ class PriorityWords:
     def news(
         self, ring: Ring, known: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what another process has said of live rows.
+        """Returns the priorities of live rows that another process has changed.
 
         Args:
             ring: of the M slots.
-            known: `[M]` int64, the words that were seen last; None where there are none.
+            known: `[M]` int64, the words at the last call; None before the first.
 
         Returns:
-            `[n]` int64 slots whose words are others, `[n]` int64 these words, and `[n]` float32 their
+            `[n]` int64 slots whose words differ, `[n]` int64 these words, and `[n]` float32 their
             priorities as in `get`.
         """
         slots, words, bits = _news(
@@ -351,7 +353,7 @@ def orders_stores() -> bool:
 
 @inlined
 def _added(total: int, word: int, factor: int) -> int:
-    """Adds a word to a sum that becomes a checksum."""
+    """Adds a word to the sum of a checksum."""
     return total + factor * (word ^ ((word >> _SHIFT_3) & _LEFT_3))
 
 
@@ -364,14 +366,14 @@ def _finished(total: int) -> int:
 
 @inlined
 def _sealed(bits: int, mark: int, factors: np.ndarray) -> int:
-    """Returns the word of a priority, whose check is above it."""
+    """Returns the word of a priority: its bits below, the check above."""
     total = _finished(_added(_added(START, bits, factors[0]), mark, factors[1]))
     return (total & ~LOWER_HALF) | bits
 
 
 @inlined
 def _opened(word: int, mark: int, factors: np.ndarray) -> int:
-    """Returns the bits of the priority in a word; those of NaN where it is none of this mark."""
+    """Returns the priority bits of a word; those of NaN if its check does not match the mark."""
     bits = word & LOWER_HALF
     is_one = bits < INFINITY_BITS or bits == NEGATIVE_ZERO_BITS
     return bits if is_one and word == _sealed(bits, mark, factors) else NAN_BITS
@@ -379,7 +381,7 @@ def _opened(word: int, mark: int, factors: np.ndarray) -> int:
 
 @compiled
 def _largest(words: np.ndarray, factors: np.ndarray) -> int:
-    """Returns the bits of what new rows get: the largest priority, 1 before there is any."""
+    """Returns the bits of the priority of new rows: the largest, 1 before there is any."""
     bits = _opened(words[len(words) - 1], 0, factors)
     return bits if 0 < bits < INFINITY_BITS else ONE_BITS
 
@@ -401,13 +403,13 @@ def _tip(header: int, lane: int, num_lanes: int) -> int:
 
 @inlined
 def _is_of(mark: int, step: int) -> bool:
-    """Returns whether a mark is of a row that is a step."""
+    """Returns whether a mark is that of a row with this step."""
     return mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
 
 
 @inlined
 def _step_in(lanes: np.ndarray, room: int, lane: int, slot: int) -> int:
-    """Returns the newest step of a slot of a lane."""
+    """Returns the newest step that belongs in a slot of a lane."""
     newest = lanes[lane, CURSOR] - 1
     return newest - (newest - slot // len(lanes)) % room
 
@@ -435,12 +437,12 @@ def _clear(
         cursor = lanes[lane, CURSOR]
         if tables[selector[0] & 1, 2 + lane] > cursor:
             continue
-        # Those that find no room are gone as well.
+        # Of more than R steps, the last R reach every slot.
         start = cursor + max(num_steps - room, 0)
         place = start % room
         for _ in range(start, cursor + num_steps):
             marks[place * len(lanes) + lane, 0] = 0
-            # To divide takes longer than all the rest.
+            # A division takes longer than all the rest.
             place = place + 1 if place + 1 < room else 0
     fenced()
 
@@ -453,7 +455,7 @@ def _publish(
     table = tables[number & 1]
     if len(words) != len(table) - 1:
         raise ValueError("as many words must be published as a table holds")
-    # What was written before is there before the words say so.
+    # All earlier stores come before those to the table.
     fenced()
     table[: len(words)] = words
     table[len(words)] = _checksum(words, number, number & 1, factors)
@@ -512,7 +514,7 @@ def _mark(
         for s in range(num_steps):
             step, slot = first + s, place * len(lanes) + lane
             place = place + 1 if place + 1 < room else 0
-            # Rows that are evicted already are of the oldest episode, or of none.
+            # Evicted rows belong to the episode of the oldest live row, or to none that is known.
             entry = episode[slot if step >= tail else tail % room * len(lanes) + lane]
             if step < max(spans[entry, FIRST], 0):
                 new[i, s] = 0
@@ -625,7 +627,7 @@ def _flags(
 ) -> None:
     num_lanes, num_histories = len(tails), len(histories)
     room = len(marks) // num_lanes
-    # From which step on the last history that owns it is this one or one after it.
+    # From this step on, the owner is history h or a later one.
     reached = np.empty(num_histories, np.int64)
     row = 0
     for lane in range(num_lanes):
@@ -656,7 +658,7 @@ def _read(selector: np.ndarray, tables: np.ndarray, factors: np.ndarray, words: 
         if check == _checksum(words, number, number & 1, factors):
             return True
         fenced()
-        # The writer may have gone on meanwhile, to where this was read.
+        # The writer may have moved on meanwhile, and reused this table.
         if selector[0] == number:
             return False
     return False
@@ -664,7 +666,7 @@ def _read(selector: np.ndarray, tables: np.ndarray, factors: np.ndarray, words: 
 
 @inlined
 def _generation(mark: int) -> int:
-    # From 1, so that none is that of a slot that never held a row.
+    # From 1: 0 is the generation of a slot that never held a row.
     mixed = (mark >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
     return (mixed & MOST_GENERATION) | 1
 
@@ -720,7 +722,7 @@ def _renew(
             priorities[slot], generations[slot] = given, _generation(marks[slot, 0])
     row = len(slots)
     for lane in range(num_lanes):
-        # Where the writer has come around meanwhile, other rows lie.
+        # Skips steps that the writer has overwritten since.
         for step in range(max(tails[lane], lanes[lane, CURSOR] - room), lanes[lane, TAIL]):
             touched[row] = step % room * num_lanes + lane
             priorities[touched[row]] = ABSENT
@@ -747,7 +749,7 @@ def _news(
         lane = slot % len(lanes)
         step = _step_in(lanes, room, lane, slot)
         mark = marks[slot, 0]
-        # A row that is not committed yet is found the next time.
+        # A row that is not committed yet is returned later.
         if _is_of(mark, step) and step >= lanes[lane, TAIL]:
             slots[num], found[num], bits[num] = slot, word, _opened(word, mark, factors)
             num += 1

@@ -1,10 +1,10 @@
-"""Frames that are stored once, gathered as stacks and compared with them, in compiled loops.
+"""Frames that are stored once: gathers them as stacks, and checks new stacks, in compiled loops.
 
 Letters: N rows, E lanes (environments), D steps of the past, B rows picked, p stacks of k frames, L lanes
 and S steps written now. In the loops `room` is R, the ring steps per lane.
 
-The frames of step s of lane l, if it is one of the last ones before the oldest live row, lie in row
-`(s % D) * E + l` of the past. It may be the table of the rows, with D ring steps.
+The frames of the last steps before the oldest live row of lane l are in the past: those of step s in its
+row `(s % D) * E + l`. The past may be the table of the rows itself, with D its ring steps.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = ["FrameTable"]
 
 _WORD = 8  # bytes
 _ADDRESS, _STRIDE = 0, 1
-_LINE = 64  # bytes that memory delivers at once
-_MOST_AHEAD = 512  # bytes of a frame that are asked for early, the processor goes on by itself
+_LINE = 64  # bytes of a cache line
+_MOST_AHEAD = 512  # bytes of a frame to prefetch; the processor prefetches the rest itself
 
 
 class FrameTable:
-    """Puts stacks together from single frames.
+    """Builds stacks from single frames.
 
     Args:
         rows: `[N, *]` int64 as they are stored, contiguous, on the CPU.
-        past: `[D * E, *]` int64, likewise.
+        past: `[D * E, *]` int64, contiguous, on the CPU.
         fields: `[p, 7]` int64, the stacks, as `kernels.stack_fields` describes them.
     """
 
     def __init__(self, rows: torch.Tensor, past: torch.Tensor, fields: np.ndarray) -> None:
         self._rows, self._past, self._fields = rows.numpy(), past.numpy(), fields
-        # What stands for a frame of zeros.
+        # A frame of zeros.
         self._zeros = np.zeros(int(fields[:, SIZE].max()) // _WORD + 1, np.int64)
 
     def fill(
@@ -68,19 +68,18 @@ class FrameTable:
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks, and those under `next` but for their newest frames, to where they are wanted.
+        """Writes stacks to `seen`, and those under `next`, all but their newest frames, to `after`.
 
         Args:
             ring: of the rows.
-            stacks: `[q, 7]`, those of `fields` at the root that are wanted, or are under `next`.
+            stacks: `[q, 7]`, the root stacks of `fields` that are wanted themselves or under `next`.
             slots: `[B]` int64; negative ones count from the end.
-            following: `[B]` int64, the rows that lend what lies under `next`; None are the rows
-                themselves.
-            seen: q of `[B, *]` bytes, of which each row is contiguous; None is not wanted.
-            after: likewise, of what lies under `next`.
+            following: `[B]` int64, the rows whose stacks go under `next`; None takes the rows themselves.
+            seen: q of `[B, *]` bytes, each row contiguous, or None where not wanted.
+            after: the same, for the stacks under `next`.
 
         Raises:
-            IndexError: a slot lies beyond the rows.
+            IndexError: a slot is outside of the rows.
         """
         lenders = slots if following is None else following
         targets = np.array(
@@ -93,16 +92,16 @@ class FrameTable:
             raise not_found(at[wrong], len(self._rows))
 
     def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
-        """Finds rows whose stacks are none that can be put together from single frames.
+        """Finds rows whose stacks can't be rebuilt from single frames.
 
         Args:
             ring: of the rows.
-            rows: that are to be written, as they are seen.
+            rows: the rows to be written, as they are read.
             block: which of them are which steps.
 
         Returns:
-            `[L, S]` int64: 0, or the place of the field times 4 and what is wrong with it, as
-            `kernels.stack_fields` says. None may stand for zeros.
+            `[L, S]` int64: 0, or 4 times the index of the field plus what is wrong with it, as listed in
+            `kernels.stack_fields`. May be None if all are 0.
         """
         given = ring.given(rows, block)
         breaks = np.empty((len(given[0]), block.num_steps), np.int64)
@@ -121,13 +120,13 @@ class FrameTable:
 
 
 def _lie(rows: torch.Tensor | None) -> tuple[int, int]:
-    """Returns where rows begin, and how many bytes it is from one to the next; 0 if there are none."""
+    """Returns the address of the first row and the stride in bytes; zeros for None."""
     return (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0) * rows.itemsize)
 
 
 @inlined
 def _past_frame_at(past: Any, num_lanes: int, lane: int, step: int, at: Any) -> Any:
-    """Returns the address of the frame of a step before the oldest live row, of the stack `at`."""
+    """Returns the address of the frame of stack `at` for a step before the oldest live row."""
     row = step % (len(past) // num_lanes) * num_lanes + lane
     return past.ctypes.data + row * past.shape[1] * _WORD + at[PAST]
 
@@ -136,7 +135,7 @@ def _past_frame_at(past: Any, num_lanes: int, lane: int, step: int, at: Any) -> 
 def _frame_at(
     rows: Any, past: Any, num_lanes: int, room: int, lane: int, step: int, tail: int, at: Any
 ) -> Any:
-    """Returns the address of the frame of a step, of the stack `at`."""
+    """Returns the address of the frame of stack `at` for a step."""
     if step >= tail:
         row = step % room * num_lanes + lane
         return rows.ctypes.data + row * rows.shape[1] * _WORD + at[STORED]
@@ -145,7 +144,7 @@ def _frame_at(
 
 @inlined
 def _ask_for(rows: Any, start: int, size: int) -> None:
-    """Asks for a frame that will be read soon."""
+    """Prefetches a frame."""
     for byte in range(0, min(size, _MOST_AHEAD), _LINE):
         prefetch(rows, start + byte)
 
@@ -164,7 +163,7 @@ def _copy_frames(
     count: int,
     to: int,
 ) -> None:
-    """Copies the newest frames of a row, so many of the stack."""
+    """Copies the newest `count` frames of a row's stack to address `to`."""
     num_lanes = len(lanes)
     lane, place = slot % num_lanes, slot // num_lanes
     newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
@@ -172,7 +171,7 @@ def _copy_frames(
     if step >= tail:
         depth = step - spans[episode[slot], FIRST]
     else:
-        # There is no live row.
+        # The slot holds no live row.
         step, tail = place, 0
     step_bytes = num_lanes * rows.shape[1] * _WORD
     address = rows.ctypes.data + slot * rows.shape[1] * _WORD + stack[STORED]
@@ -202,7 +201,7 @@ def _fill(
     slots: Any,
     following: Any,
 ) -> int:
-    """Returns which of the slots is of no row, or -1."""
+    """Returns the position of the first invalid slot, or -1."""
     num_lanes, num_rows, row_bytes = len(lanes), len(rows), rows.shape[1] * _WORD
     num_slots = room * num_lanes
     for b in range(len(slots)):
@@ -228,7 +227,7 @@ def _fill(
             if after == 0:
                 continue
             if to != 0 and lender == slot:
-                # They are the same but the first one, and in the cache.
+                # All frames but the first are the same, and in the cache.
                 copy_bytes(after, to + size, (count - 1) * size)
             else:
                 _copy_frames(

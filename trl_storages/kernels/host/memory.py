@@ -1,4 +1,4 @@
-"""Bytes whatever they mean, at addresses that are plain integers."""
+"""Operations on raw bytes, at addresses that are plain integers."""
 
 from __future__ import annotations
 

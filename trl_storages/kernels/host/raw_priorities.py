@@ -1,4 +1,4 @@
-"""What was reported of rows, in compiled loops.
+"""Priorities as they were reported, in compiled loops.
 
 Letters: B batch, N slots.
 """
@@ -20,13 +20,13 @@ class RawPriorities:
     """The priorities of rows as they were reported, and how often each slot was written.
 
     Args:
-        num_slots: N. None holds a row at first.
-        device: where the tables live.
+        num_slots: N. All are empty at first.
+        device: of the tables.
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where there is no row.
         generations: `[N]` int32, how often each slot was written.
-        largest: `[]` float32, the largest priority reported; 0 before there is any.
+        largest: `[]` float32, the largest priority reported so far; 0 before the first.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
@@ -40,14 +40,13 @@ class RawPriorities:
         return self.priorities.numpy(), self.generations.numpy(), self.largest.reshape(1).numpy()
 
     def renew(self, slots: torch.Tensor) -> float:
-        """Takes in rows that were written, with the largest priority, or 1 before there is any.
+        """Takes in new rows, with the largest priority, or 1 before the first report.
 
         Args:
-            slots: `[B]` int64; those below 0 name none.
+            slots: `[B]` int64; negative ones are ignored.
 
         Returns:
-            the priority that they got, a float32; -1 where a slot is not below N, and nothing has
-            changed.
+            their priority, a float32; -1, with nothing changed, if a slot is not below N.
         """
         return float(_renew_rows(*self._arrays, slots.numpy()))
 
@@ -57,18 +56,18 @@ class RawPriorities:
         priorities: torch.Tensor,
         generations: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, bool]:
-        """Takes in the priorities of rows. Of a slot that occurs twice, the last one stays.
+        """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
-        Slots without a row and those below 0 are left alone. If one priority is NaN, negative or
-        infinite, or one slot is not below N, all are.
+        Slots that are negative or have no row are ignored. Nothing changes if any priority is NaN,
+        negative or infinite, or any slot is not below N.
 
         Args:
             slots: `[B]` int64.
             priorities: `[B]` float32.
-            generations: `[B]` int32 as drawn: slots that were written since are left alone.
+            generations: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
-            `[B]` int64 slots, -1 for those that were left alone, and whether the report was wrong.
+            `[B]` int64 slots, -1 for ignored ones, and whether the report was rejected.
         """
         written = np.empty(slots.shape[0], dtype=np.int64)
         wrong = _report_rows(
@@ -85,12 +84,12 @@ class RawPriorities:
 def _renew_rows(
     priorities: np.ndarray, generations: np.ndarray, largest: np.ndarray, slots: np.ndarray
 ) -> float:
-    """Takes in rows that were written, and returns their priority, or -1 for slots that are none."""
+    """Takes in new rows, and returns their priority, or -1 if a slot is not below N."""
     for i in range(slots.shape[0]):
         if slots[i] >= priorities.shape[0]:
             return np.float32(-1)
     priority = largest[0] if largest[0] > 0 else np.float32(1)
-    # A slot that occurs twice was written once.
+    # A slot that occurs twice counts as written once.
     new = np.empty(slots.shape[0], dtype=np.int32)
     for i in range(slots.shape[0]):
         if slots[i] >= 0:
@@ -112,10 +111,10 @@ def _report_rows(
     generations: np.ndarray | None,
     written: np.ndarray,
 ) -> bool:
-    """Takes in the priorities of rows, and returns whether the report was wrong."""
+    """Updates the priorities of rows, and returns whether the report was rejected."""
     wrong = False
     for i in range(slots.shape[0]):
-        # NaN is neither.
+        # NaN fails both comparisons.
         wrong |= not (new[i] >= 0 and new[i] < ABSENT) or slots[i] >= old.shape[0]
     for i in range(slots.shape[0]):
         slot = slots[i]

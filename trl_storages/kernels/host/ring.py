@@ -3,9 +3,9 @@
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
 L lanes and S steps written now, B batch, n rows of a window. In the loops `room` is R.
 
-The loops are what the tables mean that `RingTables` describes. A slot is divided by E only where there
-are several lanes, since a 64-bit division takes as long as all the rest of a sample; what wraps around is
-compared and subtracted.
+The loops implement the tables that `RingTables` describes. A slot is divided by E only if there are
+several lanes, since a 64-bit division takes as long as all the rest of a sample; positions are wrapped
+around by comparing and subtracting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPAN_BYTES = 24
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
 _BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
-# About as far as memory is away.
+# Samples to prefetch ahead, about the latency of memory.
 _SAMPLES_AHEAD = 8
 _NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
 _NO_STEPS = np.zeros(0)
@@ -50,7 +50,7 @@ _NO_ROWS: Before = (_NO_TABLE, np.zeros(0, np.int64), _NO_TABLE, 0)
 class Ring(RingTables):
     """An episode index on the CPU.
 
-    Noise is int64, uniform from 0 to 2^63 - 1; bound n is drawn below as floor(x n / 2^63), exactly.
+    Noise x is int64, uniform from 0 to 2^63 - 1; a draw below n is exactly floor(x n / 2^63).
     """
 
     @cached_property
@@ -63,16 +63,16 @@ class Ring(RingTables):
         return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy()
 
     def share_memory_(self) -> None:
-        """Moves the tables to memory that other processes see."""
+        """Moves the tables to memory shared with other processes."""
         super().share_memory_()
         self.__dict__.pop("_arrays", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # They would be pickled as copies.
+        # The views would be pickled as copies.
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
     def given(self, rows: NewRows, block: Block) -> Given:
-        """Returns steps that are to be written as the loops take them."""
+        """Returns the steps to be written, as the loops take them."""
         _, lanes, order, cut = block
         return (
             self._all_lanes if lanes is None else np.asarray(lanes),
@@ -91,20 +91,20 @@ class Ring(RingTables):
         *,
         is_ring: bool = True,
     ) -> torch.Tensor | None:
-        """Finds rows that do not begin with what the row before them led to, bit for bit.
+        """Finds rows that do not continue the row before them, bit for bit.
 
-        Rows that begin an episode are none of them.
+        Rows that begin an episode are never among them.
 
         Args:
-            rows: that are to be written, as `append` takes them.
+            rows: the rows to be written, as `append` takes them.
             block: as in `append`.
-            pairs: `[p, 2]` int64, of each field that is compared: its place in a row, and that of the
-                field which tells what the row led to.
-            table: where the rows before are; None where no lane has an open episode.
-            is_ring: whether it holds all rows of the ring; otherwise those before only, `[L, W]`.
+            pairs: `[p, 2]` int64, for each compared field: its index, and that of the field under `next`
+                which it must equal in the row before.
+            table: holds the rows before; None if no lane has an open episode.
+            is_ring: whether the table is that of the ring; otherwise it holds the rows before, `[L, W]`.
 
         Returns:
-            `[L, S]` bool; None may stand for none.
+            `[L, S]` bool; may be None if there are none.
         """
         given = self.given(rows, block)
         return self._find_gaps(rows, given, pairs, table, is_ring=is_ring)
@@ -132,25 +132,24 @@ class Ring(RingTables):
         slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
-        """Takes further steps of some lanes, and copies their rows to where they belong.
+        """Appends steps to some lanes, and copies their rows to their slots.
 
         Args:
             rows: n of them.
             block: which of them are which steps.
-            table: of M or more rows, where rows go; None if they are elsewhere.
-            slots: `[n]` int64 to be filled; -1 for rows of other steps than these.
-            pairs: what `find_gaps` compares; nothing is written if there is a gap. Only for tables that
-                `look`.
+            table: of M or more rows, which the rows go to; None if they are stored elsewhere.
+            slots: `[n]` int64, filled in for the rows of this block; None returns a new tensor.
+            pairs: as in `find_gaps`; if there is a gap, nothing is written. Only for tables that `look`.
 
         Returns:
-            `[n]` int64 slots; -1 for steps that find no room, as more than T are written. None if there
-            is a gap.
+            `[n]` int64 slots; -1 for steps evicted at once, as more than T are written. None if there is
+            a gap.
         """
         given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
         if table is not None:
             if len(pairs) and not table.is_plain:
-                # Before they are linked.
+                # Before the rows are linked.
                 if self._find_gaps(rows, given, pairs, table) is not None:
                     return None
                 pairs = _NO_PAIRS
@@ -161,19 +160,19 @@ class Ring(RingTables):
         return torch.from_numpy(found) if slots is None else slots
 
     def counters(self) -> np.ndarray:
-        """Returns a copy of all that a write goes on from."""
+        """Returns a copy of the counters that a write advances."""
         found: np.ndarray = self._arrays[2].copy()
         return found
 
     def recount(self, counters: np.ndarray) -> None:
-        """Puts back what `counters` returned."""
+        """Restores what `counters` returned."""
         self._arrays[2][:] = counters
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest.
 
-        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
-        such step by lane: those that hold more rows first, of equal ones the last lane first.
+        Rows are ordered by how many steps they are behind the cursor of their lane; equally old ones by
+        lane: the fullest lane first, and of equally full lanes the last one first.
 
         Args:
             ranks: int64 below the number of live rows, any shape.
@@ -184,7 +183,7 @@ class Ring(RingTables):
         return torch.from_numpy(slots)
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
-        """Draws live rows uniformly, or the newest ones only.
+        """Draws live rows uniformly, from all or from the newest.
 
         Args:
             noise: `[B]`.
@@ -207,14 +206,14 @@ class Ring(RingTables):
         strategies: Collection[str],
         steps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws the rows that lend their goals.
+        """Draws the rows whose achieved goals become the new goals.
 
         Args:
-            slots: `[B]` the rows t that are given goals, of episodes first..last.
+            slots: `[B]` the rows t to relabel, of episodes first..last.
             noise: `[B]`.
             kinds: `[B]` uint8 of `GOAL_KINDS`, how each goal is drawn: "future" t..last, "final" last,
                 "episode" first..last, "random" any live row, "geometric" `steps` rows after t or last,
-                "current" t. A row of kind 0 is its own.
+                "current" t. Kind 0 returns the row itself.
             strategies: those among `kinds`.
             steps: `[B]` float64, rounded down; may be None unless "geometric" is among them.
 
@@ -229,15 +228,15 @@ class Ring(RingTables):
         return torch.from_numpy(goals), torch.from_numpy(mask)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds each row and those that follow it in its episode.
+        """Returns each row with those that follow it in its episode.
 
         Args:
             slots: `[B]`.
             num_rows: n, at least 1.
 
         Returns:
-            `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
-            stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
+            `[n, B]` int64 slots, the row itself first; past the end of the episode, its last row is
+            repeated. And `[B]` int64: how many different rows there are, from 1 to n.
         """
         anchors = slots.contiguous().numpy()
         windows = np.empty((num_rows, len(anchors)), np.int64)
@@ -248,20 +247,21 @@ class Ring(RingTables):
     def sequences(
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, within its episode or its lane.
+        """Returns the rows around each one, within its episode or its lane.
 
         Args:
             slots: `[B]`.
             burn_in: how many rows before it.
             num_steps: S, how many rows altogether.
-            boundary: "pad" takes the first or last surviving row of the episode for those beyond it;
-                "fit" moves all S by as little as keeps them in the episode, the last ones if they are
-                too many; "cross" goes on into the episodes before and after in the lane.
+            boundary: "pad" repeats the first or last surviving row of the episode for those beyond it;
+                "fit" moves all S by as little as keeps them in the episode, where the last rows take
+                precedence if not all fit; "cross" continues into the episodes before and after in the
+                lane.
 
         Returns:
-            `[B, S]` int64 slots, in time order; the first or last row there is stands for those beyond
-            it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an episode
-            begins with it.
+            `[B, S]` int64 slots, in time order; the first or last available row is repeated for those
+            beyond it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an
+            episode begins with it.
         """
         anchors = slots.contiguous().numpy()
         rows = np.empty((len(anchors), num_steps), np.int64)
@@ -281,14 +281,14 @@ class Ring(RingTables):
     def newest_ranges(
         self, window: torch.Tensor, lane_leaves: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the newest rows where they lie lane by lane, as in a `LaneOrder`.
+        """Returns the leaf ranges of the newest rows in a `LaneOrder`, which is lane by lane.
 
         Args:
             window: `[]` int64, how many rows, by the order of `slots_by_age`.
-            lane_leaves: how many leaves there are for each lane, R or more.
+            lane_leaves: leaves per lane, at least R.
 
         Returns:
-            `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, of which some are empty.
+            `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, some of them empty.
         """
         starts, stops = np.empty((2, 2 * self.num_envs), np.int64)
         _newest_ranges(self._arrays[2], self.ring_steps, int(window), lane_leaves, starts, stops)
@@ -305,7 +305,7 @@ def _below(noise: int, bound: int) -> int:
 
 @compiled
 def _newest_places(lanes: Any, room: int) -> Any:
-    """Returns where the newest row of each lane lies in it."""
+    """Returns the position in the ring of the newest row of each lane."""
     places = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
         places[lane] = (lanes[lane, CURSOR] - 1) % room
@@ -314,7 +314,7 @@ def _newest_places(lanes: Any, room: int) -> Any:
 
 @compiled
 def _by_age(lanes: Any) -> tuple[Any, Any, Any, Any, int]:
-    """Returns how rows of any lanes are ordered by age.
+    """Returns how the rows of all lanes are ordered by age.
 
     Level j holds the ages at which exactly the j emptiest lanes have no row left.
 
@@ -326,8 +326,7 @@ def _by_age(lanes: Any) -> tuple[Any, Any, Any, Any, int]:
     fill, order = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
     first_age, first_rank = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
     for lane in range(num_lanes):
-        # Sorted by insertion: lanes are nearly in order as a rule, and NumPy's sort takes seconds to
-        # compile.
+        # Insertion sort: lanes are usually almost in order, and NumPy's sort takes seconds to compile.
         rows, place = lanes[lane, CURSOR] - lanes[lane, TAIL], lane
         while place > 0 and fill[place - 1] > rows:
             fill[place], order[place] = fill[place - 1], order[place - 1]
@@ -343,7 +342,7 @@ def _by_age(lanes: Any) -> tuple[Any, Any, Any, Any, int]:
 
 @inlined
 def _level(first_rank: Any, rank: int) -> int:
-    """Returns the last level that begins at a rank or before it."""
+    """Returns the last level that begins at or before a rank."""
     low, high = 0, len(first_rank)
     while high - low > 1:
         middle = (low + high) // 2
@@ -386,13 +385,13 @@ def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> Non
     num_rows = min(num_rows, num_newest)
     for i in range(len(noise)):
         slots[i] = _below(noise[i], num_rows)
-    # Ranks become slots where they are.
+    # In place: ranks become slots.
     _slots_by_age(lanes, room, slots, slots)
 
 
 @compiled
 def _find_spans(episode: Any, spans: Any, slots: Any, entries: Any) -> None:
-    """Finds the entry of each slot's episode, and asks for what it holds."""
+    """Finds the entry of each slot's episode, and prefetches it."""
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
             raise IndexError("slots must be those of the ring, from 0 to its capacity")
@@ -404,7 +403,7 @@ def _find_spans(episode: Any, spans: Any, slots: Any, entries: Any) -> None:
 
 @inlined
 def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
-    """Returns the lane of a slot, and its step in it."""
+    """Returns the lane of a slot, and its newest step in it."""
     lane, place = 0, slot
     if len(lanes) > 1:
         place = slot // len(lanes)
@@ -423,7 +422,7 @@ def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: in
 
 @inlined
 def _shift(slot: int, steps: int, num_lanes: int, capacity: int) -> int:
-    """Returns the slot so many steps later, fewer than a whole ring."""
+    """Returns the slot `steps` later, less than a whole ring."""
     slot += steps * num_lanes
     if slot >= capacity:
         slot -= capacity
@@ -511,7 +510,8 @@ def _sequences(
         if boundary == _CROSS:
             behind, ahead = -oldest, lanes[lane, CURSOR] - 1 - step
         elif boundary == _FIT:
-            # Room for the burn-in is made first, for the rows from the anchor on last.
+            # Forward to fit the burn-in, then back to fit the rows from the anchor on, which take
+            # precedence.
             onward = num_steps - burn_in - 1
             moved += max(min(max(burn_in - behind, 0), ahead - onward), -behind)
         for s in range(num_steps):
@@ -525,10 +525,10 @@ def _sequences(
         low, high = max(moved, oldest), min(moved + num_steps - 1, ahead)
         start, entry = last + 1, entries[i]
         while start <= high:
-            # A row at the end of the lane stands for those beyond it, too.
+            # The last row of the lane is repeated for those beyond it.
             stop = num_steps if start == ahead else start - moved + 1
             begins[i, start - moved : stop] = True
-            # Episodes of a lane have its entries in turn.
+            # Consecutive episodes of a lane have consecutive entries, which wrap around.
             entry = entry + 1 if entry + 1 < (lane + 1) * most_live else lane * most_live
             start = spans[entry, LAST] - step + 1
         start, entry = first, entries[i]
@@ -554,7 +554,7 @@ def _newest_ranges(
             one_more = num_lanes - 1 - place < left % sharing
             length = first_age[level] + left // sharing + one_more
         first, start = lane * lane_leaves, (lanes[lane, CURSOR] - length) % room
-        # The newest rows of a lane may go over the end of its ring, on to its beginning.
+        # The newest rows of a lane may wrap around the end of its ring.
         over = max(start + length - room, 0)
         starts[lane], stops[lane] = first + start, first + start + length - over
         starts[num_lanes + lane], stops[num_lanes + lane] = first, first + over

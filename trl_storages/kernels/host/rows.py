@@ -1,4 +1,4 @@
-"""Rows put into a table and picked from it, in compiled loops.
+"""A table of rows: writes and gathers, in compiled loops.
 
 Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of a window.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["RowTable", "fold", "not_found"]
 
 _WORD = 8  # bytes
-_LINE = 64  # bytes that memory delivers at once
-# Rows are asked for so many rows ahead, and no more bytes of each: the processor goes on by itself.
+_LINE = 64  # bytes of a cache line
+# How many rows ahead to prefetch, and how many bytes of each: the processor prefetches the rest itself.
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _NO_VALUES = np.zeros((0, 2), np.int64)
@@ -37,11 +37,11 @@ class RowTable:
         rows: `[N, W]` int64, contiguous, on the CPU.
     """
 
-    #: Rows that it takes.
+    #: The class of the rows that it takes.
     new_rows = NewRows
-    #: Whether rows that are appended can be compared with those before them in the same call.
+    #: Whether appending can look for gaps to the rows before in the same call.
     looks = True
-    #: Whether rows are stored as they are seen.
+    #: Whether rows are stored as they are read.
     is_plain = True
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class RowTable:
         self.array = rows.numpy()
         self._num_words = rows.shape[1]
         self._whole = _whole_rows(self._num_words)
-        #: The rows as `find_gaps` looks for what they led to.
+        #: The rows as `find_gaps` takes them.
         self.before: Before = (self.array, _NO_HEADERS, _NO_VALUES, 0)
 
     def pick(
@@ -64,15 +64,15 @@ class RowTable:
 
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
-            following: `[*B]` int64, rows that lend what lies under `next`; None are the rows themselves.
-            spans: where that lies in a row, as `copy_into` takes it.
-            pin_memory: whether the new memory is such that a GPU reads it by itself.
+            following: `[*B]` int64, rows whose values go under `next`; None takes the rows themselves.
+            spans: where those values are in a row, as in `copy_into`.
+            pin_memory: whether to return pinned memory.
 
         Returns:
             `[*B, W]` int64 in new memory.
 
         Raises:
-            IndexError: a slot lies beyond the rows.
+            IndexError: a slot is outside of the rows.
         """
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
@@ -84,17 +84,17 @@ class RowTable:
     def pick_fields(
         self, slots: torch.Tensor, fields: Iterable[tuple[int, torch.dtype, torch.Size]]
     ) -> list[torch.Tensor]:
-        """Copies some fields of rows, each of elements that lie one after another.
+        """Copies some fields of rows, each contiguous within a row.
 
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
-            fields: of each where it begins in a row, in bytes, its dtype and its shape.
+            fields: the first byte in a row, the dtype and the shape of each.
 
         Returns:
-            of each `[*B, *shape]` in new memory.
+            for each field `[*B, *shape]` in new memory.
 
         Raises:
-            IndexError: a slot lies beyond the rows.
+            IndexError: a slot is outside of the rows.
         """
         batch, found, spans = slots.shape, [], []
         for start, dtype, shape in fields:
@@ -107,16 +107,16 @@ class RowTable:
         return found
 
     def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
-        """Copies some bytes of rows to where they are wanted.
+        """Copies bytes of rows to given places.
 
         Args:
-            out: `[B, *]`, the bytes of each row one after another.
+            out: `[B, *]`, each row contiguous.
             slots: `[B]` int64; negative ones count from the end.
-            spans: `[n, 4]` int64: where bytes begin in a row, where they go in one of `out`, how many
-                they are, and how many bytes of `out` lie from one row to the next.
+            spans: `[n, 4]` int64: the first byte in a row, the first byte in a row of `out`, how many
+                bytes, and the bytes from one row of `out` to the next.
 
         Raises:
-            IndexError: a slot lies beyond the rows.
+            IndexError: a slot is outside of the rows.
         """
         self._copy(slots, spans, out.data_ptr())
 
@@ -127,11 +127,11 @@ class RowTable:
             raise not_found(flat[wrong], len(self.array))
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
-        """Returns where what is stored of new rows comes from, and where it belongs.
+        """Returns where the stored part of new rows is read from, and where it goes in a row.
 
         Args:
             rows: n of them.
-            ring: of the rows that are there, as `append` finds it.
+            ring: of the rows, in the state before the write.
             given: the steps that they are, by `Ring.given`.
 
         Returns:
@@ -140,12 +140,12 @@ class RowTable:
         return rows.sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
-        """Copies rows to where they belong.
+        """Copies rows to their slots.
 
         Args:
-            slots: `[n]` int64, from 0 to N - 1; rows of negative ones are left out.
+            slots: `[n]` int64, from 0 to N - 1; rows with negative ones are skipped.
             rows: n of them.
-            ring: of the rows, where it matters which ones follow one another.
+            ring: of the rows, if neighbouring rows matter.
         """
         put_rows(self.array, rows.sources, slots.numpy())
 
@@ -153,7 +153,7 @@ class RowTable:
 def fold(
     rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns Σ weights[i] · rewards[i] over i < length, added to 0 in this order in float64.
+    """Returns Σ weights[i] · rewards[i] over i < length, summed from 0 in this order in float64.
 
     Args:
         rewards: `[n, B]`.
@@ -172,28 +172,28 @@ def fold(
 
 
 def not_found(slot: int, num_rows: int) -> IndexError:
-    """Says that a slot is that of no row."""
+    """Returns the error for a slot without a row."""
     return IndexError(f"slots must be below {num_rows}, the size of the storage, got {slot}.")
 
 
 def _whole_rows(num_words: int) -> np.ndarray:
-    """Returns the span of rows that go one after another."""
+    """Returns the span that copies whole rows one after another."""
     size = num_words * _WORD
     return np.array([[0, 0, size, size]])
 
 
 @compiled
 def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> int:
-    """Copies bytes of each row; returns which of `slots` is of no row, or -1."""
+    """Copies bytes of each row; returns the position of the first invalid slot, or -1."""
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
     if spans.shape[0] == 0:
         return -1
-    # Those of a row lie close together, as a rule.
+    # The spans of a row are usually close together: prefetch the range that holds them all.
     low, high = spans[0, 0], spans[0, 0] + spans[0, 2]
     for s in range(1, spans.shape[0]):
         low, high = min(low, spans[s, 0]), max(high, spans[s, 0] + spans[s, 2])
     high = min(high, low + _MOST_AHEAD)
-    # Most often there is one span.
+    # There is usually one span.
     start, to, size, pitch = spans[0, 0], out + spans[0, 1], spans[0, 2], spans[0, 3]
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
@@ -201,7 +201,7 @@ def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
             first = slots[ahead] * row_bytes
             for byte in range(low, high, _LINE):
                 prefetch(table, first + byte)
-            # It may be in a further line.
+            # The last byte may be in one more line.
             prefetch(table, first + high - 1)
         slot = slots[i]
         if slot < 0:

@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 __all__ = ["SharedTable"]
 
 _WORD = 8  # bytes
-_LINE = 64  # bytes that memory delivers at once
+_LINE = 64  # bytes of a cache line
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
 _NO_SPANS, _NO_CHOICE = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
-# Of a table of commits.
+# The index of the first cursor in a table of commits.
 _FIRST_CURSOR = 2
 
 
 class SharedTable(RowTable):
-    """Copies rows out of a table and into it that are stored otherwise than they are seen.
+    """A table whose rows are stored without their next observations, and read with them.
 
     Args:
         rows: `[N, *]` int64 as they are stored, contiguous, on the CPU.
-        sharing: what of a row is not stored in it.
-        side: has next values that are not in other rows.
-        ring: says which rows follow one another.
-        commits: says up to where rows count, of a directory; None if the ring does.
+        sharing: which part of a row is not stored in it.
+        side: holds next values that are in no other row.
+        ring: determines which rows follow one another.
+        commits: holds the valid cursors of a directory; None takes those of the ring.
     """
 
     is_plain = False
@@ -73,13 +73,13 @@ class SharedTable(RowTable):
         self._headers, self._values = sharing.headers(rows).numpy(), side.values.numpy()
         self._side = (side.free.numpy(), side.counts.numpy(), side.lanes.numpy())
         self._num_words += sharing.shared_words
-        # Fields lie so many bytes further on in a row as it is seen.
+        # Offset in bytes of the stored fields in a row as read.
         self._next_bytes = sharing.shared_words * _WORD
         self.before = self.array, self._headers, self._values, self._next_bytes
-        # The lanes of the index, and what `_cursors` found of them.
+        # The array of the ring's lanes, and what `_cursors` returns for it.
         self._counted: tuple[Any, Any] = (None, None)
-        # The sources of the rows written last, the headers of these, and where what is stored comes from:
-        # a step is written from the same block each time.
+        # The sources of the rows written last, their headers, and the sources of what is stored: a step
+        # is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
 
     def pick(
@@ -90,7 +90,7 @@ class SharedTable(RowTable):
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
-        """Copies whole rows as they are seen; see `RowTable.pick`."""
+        """Copies whole rows as they are read; see `RowTable.pick`."""
         shape = (*slots.shape, self._num_words)
         out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
         lenders, lent = (slots, _NO_SPANS) if following is None else (following, spans)
@@ -106,12 +106,12 @@ class SharedTable(RowTable):
             self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch)
 
     def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor, *what: Any) -> None:
-        """Copies bytes of what is next, and perhaps those of the row behind them.
+        """Copies bytes of next values, optionally followed by those of the stored row.
 
         Args:
             slots: `[*B]`.
-            lenders: `[*B]`, the rows that lend what is next.
-            *what: and where to, as `_pick` takes it.
+            lenders: `[*B]`, the rows whose next values are copied.
+            *what: what to copy and where to, as `_pick` takes it.
         """
         flat, lent = slots.numpy().reshape(-1), lenders.numpy().reshape(-1)
         table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
@@ -120,9 +120,9 @@ class SharedTable(RowTable):
 
     @property
     def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
-        """Where the cursors are that count, as `_cursor` finds them, and E."""
+        """Where the valid cursors are, as `_cursor` takes it, and E."""
         known, commits = self._ring._arrays[2], self._commits
-        # To see an array in another shape takes longer than to link a row.
+        # Cached: reshaping an array takes longer than linking a row.
         if self._counted[0] is not known:
             num_lanes, size = known.shape
             where: Any = known.reshape(-1), _NO_CHOICE, CURSOR, 0, size, num_lanes
@@ -133,7 +133,7 @@ class SharedTable(RowTable):
         return self._counted[1]
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
-        """Links rows that are about to be written to those before them; see `RowTable.sources`."""
+        """Links rows that are about to be written to the rows before them; see `RowTable.sources`."""
         if rows.sources is not self._known[0]:
             headers = np.zeros(rows.num_rows, self._headers.dtype)
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
@@ -156,7 +156,7 @@ class SharedTable(RowTable):
         return sources
 
     def _stored(self, seen: np.ndarray, headers: np.ndarray) -> np.ndarray:
-        """Returns where what is stored of rows comes from, and where it belongs."""
+        """Returns where the stored part of rows is read from, and where it goes in a row."""
         own = seen[self._sharing.num_shared :]
         sources = np.empty((len(own) + 1, 4), np.int64)
         sources[:-1] = own
@@ -166,24 +166,24 @@ class SharedTable(RowTable):
         return sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
-        """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
+        """Overwrites rows, and keeps the next values of their neighbours; see `RowTable.put`."""
         assert ring is not None
         words = rows.words().numpy()
-        # Each may part two neighbours.
+        # Each may take two entries: for its own next values, and for those of the row before it.
         self.side.make_room(2 * len(words))
         table = self.array, self._headers, self._values, *self._side[:2]
         size = self._sharing.shared_bytes
         _put(words, slots.numpy(), ring.lanes.numpy(), ring.ring_steps, *table, size)
 
     def clear(self, num_slots: int) -> None:
-        """Forgets how the rows of the first slots hang together."""
+        """Unlinks the rows of the first slots."""
         self._headers[:num_slots] = 0
         self.side.clear()
 
 
 @inlined
 def _wrapped(slot: int, num_slots: int) -> int:
-    """Returns a slot beyond either end of the ring, or within it, as one within it."""
+    """Wraps a slot beyond either end of the ring around."""
     if slot >= num_slots:
         return slot - num_slots
     return slot + num_slots if slot < 0 else slot
@@ -191,18 +191,18 @@ def _wrapped(slot: int, num_slots: int) -> int:
 
 @inlined
 def _ask_for(table: Any, start: int, size: int) -> None:
-    """Asks for bytes that will be read soon, if they are not too many."""
+    """Prefetches bytes, up to a limit."""
     asked = min(size, _MOST_AHEAD)
     for byte in range(0, asked, _LINE):
         prefetch(table, start + byte)
-    # It may be in a further line.
+    # The last byte may be in one more line.
     prefetch(table, start + asked - 1)
 
 
 @inlined
 def _entry_of(header: int) -> int:
     """Returns the entry that a row names for the next values of the row before it."""
-    # Addresses are made of it, which headers of 4 bytes have no room for.
+    # int64, as addresses are computed from it, which would overflow the 4 bytes of a header.
     return np.int64(header) >> ENTRY_BIT
 
 
@@ -215,7 +215,7 @@ def _tip_of(header: int, lane: int, num_lanes: int) -> int:
 
 @inlined
 def _cursor(lane: int, tables: Any, selector: Any, first: int, table_size: int, stride: int) -> int:
-    """Returns how many steps of a lane count: in that of some tables which a word selects."""
+    """Returns how many steps of a lane are valid, from the table that the selector picks."""
     return tables[(selector[0] & 1) * table_size + first + lane * stride]
 
 
@@ -230,9 +230,9 @@ def _heads(lanes: Any, room: int) -> Any:
 
 @inlined
 def _known_next(table: Any, headers: Any, values: Any, follower: int) -> Any:
-    """Returns the address of what a row says is next of the row before it."""
+    """Returns the address of the next values that a row gives for the row before it."""
     header = headers[follower]
-    # Of a row that is being overwritten nothing is believed.
+    # The header of a row that is being overwritten can't be trusted.
     entry = _entry_of(header) if _entry_of(header) < len(values) else 0
     source = values.ctypes.data + entry * values.shape[1] * _WORD
     if header & CONTINUES:
@@ -262,32 +262,32 @@ def _pick(
     out: int,
     pitch: int,
 ) -> int:
-    """Copies rows as they are seen.
+    """Copies rows as they are read.
 
     Args:
         table: `[N, *]`.
         headers: `[N]` of these rows.
         values: `[*, *]` of the side table.
-        tables: as in `_cursor`, as the four that follow.
-        selector: likewise.
-        first_cursor: likewise.
-        table_size: likewise.
-        stride: likewise.
+        tables: as in `_cursor`.
+        selector: as in `_cursor`.
+        first_cursor: as in `_cursor`.
+        table_size: as in `_cursor`.
+        stride: as in `_cursor`.
         num_lanes: E.
         room: R.
-        moved: bytes by which fields lie further on in a row as it is seen.
+        moved: offset in bytes of the stored fields in a row as read.
         slots: `[B]`.
-        lenders: `[B]` the rows that lend what is next.
-        spans: `[n, 4]` further bytes that they lend, as in `RowTable.copy_into`, of what is stored in the
-            row.
-        start: the first byte of what is next that is wanted.
-        size: how many bytes of it.
-        with_own: whether the fields of the row itself are wanted behind them.
+        lenders: `[B]` the rows whose next values are copied.
+        spans: `[n, 4]` further bytes under `next`, as in `RowTable.copy_into`, that come from the stored
+            rows of `lenders`.
+        start: the first wanted byte of the next values.
+        size: how many bytes of them.
+        with_own: whether to append the stored row itself.
         out: an address.
-        pitch: bytes from one row to the next there.
+        pitch: bytes from one row to the next at `out`.
 
     Returns:
-        which of `slots` is of no row, or -1.
+        the position of the first invalid slot, or -1.
     """
     num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
@@ -311,14 +311,14 @@ def _pick(
         if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
             return i
         to, follower = out + i * pitch, _wrapped(lender + num_lanes, num_slots)
-        # To divide takes longer than all the rest.
+        # A division takes longer than all the rest.
         lane = follower % num_lanes if num_lanes > 1 else 0
         is_newest = follower == heads[lane]
         if is_newest:
             entry = _tip_of(headers[lender], lane, num_lanes)
             copy_bytes(to, side + entry * entry_bytes + start, size)
             fenced()
-            # Once the next row counts, the tip may be taken by others, and is not looked at any more.
+            # Once the next row is committed the tip may be reused: read those next values again.
             now = _cursor(lane, tables, selector, first_cursor, table_size, stride)
             is_newest = now == cursors[lane]
         if not is_newest:
@@ -334,7 +334,7 @@ def _pick(
 
 @inlined
 def _take_entry(free: Any, counts: Any) -> int:
-    """Returns an entry that is in use from now on."""
+    """Takes an entry into use."""
     if counts[NUM_FREE] > 0:
         counts[NUM_FREE] -= 1
         return free[counts[NUM_FREE]]
@@ -344,7 +344,7 @@ def _take_entry(free: Any, counts: Any) -> int:
 
 @inlined
 def _give_up(entry: int, free: Any, counts: Any) -> None:
-    """Gives up an entry, if it is one."""
+    """Frees an entry, unless it is 0."""
     if entry > 0:
         free[counts[NUM_FREE]] = entry
         counts[NUM_FREE] += 1
@@ -361,7 +361,7 @@ def _copy_next(sources: Any, row: int, values: Any, entry: int, num_shared: int)
 
 @compiled
 def _free_tip(headers: Any, lane: int, num_lanes: int, committed: int, room: int, held: Any) -> int:
-    """Returns the number of a tip that holds nothing which may still be wanted."""
+    """Returns the number of a tip that is no longer needed."""
     newest = (committed - 1) % room * num_lanes + lane
     used = (headers[newest] >> TIP_BIT) & NUM_TIPS
     tip = 1
@@ -397,9 +397,9 @@ def _link(
     shared_bytes: int,
     new: Any,
 ) -> None:
-    """Finds out which rows continue the rows before them, and gives the others an entry.
+    """Links new rows: those that do not continue the row before them get an entry.
 
-    It is done before the rows are written, and may be done again before they count.
+    Runs before the rows are written, and may be repeated before they are committed.
 
     Args:
         lanes: of the index before the write.
@@ -407,28 +407,28 @@ def _link(
         written: `[L]` the lanes.
         num_steps: S.
         cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
-        order: `[L, S]` which row is which step; empty if they come as they are written.
-        first_end: the address of the first flag that ends an episode.
-        end_stride: how far it is to the next one.
-        sources: `[f, 4]` of the rows as they are seen: the m next values, what they come back as, others.
-        is_compact: whether next values are not known, and a row goes on unless its episode ends.
-        tables: as in `_cursor`, as the four that follow.
-        selector: likewise.
-        first_cursor: likewise.
-        table_size: likewise.
-        stride: likewise.
+        order: `[L, S]` the row of each step; empty if rows are in the order of the steps.
+        first_end: the address of the first `done` flag.
+        end_stride: bytes to the next flag.
+        sources: `[f, 4]` of the rows as read: m next values, the m observations they equal, others.
+        is_compact: whether next values are unknown, and a row continues unless its episode ends.
+        tables: as in `_cursor`.
+        selector: as in `_cursor`.
+        first_cursor: as in `_cursor`.
+        table_size: as in `_cursor`.
+        stride: as in `_cursor`.
         table: `[N, *]`.
         headers: `[N]` of these rows.
-        values: of the side table, as the three that follow.
-        free: likewise.
-        counts: likewise.
-        held: its `lanes`.
+        values: of the side table.
+        free: of the side table.
+        counts: of the side table.
+        held: `lanes` of the side table.
         num_shared: m.
-        shared_bytes: what their values take.
-        new: `[n]` the answer, the headers of the new rows.
+        shared_bytes: bytes of the values of these fields.
+        new: `[n]` output, the headers of the new rows.
     """
     num_lanes = len(lanes)
-    # Of more than R steps, the last R find room.
+    # Of more than R steps, only the last R are kept.
     first = max(num_steps - room, 0)
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
@@ -436,7 +436,7 @@ def _link(
         committed = _cursor(lane, tables, selector, first_cursor, table_size, stride)
         tip = _free_tip(headers, lane, num_lanes, committed, room, held)
         if committed > cursor:
-            # They count already, and stay as they are.
+            # These rows are committed already, and are not changed.
             for s in range(first, num_steps):
                 row = order[i, s] if order.size > 0 else i * num_steps + s
                 new[row] = headers[(cursor + s) % room * num_lanes + lane]
@@ -449,9 +449,9 @@ def _link(
         held[lane, LINKED] = max(held[lane, LINKED], cursor + num_steps)
         place, continues, entry = start, False, 0
         newest = (cursor - 1) % room * num_lanes + lane
-        # None, where it is overwritten.
+        # None if the newest row is itself overwritten: its header was just cleared.
         led_to = _tip_of(headers[newest], lane, num_lanes)
-        # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
+        # Evicted rows are linked too: a reader may not have seen their eviction yet.
         if led_to > 0:
             row = order[i, 0] if order.size > 0 else i * num_steps
             before = values.ctypes.data + led_to * values.shape[1] * _WORD
@@ -462,7 +462,7 @@ def _link(
                 known = before + sources[field, _START]
                 continues = continues and are_same_bytes(at, known, sources[now, _SIZE])
             if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
-                # What stands in the place of an unknown value is the row's own.
+                # Unknown next values are a copy of the row's own observations.
                 own = table.ctypes.data + newest * table.shape[1] * _WORD
                 continues = continues or are_same_bytes(before, own, shared_bytes)
             if not continues:
@@ -508,19 +508,19 @@ def _put(
     counts: Any,
     shared_bytes: int,
 ) -> None:
-    """Copies rows over others, one by one, and links them to their neighbours.
+    """Overwrites rows one by one, and links them to their neighbours.
 
     Args:
-        words: `[n, W]` the rows as they are seen.
-        slots: `[n]` where they go; those of negative slots are left out.
-        lanes: as in `_link`, as all that is not named here.
-        room: likewise.
-        table: likewise.
-        headers: likewise.
-        values: likewise.
-        free: likewise.
-        counts: likewise.
-        shared_bytes: likewise.
+        words: `[n, W]` the rows as read.
+        slots: `[n]` where they go; rows with negative slots are skipped.
+        lanes: as in `_link`.
+        room: as in `_link`.
+        table: as in `_link`.
+        headers: as in `_link`.
+        values: as in `_link`.
+        free: as in `_link`.
+        counts: as in `_link`.
+        shared_bytes: as in `_link`.
     """
     num_lanes, num_slots, heads = len(lanes), room * len(lanes), _heads(lanes, room)
     row_bytes, side, size = table.shape[1] * _WORD, values.ctypes.data, values.shape[1] * _WORD
@@ -538,7 +538,7 @@ def _put(
         if header & CONTINUES:
             header -= CONTINUES
             if slot != heads[lane]:
-                # What it was the next value of is kept.
+                # Keep the overwritten observations: they are the next values of the row before.
                 entry = _take_entry(free, counts)
                 copy_bytes(side + entry * size, at, shared_bytes)
                 header += entry << ENTRY_BIT

@@ -1,4 +1,4 @@
-"""Weights of leaves and the sums over them, in compiled loops.
+"""A sum tree in compiled loops: weights of leaves and the sums over them.
 
 Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
 """
@@ -22,21 +22,21 @@ _NO_LEAVES = np.zeros(0, np.int64)
 class SumTree:
     """Draws leaves in proportion to their weights.
 
-    A node is the sum of its eight children, added from left to right in float64 and always anew, so that
-    nothing drifts and equal weights make equal trees, whatever their history.
+    A node is the sum of its eight children, always recomputed from left to right in float64, so nothing
+    drifts, and equal weights make equal trees, whatever their history.
 
-    A draw starts with a mass below the root's sum and goes down. At each node it takes the last child
-    that adds to the sum and begins at or below what is left of the mass. Every node that weighs
-    something has such a child, so whatever is rounded on the way, the leaf that a draw comes to has a
-    weight; and within ranges it is one of theirs, as what lies outside of them counts nothing.
+    A draw starts at the root with a mass below the total, and descends. At each node it takes the last
+    child of positive weight that begins at or below what is left of the mass. Every node of positive
+    weight has such a child, so whatever is rounded on the way, the leaf drawn has a positive weight; and
+    a draw within ranges never leaves them, as anything outside counts as 0.
 
     Args:
-        num_leaves: N. All weigh nothing at first.
-        device: where the tree lives.
+        num_leaves: N, with weight 0 at first.
+        device: of the tree.
 
     Attributes:
-        weights: `[N]` float64 weights of the leaves. To be read only.
-        total: `[]` float64 sum of all weights. To be read only.
+        weights: `[N]` float64 weights of the leaves. Read-only.
+        total: `[]` float64 sum of all weights. Read-only.
     """
 
     def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
@@ -53,11 +53,11 @@ class SumTree:
         return self._table.numpy()
 
     def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sets the weights of some leaves. Of a leaf that occurs twice, the last weight stays.
+        """Sets the weights of some leaves. If a leaf occurs twice, the last weight counts.
 
         Args:
-            leaves: `[B]` int64 below N; those below 0 name none.
-            weights: `[B]` float64, at least 0; `[1]` is that of all.
+            leaves: `[B]` int64 below N; negative ones are ignored.
+            weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
         at, new = leaves.numpy(), weights.numpy()
         _set_leaves(self._sums, self._starts, at, new, False)
@@ -81,7 +81,7 @@ class SumTree:
         _renew(least, self._starts, True)
 
     def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over each of some ranges of leaves.
+        """Returns the sum of each of some ranges of leaves.
 
         Args:
             start: `[R]` int64 in `[0, N]`.
@@ -107,7 +107,7 @@ class SumTree:
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must weigh something.
+            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must have a positive weight.
         """
         leaves = np.empty(noise.shape[0], dtype=np.int64)
         weights = np.empty(noise.shape[0])
@@ -118,9 +118,9 @@ class SumTree:
         return torch.from_numpy(leaves), torch.from_numpy(weights)
 
     def keep_least(self, keep: bool) -> None:
-        """Keeps the least weights of nodes from now on, or no more; `least` needs them.
+        """Starts or stops tracking the least weight below each node, which `least` needs.
 
-        The first costs a pass over all leaves, and then each `set` takes twice the time.
+        Starting costs a pass over all leaves, and each `set` takes twice the time from then on.
         """
         if not keep:
             self._least = None
@@ -131,14 +131,14 @@ class SumTree:
     def least(
         self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the least weight above 0 in the union of some ranges, `[]`; infinite without any.
+        """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
         Args:
-            start: `[R]` int64 in `[0, N]`; None looks at all leaves.
+            start: `[R]` int64 in `[0, N]`; None takes all leaves.
             stop: `[R]` int64 in `[start, N]`.
 
         Raises:
-            RuntimeError: the least weights are not kept.
+            RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
             raise RuntimeError("keep_least(True) must be called before least().")
@@ -151,7 +151,7 @@ class SumTree:
 
 
 def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-    """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
+    """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
     places = np.empty(index.shape[0], np.int64)
     _transpose(index.numpy(), width, length, places)
     return torch.from_numpy(places)
@@ -167,16 +167,16 @@ def _transpose(index: np.ndarray, width: int, length: int, places: np.ndarray) -
 
 @inlined
 def _mass_of(x: int, total: float) -> float:
-    """Turns 63 random bits into a uniform number in [0, 1), and that into a mass below `total`."""
+    """Turns 63 random bits into a mass, uniform in [0, total)."""
     return (x >> 10) * 2.0**-53 * total
 
 
 @inlined
 def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]:
-    """Finds the last of eight children that adds to the sum and begins at or below `rest`.
+    """Finds the last of eight children with positive weight that begins at or below `rest`.
 
     Returns:
-        which of them, and where it begins.
+        its index among the eight, and where it begins.
     """
     chosen, begins, summed = 0, 0.0, 0.0
     for j in range(FAN_OUT):
@@ -191,10 +191,10 @@ def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]
 def _find_edges(
     sums: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums over ranges, and keeps what the nodes on their edges weigh within them.
+    """Sums ranges, and returns the weights within them of the nodes on their edges.
 
-    A range has two edges: the nodes above its first leaf, and those above its last. All other nodes
-    lie in it as a whole or not at all.
+    A range has two edges: the path from the root to its first leaf, and that to its last. Every other
+    node is wholly inside the range or wholly outside.
 
     Args:
         sums: the table of the tree.
@@ -204,7 +204,7 @@ def _find_edges(
 
     Returns:
         `[2, L, R]` the nodes on the edges, by the level of their children; `[2 L R 8]` the weights of
-        their children within the range; and `[R]` the sums over the ranges.
+        their children within the range; and `[R]` the sums of the ranges.
     """
     depth, num_ranges = starts.shape[0] - 2, first.shape[0]
     nodes = np.empty((2, depth, num_ranges), dtype=np.int64)
@@ -251,9 +251,9 @@ def _draw(
     leaves: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Draws `[B]` leaves of `[R]` ranges, or of all where there are none, and their weights.
+    """Draws `[B]` leaves within `[R]` ranges, or from all leaves if there are none, and their weights.
 
-    It goes level by level over the batch: the reads of a level don't wait for one another.
+    Goes level by level over the whole batch, so that the reads of a level do not wait for one another.
     """
     nodes, parts, totals = _find_edges(sums, starts, first, last)
     batch, depth, num_ranges = noise.shape[0], nodes.shape[1], nodes.shape[2]
@@ -264,12 +264,12 @@ def _draw(
         if ends[r] > total:
             highest = r
         total = ends[r]
-    # The range of each draw while it is at an edge of it.
+    # The range of each draw as long as it is on one of its edges, then -1.
     which = np.empty(batch, dtype=np.int64)
     rest = weights  # until the leaves are known
     for i in range(batch):
         rest[i] = _mass_of(noise[i], total)
-        # The last range that adds to the sum and begins at or below the mass.
+        # The last range of positive weight that begins at or below the mass.
         r, above = 0, highest
         while r < above:
             middle = (r + above) >> 1
@@ -290,7 +290,7 @@ def _draw(
                 elif node == nodes[1, level - 1, r]:
                     at = ((depth + level - 1) * num_ranges + r) * FAN_OUT
                 else:
-                    which[i] = -1  # All below lies within the range.
+                    which[i] = -1  # everything below is inside the range
             if at >= 0:
                 chosen, begins = _child_at(parts, at, rest[i])
             else:
@@ -305,7 +305,7 @@ def _draw(
 
 @inlined
 def _joined(nodes: np.ndarray, first: int, is_least: bool) -> float:
-    """Returns the sum of eight children, added from left to right, or the least of them."""
+    """Returns the sum of eight children, from left to right, or their least weight."""
     found = nodes[first]
     for j in range(1, FAN_OUT):
         child = nodes[first + j]
@@ -315,7 +315,7 @@ def _joined(nodes: np.ndarray, first: int, is_least: bool) -> float:
 
 @inlined
 def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: bool) -> None:
-    """Joins the children of a whole level anew."""
+    """Recomputes the parents of a whole level."""
     for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
         nodes[starts[level - 1] + node] = _joined(nodes, starts[level] + node * FAN_OUT, is_least)
 
@@ -324,20 +324,20 @@ def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: boo
 def _set_leaves(
     nodes: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray, is_least: bool
 ) -> None:
-    """Sets weights of leaves, and joins anew what lies above them."""
+    """Sets the weights of leaves, and recomputes the nodes above them."""
     depth = starts.shape[0] - 2
     changed = np.empty(leaves.shape[0], dtype=np.int64)
     count, last = 0, weights.shape[0] - 1
     for i in range(leaves.shape[0]):
         if leaves[i] >= 0:
             weight = weights[min(i, last)]
-            # The least is that of leaves which weigh something.
+            # The least weight ignores leaves of weight 0.
             counts = weight > 0.0 or not is_least
             nodes[starts[depth] + leaves[i]] = weight if counts else _INFINITY
             changed[count] = leaves[i]
             count += 1
     for level in range(depth, 0, -1):
-        # All of a small level cost less than a node for each leaf.
+        # Recomputing all of a small level costs less than one node per leaf.
         if starts[level + 1] - starts[level] <= count * FAN_OUT:
             _join_level(nodes, starts, level, is_least)
         else:
@@ -349,7 +349,7 @@ def _set_leaves(
 
 @compiled
 def _renew(nodes: np.ndarray, starts: np.ndarray, is_least: bool) -> None:
-    """Joins all nodes anew."""
+    """Recomputes all nodes above the leaves."""
     for level in range(starts.shape[0] - 2, 0, -1):
         _join_level(nodes, starts, level, is_least)
 
@@ -358,7 +358,7 @@ def _renew(nodes: np.ndarray, starts: np.ndarray, is_least: bool) -> None:
 def _least_within(
     least: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> float:
-    """Returns the least weight in the union of ranges."""
+    """Returns the least positive weight in the union of ranges."""
     low = _INFINITY
     for r in range(first.shape[0]):
         left, right = first[r], last[r] - 1
@@ -366,7 +366,7 @@ def _least_within(
             continue
         level = starts.shape[0] - 2
         low = min(low, least[starts[level] + left], least[starts[level] + right])
-        # Up to where both edges meet: what lies between them, below the nodes of the edges.
+        # Up to where both edges meet: at each level, the children that lie between the two edges.
         while left < right:
             for node in range(left + 1, min(right, (left | 7) + 1)):
                 low = min(low, least[starts[level] + node])

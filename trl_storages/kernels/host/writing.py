@@ -1,9 +1,9 @@
-"""What a write does, in compiled loops: compares rows with those before them, counts them, copies them.
+"""The loops of a write: compare new rows with the rows before them, index them, and copy them.
 
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
 n rows written now, f fields of a row, W words of 8 bytes a row, L lanes and S steps written now.
 
-New rows are copied from where their fields lie to where they belong, without a block in between.
+New rows are copied from their fields straight to their slots, without an intermediate block.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
 
 __all__ = ["Before", "Given", "NewRows", "append_steps", "find_gaps", "put_rows"]
 
-#: Steps that are written, as loops take them: see `find_gaps`, from `written` to `end_stride`.
+#: Steps to be written, as the loops take them: `written` to `end_stride` of `find_gaps`.
 Given = tuple[Any, Any, Any, Any, Any, Any]
-#: Rows that may be the ones before: see `find_gaps`, from `table` to `moved`.
+#: The rows before, as the loops take them: `table` to `moved` of `find_gaps`.
 Before = tuple[Any, Any, Any, int]
 
 _WORD = 8  # bytes
-# Columns of the sources of rows: where the first value of a field is, how far it is to that of the next
+# Columns of the sources of rows: the address of a field in the first row, the bytes to that in the next
 # row, the first byte of the field in a stored row, and how many bytes it takes.
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
-# What of the places of fields these are, but for the address: rows lie one after another as a rule.
+# The columns of `places` that these are taken from, but for the address: rows are usually contiguous.
 _COLUMNS = np.array([0, 1, 0, 1])
-# Rows that are copied before the next field is looked at.
+# Rows per chunk that are copied field by field.
 _CHUNK = 256
 
-# Flags that are looked at together.
+# Flags that are compared at once.
 _FLAGS = 128
 
 _address = torch.Tensor.data_ptr
 
 
 class NewRows:
-    """n rows that are about to be written, wherever their fields lie.
+    """n rows that are about to be written, each field wherever it is.
 
     Args:
-        fields: of any leading shapes, on the CPU as they are seen, the elements of each row one after
-            another.
-        places: `[f, 2]` int64, of each field: its first byte in a row, and how many it takes.
+        fields: of any leading shapes, contiguous, on the CPU, as they are read.
+        places: `[f, 2]` int64, the first byte of each field in a row, and how many it takes.
         num_rows: n.
         num_words: W.
-        done: n bool, likewise, which rows end their episodes; None where no lane is written.
+        done: n bool, contiguous, on the CPU, which rows end their episodes; None if the rows are not
+            steps of lanes.
         device: where the rows are wanted, the CPU.
     """
 
-    #: The same rows as they are seen, where these are parts of them.
+    #: The same rows as they are read, if these are parts of them.
     seen: NewRows | None = None
-    #: Whether rows are read from where their fields lie when they are written, and not before.
+    #: Whether fields are read when the rows are written, and not before.
     reads_fields = True
 
     def __init__(
@@ -69,16 +69,16 @@ class NewRows:
         device: torch.device,
     ) -> None:
         self.num_rows, self._num_words = num_rows, num_words
-        # Kept for as long as their addresses are used.
+        # Keeps the tensors alive as long as their addresses are used.
         self._fields = fields if done is None else [*fields, done]
         addresses = [*map(_address, self._fields)]
-        #: Whether next observations are not known, and each row's own stand in their place.
+        #: Whether next observations are unknown, and each row has a copy of its own in their place.
         self.is_compact = False
-        #: n bool on the CPU, in any shape; None where no lane is written.
+        #: n bool on the CPU, in any shape; None if the rows are not steps of lanes.
         self.done: torch.Tensor | None = None if done is None else self._fields[-1]
-        #: The address of the first flag, and how far it is to the next one.
+        #: The address of the first `done` flag, and bytes to the next one.
         self.ends = (0, 0) if done is None else (addresses.pop(), 1)
-        #: `[f, 4]` int64, where each field comes from, and where it belongs.
+        #: `[f, 4]` int64, where each field is read from, and where it goes in a row.
         self.sources = places.take(_COLUMNS, 1)
         self.sources[:, _ADDRESS] = addresses
 
@@ -86,13 +86,13 @@ class NewRows:
     def of_block(
         cls, words: torch.Tensor, places: np.ndarray, done: torch.Tensor, device: torch.device
     ) -> NewRows:
-        """Returns rows that are laid out already.
+        """Wraps rows that are laid out already.
 
         Args:
-            words: `[n, W]` int64; what is written there later is what is stored.
-            places: as above, as `device`.
-            done: `[n, 1]` bool, likewise.
-            device: likewise.
+            words: `[n, W]` int64, not copied: later changes to it are what is stored.
+            places: as above.
+            done: `[n, 1]` bool, not copied either.
+            device: as above.
         """
         rows = cls([], places[:0], len(words), words.shape[1], None, device)
         rows._fields, rows.done = [words], done
@@ -103,17 +103,17 @@ class NewRows:
         return rows
 
     def words(self) -> torch.Tensor:
-        """Returns the rows as `[n, W]` int64, in new memory; what no field takes is zero."""
+        """Returns a copy of the rows, `[n, W]` int64; bytes of no field are zero."""
         words = np.zeros((self.num_rows, self._num_words), np.int64)
         put_rows(words, self.sources, np.arange(self.num_rows))
         return torch.from_numpy(words)
 
     def parts(self, parts: np.ndarray, num_words: int) -> NewRows:
-        """Returns rows made of some bytes of these; what is written to a block later is in both.
+        """Returns rows made of some bytes of these, from the same memory.
 
         Args:
-            parts: `[p, 4]` int64: which field, from which of its bytes on, where that begins in the new
-                rows, and how many bytes it is.
+            parts: `[p, 4]` int64: the field, the first byte of it, the first byte in the new rows, and
+                how many bytes.
             num_words: W of the new rows.
         """
         rows = NewRows([], parts[:0, 2:], self.num_rows, num_words, None, torch.device("cpu"))
@@ -124,16 +124,16 @@ class NewRows:
         return rows
 
     def first_violation(self, implied: np.ndarray) -> int:
-        """Returns the first of some pairs of flags of which one is true where the other is not, or -1.
+        """Returns the first of some pairs of flags where one is true and the other is not, or -1.
 
         Args:
-            implied: `[p, 2]` int64, the fields of the one and of the other.
+            implied: `[p, 2]` int64, the fields of a flag and of the flag that it implies.
         """
         first: int = _first_violation(self.sources, implied, self.num_rows)
         return first
 
     def some(self, places: torch.Tensor) -> NewRows:
-        """Returns some of the rows, of which no lane is written."""
+        """Returns a copy of some of the rows, not as steps of any lane."""
         words = self.words()[places]
         done = torch.zeros(len(words), 1, dtype=torch.bool)
         return self.of_block(words, self.sources[:, _START:], done, words.device)
@@ -151,7 +151,7 @@ def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
             beside = other[_ADDRESS] + stretch * other[_STRIDE]
             for start in range(0, size, _FLAGS):
                 num_flags = min(_FLAGS, size - start)
-                # Bytes of which the first is zero, and each is like the next one: as a rule all are.
+                # Skips flags that are all zero: the first one is, and each equals the next.
                 if not is_set(at + start) and are_same_bytes(
                     at + start, at + start + 1, num_flags - 1
                 ):
@@ -181,28 +181,28 @@ def find_gaps(
     moved: int,
     gaps: Any,
 ) -> bool:
-    """Finds rows that continue an episode, and do not begin with what the row before them led to.
+    """Finds rows that continue an episode but not the row before them.
 
     Args:
-        lanes: of the index, as `room`.
+        lanes: of the index.
         room: R.
         written: `[L]` the lanes.
         num_steps: S.
         cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
-        order: `[L, S]` which row is which step; empty if they come as they are written.
-        first_end: the address of the first flag that ends an episode.
-        end_stride: how far it is to the next one.
+        order: `[L, S]` the row of each step; empty if rows are in the order of the steps.
+        first_end: the address of the first `done` flag.
+        end_stride: bytes to the next flag.
         sources: `[f, 4]` of the rows.
-        pairs: `[p, 2]` fields whose value comes back under another one of the row before.
-        is_ring: whether the rows before are those of the ring; otherwise they are `[L, *]`.
-        table: `[*, *]` of the rows before, as they are stored.
-        headers: `[*]` of these, if they share next values; what is next of the newest is in a tip then.
+        pairs: `[p, 2]` a field, and the field under `next` that it must equal in the row before.
+        is_ring: whether `table` holds the rows of the ring; otherwise the rows before, `[L, *]`.
+        table: `[*, *]` the rows before, as they are stored.
+        headers: `[*]` of these, if they share next values; those of the newest row are in a tip then.
         values: `[*, *]` the side table.
-        moved: bytes by which fields lie further on in a row as it is seen; 0 of rows that share nothing.
-        gaps: `[L, S]` bool, the answer.
+        moved: offset in bytes of the stored fields in a row as read; 0 if rows share nothing.
+        gaps: `[L, S]` bool, the output.
 
     Returns:
-        whether there is one.
+        whether there is a gap.
     """
     found = False
     for i in range(len(written)):
@@ -251,27 +251,27 @@ def append_steps(
     table: Any,
     slots: Any,
 ) -> bool:
-    """Takes steps into the index, and copies their rows to where they belong, unless there is a gap.
+    """Adds steps to the index, and copies their rows to their slots, unless there is a gap.
 
     Args:
-        episode: of the index, as the two that follow.
-        spans: likewise.
-        lanes: likewise.
+        episode: of the index.
+        spans: of the index.
+        lanes: of the index.
         most_live: T.
-        room: as in `find_gaps`, as all up to `end_stride`.
-        written: likewise.
-        num_steps: likewise.
-        cut: likewise.
-        order: likewise.
-        first_end: likewise.
-        end_stride: likewise.
-        sources: `[*, 4]` of what is stored of the rows.
-        pairs: as in `find_gaps`, of rows that share nothing; empty if nobody looks for gaps.
-        table: `[*, W]` where rows go; empty if they are elsewhere.
-        slots: `[n]` the answer, -1 for steps that find no room.
+        room: R.
+        written: as in `find_gaps`.
+        num_steps: as in `find_gaps`.
+        cut: as in `find_gaps`.
+        order: as in `find_gaps`.
+        first_end: as in `find_gaps`.
+        end_stride: as in `find_gaps`.
+        sources: `[*, 4]` of the stored part of the rows.
+        pairs: as in `find_gaps`, of rows that share nothing; empty to skip that check.
+        table: `[*, W]` where rows go; empty if they are stored elsewhere.
+        slots: `[n]` the output, -1 for steps evicted at once.
 
     Returns:
-        whether there is a gap. Nothing is written then.
+        whether there is a gap, and so nothing was written.
     """
     if len(pairs) > 0:
         gaps = np.empty((len(written), num_steps), np.bool_)
@@ -300,7 +300,7 @@ def append_steps(
         number = lanes[lane, BEGUN]
         goes_on = lanes[lane, OPEN] != 0
         place = step % room
-        # The episode that was begun last.
+        # The newest episode.
         entry = lane * most_live + (number - 1) % most_live
         for s in range(num_steps):
             row = order[i, s] if order.size > 0 else i * num_steps + s
@@ -323,7 +323,7 @@ def append_steps(
         lanes[lane, TAIL] = max(lanes[lane, TAIL], step - most_live)
     if table.size > 0:
         put_rows(table, sources, slots)
-    # Those that are evicted already are in the ring for their frames alone.
+    # Rows evicted at once are in the ring for their frames only.
     for i in range(len(written)):
         for s in range(num_steps - most_live):
             slots[order[i, s] if order.size > 0 else i * num_steps + s] = -1
@@ -332,7 +332,7 @@ def append_steps(
 
 @compiled
 def put_rows(table: Any, sources: Any, slots: Any) -> None:
-    """Copies rows to their slots; those of negative slots are left out.
+    """Copies rows to their slots; rows with negative slots are skipped.
 
     Args:
         table: `[*, W]` int64.
@@ -344,7 +344,7 @@ def put_rows(table: Any, sources: Any, slots: Any) -> None:
         start, end = sources[field, _ADDRESS], sources[field, _ADDRESS]
         end += (len(slots) - 1) * sources[field, _STRIDE] + sources[field, _SIZE]
         if start < to + table.size * _WORD and end > to:
-            # Rows of the table itself would be overwritten before they are copied.
+            # Sources in the table itself would be overwritten before they are copied.
             block = np.empty((len(slots), table.shape[1]), np.int64)
             moved = sources.copy()
             moved[:, _ADDRESS] = block.ctypes.data + sources[:, _START]
@@ -360,7 +360,7 @@ def _copy(table: Any, sources: Any, slots: Any) -> None:
     row_bytes = table.shape[1] * _WORD
     for first in range(0, len(slots), _CHUNK):
         stop = min(first + _CHUNK, len(slots))
-        # Padding is at the end, and takes less than two words.
+        # Padding is at the end of a row, and takes less than two words.
         for row in range(first, stop):
             if slots[row] >= 0:
                 for word in range(max(table.shape[1] - 2, 0), table.shape[1]):
@@ -368,7 +368,7 @@ def _copy(table: Any, sources: Any, slots: Any) -> None:
         for field in range(len(sources)):
             stride, size = sources[field, _STRIDE], sources[field, _SIZE]
             at, to = sources[field, _ADDRESS], table.ctypes.data + sources[field, _START]
-            # A copy whose size the compiler knows takes a tenth of the time.
+            # With a size known at compile time, a copy takes a tenth of the time.
             if size == 1:
                 for row in range(first, stop):
                     if slots[row] >= 0:
