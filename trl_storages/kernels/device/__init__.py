@@ -1,4 +1,4 @@
-"""The operations of `kernels.host` in tensor operations, for any device, without waiting for the host."""
+"""The operations of `kernels.host` in tensor operations, for any device, without host synchronisation."""
 
 from trl_storages.kernels.device.disk import (
     Commits,

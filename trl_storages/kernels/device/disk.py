@@ -1,9 +1,9 @@
-"""Rows that carry their step and their checksum, and words that are there as a whole or not at all.
+"""Marked and checksummed rows, and words that are replaced atomically, in tensor operations.
 
 Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
 (environments), H histories, K words of a table.
 
-Nothing here orders stores: where `orders_stores` is true, the order of the program is enough.
+No fences here: where `orders_stores` is true, program order is enough.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "orders_stores",
 ]
 
-# Rows whose checksums are worked out at once, so that what is in between stays in the cache.
+# Rows per batch of checksums, so that intermediate results stay in the cache.
 _BLOCK = 4096
 _MOST_TRIES = 1000
 _NO_NUMBERS = np.zeros(0, np.int64)
@@ -76,9 +76,9 @@ class MarkedRows:
     Args:
         rows: `[M, W]` int64, contiguous.
         marks: `[M, 2]` int64.
-        values: `[*, S + 1]` int64, or None.
-        headers: `[M]`, likewise.
-        past_steps: with how many rows before it in its episode a row is read.
+        values: `[*, S + 1]` int64 (S shared words), or None.
+        headers: `[M]`, or None.
+        past_steps: how many preceding rows of its episode a row is read with.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MarkedRows:
     def clear(
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
     ) -> None:
-        """Takes away the marks of where the next S steps of lanes go, and are not committed yet."""
+        """Clears the marks of the slots of the next S steps of lanes, unless these are committed."""
         committed = torch.from_numpy(commits._tables)[commits.number & 1, 2 : 2 + ring.num_envs]
         written = _written(ring, lanes)
         written = written[(committed <= ring.cursors)[written]]
@@ -115,11 +115,11 @@ class MarkedRows:
         write_count: int = 0,
         trajectories: np.ndarray = _NO_NUMBERS,
     ) -> None:
-        """Gives the newest S steps of lanes, which were written, their checksums and marks."""
+        """Seals the newest S steps of lanes, which were written, with checksums and marks."""
         lane = _written(ring, lanes).unsqueeze(1)
         num_marked = min(num_steps, ring.steps_per_lane + self._past_steps)
         step = ring.cursors[lane] - num_marked + torch.arange(num_marked)
-        # Rows that are evicted already are of the oldest episode, or of none.
+        # Evicted rows belong to the episode of the oldest live row, or to none that is known.
         known = torch.maximum(step, ring.tails[lane])
         slots, known = (it % ring.ring_steps * ring.num_envs + lane for it in (step, known))
         first, last, is_finished = ring.span(known).unbind(-1)
@@ -141,7 +141,7 @@ class MarkedRows:
             commits.publish_lanes(ring, history, write_count, trajectories)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether the checksum of each slot is right, `[n]` bool; of no row it never is."""
+        """Returns whether the checksum of each slot is right, `[n]` bool; False if it has no row."""
         self._check_slots(slots)
         right = torch.empty_like(slots, dtype=torch.bool)
         for start in range(0, len(slots), _BLOCK):
@@ -152,17 +152,17 @@ class MarkedRows:
         return right
 
     def _named(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
-        """Returns the entries that rows name, see `check_next`."""
+        """Returns the side-table entries that rows name; see `check_next`."""
         headers = self._headers[slots].long()
         return tips_of(headers, slots % num_lanes, num_lanes) if tips else headers >> ENTRY_BIT
 
     def check_next(self, slots: torch.Tensor, num_lanes: int, *, tips: bool) -> torch.Tensor:
-        """Returns whether the next values that rows name are whole, `[n]` bool.
+        """Returns whether the next values that rows name are intact, `[n]` bool.
 
         Args:
             slots: `[n]` int64.
             num_lanes: E.
-            tips: whether those of the rows themselves, as the newest ones; otherwise of the rows before.
+            tips: whether to check the rows' own next values, in tips; otherwise those of the rows before.
         """
         values: torch.Tensor = self._values  # type: ignore[assignment]
         entries = self._named(slots, num_lanes, tips=tips)
@@ -174,7 +174,7 @@ class MarkedRows:
         return right if tips else right | (self._headers[slots] & CONTINUES != 0) & ~is_one
 
     def hold(self, ring: Ring, slots: torch.Tensor) -> bool:
-        """Returns whether slots of any shape hold the rows that an index takes them for."""
+        """Returns whether slots of any shape hold the rows that an index expects there."""
         self._check_slots(slots)
         slots = slots.reshape(-1, 1)
         newest, first = ring.steps(slots), ring.span(slots)[..., FIRST]
@@ -196,7 +196,7 @@ class MarkedRows:
         histories: torch.Tensor,
         firsts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Reads `done`, `begins` and whether a mark is right, `[n]` each, of steps from `tails` on."""
+        """Returns `done`, `begins` and whether the mark is right, `[n]` each, of steps from `tails`."""
         lane, step = _lanes_and_steps(tails, cursors)
         slots = step % (len(self._marks) // len(tails)) * len(tails) + lane
         history, marked_step, there, begins, done = unpack_marks(self._marks[slots, 0])
@@ -210,7 +210,7 @@ class MarkedRows:
 def _lanes_and_steps(
     tails: torch.Tensor, cursors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns all steps from the tails up to the cursors, lane by lane, and the lane of each, `[n]`."""
+    """Returns the lane and the step, `[n]` each, of all steps from tails up to cursors, lane by lane."""
     counts = cursors - tails
     lane = torch.arange(len(tails), device=tails.device).repeat_interleave(counts)
     place = torch.arange(len(lane), device=tails.device)
@@ -222,7 +222,7 @@ def _written(ring: Ring, lanes: Sequence[int] | None) -> torch.Tensor:
 
 
 class Commits:
-    """Words that are replaced as a whole; see `kernels.host.disk.Commits`.
+    """Words that are replaced atomically; see `kernels.host.disk.Commits`.
 
     Args:
         selector: `[1]` int64, on the CPU.
@@ -239,12 +239,12 @@ class Commits:
         return found
 
     def cursors(self, num_lanes: int) -> np.ndarray:
-        """Returns where the cursors `[E]` of the last commit are, as `publish_lanes` says them."""
+        """Returns a view of the cursors `[E]` of the last commit, as written by `publish_lanes`."""
         return self._tables[self.number & 1, 2 : 2 + num_lanes]
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
-        # As 64 bits wrap around: a damaged file may hold the largest number.
+        # Wraps around at 64 bits: a damaged file may hold the largest number.
         number = (self.number + 1 + 2**63) % 2**64 - 2**63
         table = self._tables[number & 1]
         if len(words) != len(table) - 1:
@@ -256,18 +256,18 @@ class Commits:
     def publish_lanes(
         self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
     ) -> None:
-        """Commits two numbers, and what is known of each lane."""
+        """Commits two numbers, and the state of each lane."""
         lanes = ring.cursors, ring.tails, ring.is_open, torch.from_numpy(trajectories)
         self.publish(torch.cat([torch.tensor([history, write_count]), *lanes]))
 
     def read(self) -> torch.Tensor | None:
-        """Returns a copy of the words `[K]` of the last commit, or None if they are torn."""
+        """Returns a copy of the words `[K]` of the last commit, or None if its checksum is wrong."""
         for _ in range(_MOST_TRIES):
             number = self.number
             table = torch.from_numpy(np.copy(self._tables[number & 1]))
             if int(table[-1]) == _table_check(table[:-1], number):
                 return table[:-1]
-            # The writer may have gone on meanwhile, to where this was read.
+            # The writer may have moved on meanwhile, and reused this table.
             if self.number == number:
                 break
         return None
@@ -279,10 +279,10 @@ def _table_check(words: torch.Tensor, number: int) -> int:
 
 
 class PriorityWords:
-    """Priorities of rows, each with a check over it and a mark; see `kernels.host.disk.PriorityWords`.
+    """Priorities of rows, each with a check of it and a mark; see `kernels.host.disk.PriorityWords`.
 
     Args:
-        words: `[M + 1]` int64, of each slot, and the largest one.
+        words: `[M + 1]` int64, for each slot, and for the largest priority.
         marks: `[M, 2]` int64.
     """
 
@@ -290,21 +290,21 @@ class PriorityWords:
         self._words, self._marks = words, marks
 
     def seal(self, slots: torch.Tensor, marks: torch.Tensor) -> None:
-        """Gives rows that will have these marks the largest priority, 1 before there is any."""
+        """Gives rows that are about to get these marks the largest priority; 1 if there is none yet."""
         largest = self.get(torch.tensor([len(self._marks)]))
         self._words[slots] = _sealed(torch.where(largest > 0, largest, 1.0), marks)
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was ever said of the largest one, in a file of zeros."""
+        """Whether the largest priority was never set: the file is all zeros there."""
         return not self._words[-1]
 
     def put(self, slots: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Keeps priorities of rows: `[n]` int64 slots, M for the largest one, and `[n]` float32."""
+        """Stores priorities of rows: `[n]` int64 slots, M for the largest priority, and `[n]` float32."""
         self._words[slots] = _sealed(priorities, self._marks_of(slots))
 
     def get(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns `[n]` float32 what is kept of slots; NaN where it is damaged, or nothing."""
+        """Returns the stored priorities `[n]` float32 of slots; NaN where damaged or missing."""
         return _opened(self._words[slots], self._marks_of(slots))
 
     def _marks_of(self, slots: torch.Tensor) -> torch.Tensor:
@@ -312,14 +312,14 @@ class PriorityWords:
         return self._marks[slots.clamp(max=size - 1), 0] * (slots < size)
 
     def generations(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns a number for the row in each slot `[n]`, int32: another row has another one."""
+        """Returns a number for the row in each slot, `[n]` int32; another row there has another one."""
         mixed = (self._marks[slots, 0] >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
         return (mixed & MOST_GENERATION | 1).int()
 
     def renew(
         self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes in rows that were sealed, and drops those that were evicted since `tails`."""
+        """Takes in rows that were sealed, and drops those evicted since `tails`."""
         priority = table.renew(slots)
         if priority < 0:
             return priority, slots[:0]
@@ -334,7 +334,7 @@ class PriorityWords:
     def news(
         self, ring: Ring, known: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns slots of live rows whose words are others than known, the words, and priorities."""
+        """Returns the live slots whose words differ from `known`, their words, and their priorities."""
         slots = torch.arange(len(self._marks))
         if known is not None:
             slots = slots[self._words[:-1] != known]
@@ -347,7 +347,7 @@ class PriorityWords:
 
 
 def _sealed(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    """Returns words `[n]` int64 of float32 priorities and a check over them and the marks."""
+    """Packs float32 priorities, each with a check of it and its mark, into words `[n]` int64."""
     bits = priorities.contiguous().view(torch.int32).long() & LOWER_HALF
     constants = torch.from_numpy(factors(1)).to(bits.device)
     total = START + constants[0] * _folded(bits) + constants[1] * _folded(marks)
@@ -355,8 +355,8 @@ def _sealed(priorities: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
 
 
 def _opened(words: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    """Returns `[n]` float32 priorities that words hold; NaN where they are none of the marks."""
-    # Cut to their lower halves, bits above the sign included.
+    """Unpacks `[n]` float32 priorities from words; NaN where the check does not match the mark."""
+    # The lower half; the cast to int32 wraps around.
     found = (words & LOWER_HALF).to(torch.int32).view(torch.float32)
     is_one = (found >= 0) & found.isfinite() & (words == _sealed(found, marks))
     return torch.where(is_one, found, torch.nan)

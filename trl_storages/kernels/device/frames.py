@@ -1,4 +1,4 @@
-"""Frames that are stored once, gathered as stacks and compared with them, in tensor operations.
+"""Frames that are stored once: gathers them as stacks, and checks new stacks, in tensor operations.
 
 Letters: N rows, E lanes (environments), D steps of the past, B rows picked, p stacks of k frames of F
 bytes, L lanes and S steps written now.
@@ -23,11 +23,11 @@ __all__ = ["FrameTable"]
 
 
 class FrameTable:
-    """Puts stacks together from single frames; see `kernels.host.frames.FrameTable`.
+    """Builds stacks from single frames; see `kernels.host.frames.FrameTable`.
 
     Args:
         rows: `[N, *]` int64 as they are stored, contiguous.
-        past: `[D * E, *]` int64, likewise.
+        past: `[D * E, *]` int64, contiguous.
         fields: `[p, 7]` int64, the stacks.
     """
 
@@ -44,7 +44,7 @@ class FrameTable:
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
     ) -> None:
-        """Copies stacks, and those under `next` but for their newest frames, to where they are wanted."""
+        """Writes stacks to `seen`, and those under `next`, all but their newest frames, to `after`."""
         for stack, now, later in zip(stacks.tolist(), seen, after, strict=True):
             found = self._before(ring, slots, stack)
             if now is not None:
@@ -58,7 +58,7 @@ class FrameTable:
     def _before(self, ring: Ring, slots: torch.Tensor, stack: Sequence[int]) -> torch.Tensor:
         """Returns the newest frames of rows, `[B, k, F]` bytes."""
         at = torch.where(slots < 0, slots + self._num_rows, slots)
-        # Slots behind those of the lanes hold no row.
+        # Slots beyond those of the lanes hold no row.
         inside = at.clamp(max=ring.num_slots - 1)
         step, first = ring.steps(inside), ring.span(inside)[:, 0]
         tail = ring.oldest(inside)
@@ -78,16 +78,16 @@ class FrameTable:
         count: int,
         stack: Sequence[int],
     ) -> torch.Tensor:
-        """Returns the frames up to a step of each lane, `[B, count, F]` bytes.
+        """Returns the frames of each lane up to a step, `[B, count, F]` bytes.
 
         Args:
             ring: of the rows.
-            lane: `[B]`, as the three that follow.
-            step: the newest one.
-            tail: the oldest live step.
-            depth: how many steps of its episode lie before `step`.
+            lane: `[B]`.
+            step: `[B]` the newest one.
+            tail: `[B]` the oldest live step.
+            depth: `[B]` how many steps of its episode precede `step`.
             count: how many frames.
-            stack: `[7]`, which.
+            stack: `[7]`, the description of the stack.
         """
         _, _, size, _, is_constant, stored, past = stack
         num_lanes = ring.num_envs
@@ -106,7 +106,7 @@ class FrameTable:
         )
 
     def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
-        """Finds rows whose stacks are none that can be put together from single frames."""
+        """Finds rows whose stacks can't be rebuilt from single frames."""
         lanes, cut = ring.named(block.lanes), block.cut
         words, done = rows.steps(block)
         now, newest = words.view(torch.uint8), ring.cursors[lanes] - 1

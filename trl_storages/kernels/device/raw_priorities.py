@@ -1,4 +1,4 @@
-"""What was reported of rows, in tensor operations.
+"""Priorities as they were reported, in tensor operations.
 
 Letters: B batch, N slots.
 """
@@ -17,17 +17,17 @@ class RawPriorities:
     """The priorities of rows as they were reported, and how often each slot was written.
 
     Args:
-        num_slots: N. None holds a row at first.
-        device: where the tables live.
+        num_slots: N. All are empty at first.
+        device: of the tables.
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where there is no row.
         generations: `[N]` int32, how often each slot was written.
-        largest: `[]` float32, the largest priority reported; 0 before there is any.
+        largest: `[]` float32, the largest priority reported so far; 0 before the first.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
-        # What names no slot is written behind the last one.
+        # Writes for invalid slots go to a spare element behind the last.
         self._spare = num_slots
         self._priorities = torch.full((num_slots + 1,), ABSENT, device=device)
         self._generations = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -36,14 +36,14 @@ class RawPriorities:
         self.largest = torch.zeros((), device=device)
 
     def renew(self, slots: torch.Tensor) -> torch.Tensor:
-        """Takes in rows that were written, with the largest priority, or 1 before there is any.
+        """Takes in new rows, with the largest priority, or 1 before the first report.
 
         Args:
-            slots: `[B]` int64; those below 0 name none.
+            slots: `[B]` int64; negative ones are ignored.
 
         Returns:
-            the priority that they got, `[]` float32; -1 where a slot is not below N, and nothing has
-            changed. On a GPU, which nothing waits for, all slots must be below N.
+            their priority, `[]` float32; -1, with nothing changed, if a slot is not below N. This is not
+            checked on a GPU, to avoid waiting for it.
         """
         if slots.device.type == "cpu" and bool((slots >= self._spare).any()):
             return torch.tensor(-1.0)
@@ -59,19 +59,18 @@ class RawPriorities:
         priorities: torch.Tensor,
         generations: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes in the priorities of rows. Of a slot that occurs twice, the last one stays.
+        """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
-        Slots without a row and those below 0 are left alone. If one priority is NaN, negative or
-        infinite, or one slot is not below N, all are.
+        Slots that are negative or have no row are ignored. Nothing changes if any priority is NaN,
+        negative or infinite, or any slot is not below N.
 
         Args:
             slots: `[B]` int64.
             priorities: `[B]` float32.
-            generations: `[B]` int32 as drawn: slots that were written since are left alone.
+            generations: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
-            `[B]` int64 slots, -1 for those that were left alone, and `[]` bool whether the report was
-            wrong.
+            `[B]` int64 slots, -1 for ignored ones, and `[]` bool whether the report was rejected.
         """
         low, high = torch.aminmax(priorities)
         right = (low >= 0) & (high < ABSENT) & (slots < self._spare).all()

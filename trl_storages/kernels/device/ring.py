@@ -3,8 +3,8 @@
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
 L lanes and S steps written now, B batch, n rows of a window.
 
-No number that changes with writes is read on the host, so that a captured graph stays right while the
-ring grows and wraps, and where a lane skips a step later.
+Nothing that changes with writes is read on the host, so a captured graph stays valid while the ring grows
+and wraps around, and if a lane skips a step later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class Ring(RingTables):
-    """See `kernels.host.Ring`: the same methods, the same answers bit for bit."""
+    """See `kernels.host.Ring`: the same methods, with bit-identical results."""
 
     def find_gaps(
         self,
@@ -36,7 +36,7 @@ class Ring(RingTables):
         *,
         is_ring: bool = True,
     ) -> torch.Tensor | None:
-        """Finds rows that do not begin with what the row before them led to, bit for bit."""
+        """Finds rows that do not continue the row before them, bit for bit."""
         lanes, cut = self.named(block.lanes), block.cut
         words, done = rows.steps(block)
         now = words.view(torch.uint8)
@@ -66,7 +66,7 @@ class Ring(RingTables):
         slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
-        """Takes further steps of some lanes, and copies their rows to where they belong."""
+        """Appends steps to some lanes, and copies their rows to their slots."""
         lanes, (num_steps, _, order, cut) = self.named(block.lanes), block
         words, done = rows.steps(block)
         room, found, lane = (
@@ -75,18 +75,18 @@ class Ring(RingTables):
             lanes.unsqueeze(1),
         )
         cursor, begun, is_open, tail = self.lanes[lane].unbind(-1)
-        # A row begins an episode if the row before it ended one, or if it is cut off from it.
+        # A row begins an episode if the row before it ended one, or if it is cut off from that row.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
             begins = begins | cut.to(self.device)
         step = cursor + torch.arange(num_steps, device=self.device)
         if table is not None:
-            # Of more than R steps, the last R find room.
+            # Of more than R steps, only the last R are kept.
             compact = ~begins[:, -self.ring_steps :] if rows.is_compact else None
             table.write(self, lanes, step, words[:, -self.ring_steps :], compact)
         number = begun + begins.cumsum(1) - 1
         first_step = torch.where(begins, step, -1).cummax(1).values
-        # Whether a row is the last of its episode among those written now.
+        # Whether a row is the last of its episode so far, among those written now.
         last = torch.ones_like(begins)
         last[:, :-1] = begins[:, 1:]
         end = cursor[:, 0] + num_steps
@@ -96,7 +96,7 @@ class Ring(RingTables):
         entry = (lane * room + number % room)[:, -room:]
         first_step, done, step = first_step[:, -room:], done[:, -room:], step[:, -room:]
         self.episode[found[:, -room:]] = entry.to(self.episode.dtype)
-        # Episodes that began before this write have their first step already.
+        # Episodes that began before this write keep their first step.
         self.spans[:, FIRST][torch.where(first_step >= 0, entry, self.capacity)] = first_step
         newest = torch.where(last[:, -room:], entry, self.capacity)
         self.spans[:, LAST][newest] = step
@@ -107,17 +107,17 @@ class Ring(RingTables):
         return slots
 
     def named(self, lanes: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
-        """Returns `[L]` the lanes that are meant."""
+        """Returns the lanes as a tensor `[L]`; None is all of them."""
         if lanes is None:
             return torch.arange(self.num_envs, device=self.device)
         return torch.as_tensor(lanes, device=self.device)
 
     def counters(self) -> torch.Tensor:
-        """Returns a copy of all that a write goes on from."""
+        """Returns a copy of the counters that a write advances."""
         return self.lanes.clone()
 
     def recount(self, counters: torch.Tensor) -> None:
-        """Puts back what `counters` returned."""
+        """Restores what `counters` returned."""
         self.lanes.copy_(counters)
 
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Ring(RingTables):
         return step % self.ring_steps * self.num_envs + lane
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
-        """Draws live rows uniformly, or the newest ones only."""
+        """Draws live rows uniformly, from all or from the newest."""
         num_rows = self.fill.sum()
         if window is not None:
             num_rows = torch.minimum(num_rows, window)
@@ -154,7 +154,7 @@ class Ring(RingTables):
         strategies: Collection[str],
         steps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws the rows that lend their goals."""
+        """Draws the rows whose achieved goals become the new goals."""
         behind, ahead = self.extent(slots)
         offset = torch.zeros_like(slots)
         for strategy in strategies:
@@ -175,7 +175,7 @@ class Ring(RingTables):
         return goals, kinds > 0
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds each row and those that follow it in its episode."""
+        """Returns each row with those that follow it in its episode."""
         ahead = self.extent(slots)[1]
         wanted = torch.arange(num_rows, device=self.device).unsqueeze(1)
         step = torch.minimum(ahead, wanted)
@@ -184,7 +184,7 @@ class Ring(RingTables):
     def sequences(
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, within its episode or its lane."""
+        """Returns the rows around each one, within its episode or its lane."""
         cursor, _, _, oldest = take(self.lanes, slots % self.num_envs).unbind(-1)
         back = (cursor - 1 - slots // self.num_envs) % self.ring_steps
         step = cursor - 1 - back
@@ -207,13 +207,13 @@ class Ring(RingTables):
     def newest_ranges(
         self, window: torch.Tensor, lane_leaves: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds the newest rows where they lie lane by lane, as in a `LaneOrder`."""
+        """Returns the leaf ranges of the newest rows in a `LaneOrder`, which is lane by lane."""
         lane_ids = torch.arange(self.num_envs, device=self.device)
         fill, lanes = self.by_fill()
-        # With `emptied` of the lanes in the window as a whole, the others share what is left of it.
+        # The window takes all rows of the `emptied` emptiest lanes; the other lanes share the rest of it.
         end = fill.cumsum(0) + fill * (self.num_envs - 1 - lane_ids)
         emptied = torch.searchsorted(end, window, right=True)
-        # Not indexed: an index without dimensions would be read on the host.
+        # Not indexed: a 0-d index would be read on the host.
         whole = take(torch.cat([fill.new_zeros(1), fill.cumsum(0)]), emptied)
         sharing = (self.num_envs - emptied).clamp(min=1)
         left = window - whole
@@ -223,7 +223,7 @@ class Ring(RingTables):
         length = torch.where(lane_ids < emptied, fill, share)
         length = torch.empty_like(length).scatter_(0, lanes, length)
         first, start = lane_ids * lane_leaves, (self.cursors - length) % self.ring_steps
-        # The newest rows of a lane may go over the end of its ring, on to its beginning.
+        # The newest rows of a lane may wrap around the end of its ring.
         over = (start + length - self.ring_steps).clamp(min=0)
         starts, stops = [first + start, first], [first + start + length - over, first + over]
         return torch.cat(starts), torch.cat(stops)

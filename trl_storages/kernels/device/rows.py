@@ -1,4 +1,4 @@
-"""Rows put into a table and picked from it, in tensor operations.
+"""A table of rows: writes and gathers, in tensor operations.
 
 Letters: N rows, W words of 8 bytes a row, B rows picked, n rows put or steps of a window.
 """
@@ -29,9 +29,9 @@ class RowTable:
         rows: `[N, W]` int64, contiguous.
     """
 
-    #: Rows that it takes.
+    #: The class of the rows that it takes.
     new_rows = NewRows
-    #: Nobody waits for the device to say whether there is a gap.
+    #: Looking for gaps while appending would wait for the device.
     looks = False
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class RowTable:
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
-        """Copies whole rows: `[*B]` int64 slots, negative ones from the end, to `[*B, W]`."""
+        """Copies whole rows: `[*B]` int64 slots, negative ones counting from the end, to `[*B, W]`."""
         picked = self._rows_of(self._counted(slots))
         if following is not None:
             self.copy_into(picked, following.reshape(-1), spans)
@@ -56,7 +56,7 @@ class RowTable:
         return picked.pin_memory() if pin_memory else picked
 
     def _rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns rows `[B, W]` as they are seen, of slots counted from the first row."""
+        """Returns rows `[B, W]` as they are read, at slots that are not negative."""
         return self.rows.index_select(0, slots)
 
     def pick_fields(
@@ -71,23 +71,23 @@ class RowTable:
         size = shape.numel() * dtype.itemsize
         field = self._bytes[:, start_byte : start_byte + size]
         picked = field.index_select(0, self._counted(slots))
-        # Flat, as a row of no bytes at all has no stride that another dtype could be seen with.
+        # Flattened: a row of no bytes has no stride that a view of another dtype could use.
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
     def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
-        """Copies some bytes of rows to where they are wanted; see `kernels.host.rows.RowTable`."""
+        """Copies bytes of rows to given places; see `kernels.host.rows.RowTable`."""
         into = out.view(torch.uint8)
         for start, to, size, _ in spans.tolist():
             found = self._pick_field(slots, start, torch.uint8, torch.Size([size]))
             into[:, to : to + size] = found
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns `[B]` slots counted from the first row; others than of rows stay such."""
+        """Returns slots `[B]` counted from the first row; invalid ones stay invalid."""
         flat = slots.reshape(-1)
         return torch.where(flat < 0, flat + self._num_rows, flat)
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns rows `[L, W]` as they are seen."""
+        """Returns rows `[L, W]` as they are read."""
         return self.rows[slots]
 
     def write(
@@ -98,15 +98,15 @@ class RowTable:
         words: torch.Tensor,
         compact: torch.Tensor | None = None,
     ) -> None:
-        """Copies steps of lanes to where they belong.
+        """Copies steps of lanes to their slots.
 
         Args:
-            ring: of the rows that are there, as `append` finds it.
+            ring: of the rows, in the state before the write.
             lanes: `[L]`.
             steps: `[L, S]`.
-            words: `[L, k, W]`, those of the last k steps, which find room.
-            compact: `[L, k]` bool, where next observations are not known: whether a row goes on with the
-                episode of the row before it.
+            words: `[L, k, W]`, the rows of the last k steps, which are kept.
+            compact: `[L, k]` bool, if next observations are unknown: whether a row continues the episode
+                of the row before it.
         """
         steps = steps[:, -words.shape[1] :]
         self.rows[steps % ring.ring_steps * ring.num_envs + lanes.unsqueeze(1)] = words
@@ -122,5 +122,5 @@ def fold(
     """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`; see `kernels.host.fold`."""
     step = torch.arange(len(rewards), device=rewards.device).unsqueeze(1)
     taken = torch.where(step < length, rewards.double() * weights.unsqueeze(1), 0.0)
-    # On the CPU a running sum adds to 0 from the first on, as the compiled loop does.
+    # On the CPU a cumulative sum adds from left to right, as the compiled loop does.
     return taken.cumsum(0)[-1].to(dtype)

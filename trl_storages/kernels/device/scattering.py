@@ -1,4 +1,4 @@
-"""Writes to indices of which some occur twice."""
+"""Scatters with repeated indices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["only_last"]
 
 
 def only_last(index: torch.Tensor, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keeps of an index that occurs twice the last one, and replaces the others.
+    """Keeps the last of equal indices, and replaces the others.
 
-    To write to an index twice has no defined order on a GPU.
+    On a GPU, the order of writes to the same index is undefined.
 
     Args:
         index: `[B]` int64.
-        spare: what the others become.
+        spare: the replacement.
 
     Returns:
-        `[B]` indices in another order, and `[B]` which of `index` each was.
+        `[B]` indices in another order, and `[B]` the position of each in `index`.
 
     >>> only_last(torch.tensor([5, 3, 5]), spare=9)
     (tensor([3, 9, 5]), tensor([1, 0, 2]))

@@ -1,7 +1,7 @@
 """Rows that share observations with their neighbours, written and read in tensor operations.
 
-Letters: N rows, W words of 8 bytes a row, V of them as it is stored, S of what is next, B rows picked,
-n rows put, L lanes and k steps written now, E lanes, R ring steps of each.
+Letters: N rows, W words of 8 bytes of a row as read, V of it as stored, S of its next values, B rows
+picked, n rows put, L lanes and k steps written now, E lanes, R ring steps of each.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _WORD = 8  # bytes
 
 
 class SharedTable(RowTable):
-    """See `kernels.host.SharedTable`: the same methods, the same answers bit for bit.
+    """See `kernels.host.SharedTable`: the same methods, with bit-identical results.
 
-    Writes read nothing on the host. Where they must leave out some rows, these go to entry 0.
+    Writes read nothing on the host. What must not be written goes to entry 0 instead.
 
     Args:
         rows: `[N, V]` int64 as they are stored, contiguous.
-        sharing: what of a row is not stored in it.
-        side: has next values that are not in other rows.
-        ring: says which rows follow one another.
-        commits: says up to where, while another process writes them; None if the ring does.
+        sharing: which part of a row is not stored in it.
+        side: holds next values that are in no other row.
+        ring: determines which rows follow one another.
+        commits: holds the valid cursors while another process writes; None takes those of the ring.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SharedTable(RowTable):
         self._commits = commits
         self.side, self._sharing, self._ring = side, sharing, ring
         self._headers = sharing.headers(rows)
-        # Fields lie so many bytes further on in a row as it is seen.
+        # Offset in bytes of the stored fields in a row as read.
         self._next_bytes = sharing.shared_words * _WORD
-        # The bits of what is next that count: in the last word, others may lie behind the observations.
+        # Masks out the end of the last word, where a stored row may have other fields.
         self._mask = torch.zeros(self._next_bytes, dtype=torch.uint8, device=rows.device)
         self._mask[: sharing.shared_bytes] = 255
         self._mask = self._mask.view(torch.int64)
@@ -96,30 +96,30 @@ class SharedTable(RowTable):
         side: torch.Tensor,
         start: int = 0,
     ) -> torch.Tensor:
-        """Returns what is next of some rows: columns of those after them, or of the side table.
+        """Returns next values of rows: columns of the rows after them, or of the side table.
 
         Args:
             slots: `[*B]`.
             headers: `[B]` of these.
-            rows: the rows, in columns of any size.
-            side: `[*, s]` the columns of the side table that are wanted.
-            start: of the columns of the rows that are.
+            rows: the stored rows, in columns of any size.
+            side: `[*, s]` the wanted columns of the side table.
+            start: the first of the wanted columns of `rows`.
         """
         slots = self._counted(slots)
         after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
-        # Rows that count already are looked at, not what was there before.
+        # By committed cursors: after the newest row comes an old row, or one that is not committed yet.
         cursors = self._cursors.to(lane.device)
         named = self._header_of(after)
         heads = cursors % self._ring.ring_steps * self._num_lanes
         is_newest = after == (heads.index_select(0, lane) + lane)
         entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
-        # Of a row that is being overwritten nothing is believed.
+        # The header of a row that is being overwritten can't be trusted.
         entries = torch.where(entries < len(side), entries, 0)
         found = rows[:, start : start + side.shape[1]].index_select(0, after)
         continues = (named & CONTINUES == 1) & ~is_newest
         picked = torch.where(continues.unsqueeze(1), found, side.index_select(0, entries))
         if self._commits is not None:
-            # Once the next row counts, the tip may be taken by others, and is not looked at any more.
+            # Once the next row is committed the tip may be reused: read those next values again.
             again = is_newest & (self._cursors != cursors).index_select(0, lane)
             if again.any():
                 picked[again] = self._next(slots[again], headers[again], rows, side, start)
@@ -133,7 +133,7 @@ class SharedTable(RowTable):
         self._headers[slots] = headers.to(self._headers.dtype)
 
     def _are_same(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Returns whether what is next of rows is the same, `[*, S]` words to `[*]` bool."""
+        """Returns whether next values are equal, `[*, S]` words to `[*]` bool."""
         return ((values ^ others) & self._mask == 0).all(-1)
 
     @property
@@ -142,19 +142,19 @@ class SharedTable(RowTable):
 
     @property
     def _cursors(self) -> torch.Tensor:
-        """`[E]` int64, how many steps of each lane count."""
+        """`[E]` int64, how many steps of each lane are valid."""
         if self._commits is None:
             return self._ring.cursors
         return torch.from_numpy(self._commits.cursors(self._num_lanes).copy())
 
     def _tips(self, headers: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-        """Returns the entries of the tips that rows of lanes have; 0 where they have none."""
+        """Returns the entries of the tips of rows of lanes; 0 where there is none."""
         return tips_of(headers, lane, self._num_lanes)
 
     # Writing
 
     def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns rows `[L, W]` as they are seen."""
+        """Returns rows `[L, W]` as they are read."""
         return self.pick(slots)
 
     def write(
@@ -165,22 +165,22 @@ class SharedTable(RowTable):
         words: torch.Tensor,
         compact: torch.Tensor | None = None,
     ) -> None:
-        """Copies steps to where they belong, and links them to those before; see `RowTable.write`."""
+        """Copies steps, and links each to the row before it; see `RowTable.write`."""
         step, shared = steps[:, -ring.ring_steps :], self._sharing.shared_words
         slots = self._slots_of(step, lanes)
         after, now = words[..., :shared], words[..., shared : 2 * shared]
         values, held = self.side.values[:, :shared], self.side.lanes[lanes]
-        # A row that counts already stays as it is.
+        # A row that is committed already is not changed.
         is_new = (self._cursors <= ring.cursors)[lanes].unsqueeze(1)
         newest, tips = ring.newest_slots(lanes), self._free_tips(ring, held, lanes)
         led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
         follows = self._are_same(led_to, now[:, 0])
         goes_on = self._are_same(after[:, :-1], now[:, 1:])
         if compact is not None:
-            # What stands in the place of an unknown value is the row's own.
+            # Unknown next values are a copy of the row's own observations.
             goes_on = compact[:, 1:]
             follows |= self._are_same(led_to, self.rows[newest, :shared]) & compact[:, 0]
-        # Of rows that were evicted it is said, too: who reads them may not have heard of it yet.
+        # Evicted rows are linked too: a reader may not have seen their eviction yet.
         is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
         follows &= is_after
         continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
@@ -192,10 +192,10 @@ class SharedTable(RowTable):
         old = self._header_of(slots.reshape(-1)).view(slots.shape)
         num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
         kept = torch.where(is_new, 0, old).to(self._headers.dtype)
-        # In one line, as no error may part them: entries of rows that name them still would be given
-        # up twice when this is done once more.
+        # One statement, as an interrupt must not part the two: a retry would free entries twice if the
+        # headers still named them.
         self._headers[slots], self.side.counts[NUM_FREE] = kept, num_free
-        # Not before: those that are no row's own yet would be given up as well.
+        # Only now: LINKED would make a retry free entries that rows do not own yet.
         self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
         entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
@@ -211,7 +211,7 @@ class SharedTable(RowTable):
         return steps % self._ring.ring_steps * self._num_lanes + lanes.unsqueeze(1)
 
     def _free_tips(self, ring: Ring, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
-        """Returns the number of a tip of each lane that holds nothing which may still be wanted."""
+        """Returns the number of a tip of each lane that is no longer needed."""
         newest = (self._cursors[lanes] - 1) % ring.ring_steps * self._num_lanes + lanes
         used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
@@ -220,12 +220,12 @@ class SharedTable(RowTable):
         return tip
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
-        """Copies rows over others, whose neighbours are read as before; see `RowTable.put`."""
+        """Overwrites rows, and keeps the next values of their neighbours; see `RowTable.put`."""
         assert ring is not None
         slots, places = only_last(slots, spare=-1)
         slots, places = slots[slots >= 0], places[slots >= 0]
         words, lane = rows.words()[places], slots % self._num_lanes
-        # Each may part two neighbours.
+        # Each may take two entries: for its own next values, and for those of the row before it.
         self.side.make_room(2 * len(slots))
         shared = self._sharing.shared_words
         values, heads = self.side.values[:, :shared], ring.heads().to(slots.device)
@@ -233,7 +233,7 @@ class SharedTable(RowTable):
             self._wrapped(slots + step) for step in (-self._num_lanes, self._num_lanes)
         )
         is_newest, is_other = after == heads[lane], ~torch.isin(before, slots)
-        # What they were the next values of is kept.
+        # Keep the overwritten observations if they are the next values of the row before.
         headers = self._header_of(slots)
         is_linked = (headers & CONTINUES == 1) & is_other
         is_lost = is_linked & (slots != heads[lane])
@@ -255,7 +255,7 @@ class SharedTable(RowTable):
         self._join(slots[is_other], heads)
 
     def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
-        """Gives up the entries that rows name whose observations these are."""
+        """Frees entries that equal the observations of the rows naming them; those continue instead."""
         shared, headers = self._sharing.shared_words, self._header_of(slots)
         entries = headers >> ENTRY_BIT
         named = self.side.values[entries, :shared]
@@ -266,19 +266,19 @@ class SharedTable(RowTable):
         self._give_up(entries, is_same)
 
     def _wrapped(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns slots beyond either end of the ring as those within it."""
+        """Wraps slots beyond either end of the ring around."""
         num_slots = self._ring.num_slots
         slots = torch.where(slots < 0, slots + num_slots, slots)
         return torch.where(slots >= num_slots, slots - num_slots, slots)
 
     def _put(self, slots: torch.Tensor, words: torch.Tensor, headers: torch.Tensor) -> None:
-        """Copies what is stored of rows `[n, W]`, with their headers."""
+        """Copies the stored part of rows `[n, W]`, with their headers."""
         stored = words[:, self._sharing.shared_words :].clone()
         self._sharing.headers(stored).copy_(headers)
         self.rows[slots] = stored
 
     def _taken(self, is_wanted: torch.Tensor) -> torch.Tensor:
-        """Returns `[n]` entries that are in use from now on; 0 where none is wanted."""
+        """Takes entries `[n]` into use; 0 where none is wanted."""
         counts = self.side.counts
         num_free, num_taken = counts[NUM_FREE].clone(), counts[NUM_TAKEN].clone()
         number = is_wanted.cumsum(0)
@@ -293,19 +293,19 @@ class SharedTable(RowTable):
         return torch.where(is_wanted, entries, 0)
 
     def _give_up(self, entries: torch.Tensor, is_over: torch.Tensor) -> None:
-        """Gives up `[n]` entries, where they are some and are needed no more."""
+        """Frees those of `[n]` entries that are not 0 and where `is_over`."""
         self.side.counts[NUM_FREE] = self._put_back(entries, is_over)
 
     def _put_back(self, entries: torch.Tensor, is_over: torch.Tensor) -> torch.Tensor:
-        """Puts entries behind those that were given up; returns how many these are with them."""
+        """Pushes entries onto the stack of free ones, and returns its new height without storing it."""
         is_over = is_over & (entries > 0)
         num_free = self.side.counts[NUM_FREE]
         place = num_free + is_over.cumsum(0) - 1
-        # The others go behind the last.
+        # Entries that are not freed are written to the last element, which is spare.
         self.side.free[torch.where(is_over, place, len(self.side.free) - 1)] = entries
         return num_free + is_over.sum()
 
     def clear(self, num_slots: int) -> None:
-        """Forgets how the rows of the first slots hang together."""
+        """Unlinks the rows of the first slots."""
         self._headers[:num_slots] = 0
         self.side.clear()

@@ -1,4 +1,4 @@
-"""Weights of leaves and the sums over them, in tensor operations.
+"""A sum tree in tensor operations: weights of leaves and the sums over them.
 
 Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
 """
@@ -22,16 +22,16 @@ _INFINITY = float("inf")
 class SumTree:
     """Draws leaves in proportion to their weights, as `kernels.host.SumTree` does, on any device.
 
-    On the CPU sums are added in the same order and draws are the same, bit for bit. Another device may
-    add the eight children of a node in pairs; no promise rests on the last bit.
+    On the CPU, sums are added in the same order, and draws are bit-identical. Another device may add the
+    eight children of a node pairwise; no guarantee depends on the last bit.
 
     Args:
-        num_leaves: N. All weigh nothing at first.
-        device: where the tree lives.
+        num_leaves: N, with weight 0 at first.
+        device: of the tree.
 
     Attributes:
-        weights: `[N]` float64 weights of the leaves. To be read only.
-        total: `[]` float64 sum of all weights. To be read only.
+        weights: `[N]` float64 weights of the leaves. Read-only.
+        total: `[]` float64 sum of all weights. Read-only.
     """
 
     def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
@@ -41,10 +41,10 @@ class SumTree:
         self._sums = self._levels(self._table)
         self.weights = self._sums[-1].view(-1)[:num_leaves]
         self.total = self._table[0]
-        # What names no leaf is written to this one, as nothing.
+        # Writes for invalid leaves go to this one, with weight 0.
         self._spare = num_leaves
         self._child = torch.arange(FAN_OUT, device=device)
-        # Of each level from below: how often leaves are divided by eight, and where it begins.
+        # Of each level, from the lowest up: bits to shift a leaf by, and where the level begins.
         depth = len(self._sums)
         self._shifts = 3 * torch.arange(depth, device=device).view(-1, 1, 1)
         self._firsts = torch.tensor(starts[-2:0:-1], device=device).view(-1, 1, 1, 1)
@@ -56,11 +56,11 @@ class SumTree:
         return [table[first:last].view(-1, FAN_OUT) for first, last in bounds]
 
     def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sets the weights of some leaves. Of a leaf that occurs twice, the last weight stays.
+        """Sets the weights of some leaves. If a leaf occurs twice, the last weight counts.
 
         Args:
-            leaves: `[B]` int64 below N; those below 0 name none.
-            weights: `[B]` float64, at least 0; `[1]` is that of all.
+            leaves: `[B]` int64 below N; negative ones are ignored.
+            weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
         weights = weights.expand(leaves.shape)
         leaves, order = only_last(torch.where(leaves < 0, self._spare, leaves), self._spare)
@@ -75,7 +75,7 @@ class SumTree:
                 self._above(self._least, level)[leaves] = self._least[level][leaves].amin(1)
 
     def _above(self, levels: list[torch.Tensor], level: int) -> torch.Tensor:
-        """Returns the nodes whose children are `levels[level]`, and maybe some more."""
+        """Returns the parents of `levels[level]`, perhaps followed by padding."""
         if level:
             return levels[level - 1].view(-1)
         return self._table[:1] if levels is self._sums else self._lowest
@@ -99,7 +99,7 @@ class SumTree:
             self._above(least, level)[: len(least[level])] = least[level].amin(1)
 
     def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over each of some ranges of leaves.
+        """Returns the sum of each of some ranges of leaves.
 
         Args:
             start: `[R]` int64 in `[0, N]`.
@@ -113,20 +113,20 @@ class SumTree:
     def _edges(
         self, start: torch.Tensor, stop: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums over ranges, and finds what the nodes on their edges weigh within them.
+        """Sums ranges, and returns the weights within them of the nodes on their edges.
 
-        A range has two edges: the nodes above its first leaf, and those above its last. All other
-        nodes lie in it as a whole or not at all.
+        A range has two edges: the path from the root to its first leaf, and that to its last. Every other
+        node is wholly inside the range or wholly outside.
 
         Returns:
-            `[R]` sums, and by the level of their children, from the root: `[L, R, 2]` the nodes on the
-            edges, `[L, R, 2, 8]` what their children weigh within the range.
+            `[R]` sums; then, by the level of the children, from the root down: `[L, R, 2]` the nodes on
+            the edges, and `[L, R, 2, 8]` the weights of their children within the range.
         """
-        # An empty range is a leaf that weighs nothing.
+        # An empty range stands for a leaf of weight 0.
         edge = torch.stack([start, torch.maximum(stop - 1, start)], 1)
         is_any = (start < stop).unsqueeze(1)
         weight = torch.where(is_any, take(self._sums[-1].view(-1), edge), 0.0)
-        # Of all levels at once, `[L, R, 2, 8]`: what does not depend on the level below.
+        # For all levels at once, `[L, R, 2, 8]`: what does not depend on the level below.
         edges = edge >> self._shifts
         nodes = edges // FAN_OUT
         child = torch.add(self._child, nodes.unsqueeze(3), alpha=FAN_OUT)
@@ -159,7 +159,7 @@ class SumTree:
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must weigh something.
+            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must have a positive weight.
         """
         uniform = ((noise >> 10).double() * 2.0**-53).unsqueeze(1)
         if start is None or stop is None:
@@ -174,12 +174,12 @@ class SumTree:
         return leaf, self.weights.index_select(0, leaf)
 
     def _descend(self, rest: torch.Tensor, edges: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """Goes down from the root with a `[B, 1]` mass, and returns the leaves it comes to.
+        """Descends from the root with a `[B, 1]` mass each, and returns the leaves reached.
 
         Args:
             rest: the masses.
-            edges: for each level, if draws are within ranges: `[B]` the node of each draw on the left
-                edge of its range, `[B]` that on the right one, and `[B, 8]` what their children weigh.
+            edges: for each level, if draws are within ranges: `[B]` the nodes on the left and on the
+                right edge of each draw's range, and `[B, 8]` the weights of their children.
         """
         node = torch.zeros_like(rest[:, 0], dtype=torch.int64)
         for sums, edge in zip(self._sums, edges, strict=True):
@@ -193,9 +193,9 @@ class SumTree:
         return node
 
     def keep_least(self, keep: bool) -> None:
-        """Keeps the least weights of nodes from now on, or no more; `least` needs them.
+        """Starts or stops tracking the least weight below each node, which `least` needs.
 
-        The first costs a pass over all leaves, and then each `set` takes twice the time.
+        Starting costs a pass over all leaves, and each `set` takes twice the time from then on.
         """
         if not keep:
             self._least = None
@@ -207,14 +207,14 @@ class SumTree:
     def least(
         self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the least weight above 0 in the union of some ranges, `[]`; infinite without any.
+        """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
         Args:
-            start: `[R]` int64 in `[0, N]`; None looks at all leaves.
+            start: `[R]` int64 in `[0, N]`; None takes all leaves.
             stop: `[R]` int64 in `[start, N]`.
 
         Raises:
-            RuntimeError: the least weights are not kept.
+            RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
             raise RuntimeError("keep_least(True) must be called before least().")
@@ -222,7 +222,7 @@ class SumTree:
             return self._lowest[0].clone()
         edge = torch.stack([start, torch.maximum(stop - 1, start)])
         low = torch.where(start < stop, take(self._least[-1].view(-1), edge), _INFINITY).amin()
-        # Up to where both edges meet: what lies between them, below the nodes of the edges.
+        # Up to where both edges meet: at each level, the children that lie between the two edges.
         for least in reversed(self._least):
             node = edge // FAN_OUT
             child = torch.add(self._child, node.unsqueeze(2), alpha=FAN_OUT)
@@ -234,27 +234,27 @@ class SumTree:
 
 
 def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-    """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
+    """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
     return torch.where(index < 0, index, index % width * length + index // width)
 
 
 def _sums_of(weights: torch.Tensor) -> torch.Tensor:
     """Adds `[..., 8]` children, from left to right."""
-    # A sum may add in any order, a cumulative one on the CPU goes from left to right.
+    # A plain sum may add in any order; on the CPU a cumulative one adds from left to right.
     return weights.cumsum(-1)[..., -1]
 
 
 def _part_at(ends: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the last part that adds to the sum and begins at or below `rest`.
+    """Returns the last part of positive weight that begins at or below `rest`.
 
     Args:
         ends: `[B, n]` or `[1, n]`, where the parts end.
         rest: `[B, 1]` masses.
 
     Returns:
-        `[B]` which part it is, and `[B, 1]` how far into it the mass reaches.
+        `[B]` the index of the part, and `[B, 1]` how far into it the mass reaches.
     """
-    # Those before it end at or below the mass; where rounding took that to the end, the last one stays
-    # that adds.
+    # The parts before it end at or below the mass. If rounding took the mass to the end of all, the last
+    # part of positive weight is taken.
     is_before = (ends <= rest) & (ends < ends[:, -1:])
     return is_before.sum(1), rest - (ends * is_before).amax(1, keepdim=True)

@@ -16,13 +16,13 @@ __all__ = ["NewRows"]
 
 
 class NewRows:
-    """Rows laid out in a block of their own; see `kernels.host.writing.NewRows`.
+    """Rows copied to a block of their own; see `kernels.host.writing.NewRows`.
 
-    Fields and flags may be on any device here, and lie in any way.
+    Here fields and flags may be on any device, with any strides.
     """
 
     seen: NewRows | None = None
-    #: Rows are laid out when they are made.
+    #: Fields are copied when the rows are made.
     reads_fields = False
 
     def __init__(
@@ -36,7 +36,7 @@ class NewRows:
     ) -> None:
         self.num_rows, self.places = num_rows, places
         self.is_compact = False
-        # They cross in one piece, unless some of them are there.
+        # All fields cross to the device in one copy, unless some are there already.
         is_there = any(field.device == device for field in fields)
         begin = device if is_there else torch.device("cpu")
         words = torch.zeros((num_rows, num_words), dtype=torch.int64, device=begin)
@@ -44,14 +44,14 @@ class NewRows:
         for field, (start, size) in zip(fields, places.tolist(), strict=True):
             if size and num_rows:
                 plain = field.detach().to(begin).resolve_neg().contiguous()
-                # A mere number has no bytes to be seen.
+                # Flattened, as a 0-d tensor has no view as bytes.
                 bytes_of_rows = plain.reshape(-1).view(torch.uint8).view(num_rows, size)
                 into[:, start : start + size] = bytes_of_rows
-        # What came from the host can be looked at without waiting for a device.
+        # Rows that came from the host can be checked without waiting for the device.
         self._on_host = None if is_there else words
         self._words = words.to(device)
         self.done = None if done is None else done.reshape(-1).to(device)
-        # Of which rows these are parts.
+        # If these are parts of other rows: those, and which parts.
         self._whole: tuple[NewRows, np.ndarray] | None = None
 
     @classmethod
@@ -62,7 +62,7 @@ class NewRows:
         done: torch.Tensor | None,
         device: torch.device,
     ) -> NewRows:
-        """Returns rows that are laid out already, see `kernels.host.writing.NewRows`."""
+        """Wraps rows that are laid out already; see `kernels.host.writing.NewRows`."""
         rows = cls([], places[:0], len(words), 0, None, device)
         rows.places, rows._words = places, words.to(device)
         rows.done = None if done is None else done.reshape(-1).to(device)
@@ -79,7 +79,7 @@ class NewRows:
         return self._words
 
     def parts(self, parts: np.ndarray, num_words: int) -> NewRows:
-        """Returns rows made of some bytes of these, see `kernels.host.writing.NewRows`."""
+        """Returns rows made of some bytes of these; see `kernels.host.writing.NewRows`."""
         words = torch.zeros(
             (self.num_rows, num_words), dtype=torch.int64, device=self._words.device
         )
@@ -88,9 +88,9 @@ class NewRows:
         return rows
 
     def first_violation(self, implied: np.ndarray) -> int:
-        """Looks at rows that came from the host, see `kernels.host.writing.NewRows`."""
+        """Checks rows that came from the host; see `kernels.host.writing.NewRows`."""
         words = self._words if self._words.device.type == "cpu" else self._on_host
-        # Tensors of a simulated device (a subclass) have no value to read.
+        # Tensors of a simulated device (a subclass) have no values to read.
         if type(words) is torch.Tensor:
             values = words.view(torch.uint8)
             for number, pair in enumerate(self.places[implied].tolist()):
@@ -100,12 +100,12 @@ class NewRows:
         return -1
 
     def some(self, places: torch.Tensor) -> NewRows:
-        """Returns some of the rows, of which no lane is written."""
+        """Returns a subset of the rows, not as steps of any lane."""
         words = self.words()[places]
         return self.of_block(words, self.places, torch.zeros(len(words), 1), words.device)
 
     def steps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows `[L, S, W]` and flags `[L, S]` of some steps."""
+        """Returns the rows `[L, S, W]` and `done` flags `[L, S]` of a block."""
         words, done = self.words(), block.arranged(self.done)  # type: ignore[arg-type]
         if block.order is None:
             return words.view(*done.shape, words.shape[1]), done
