@@ -1,8 +1,8 @@
-"""Operations on rows, ring and trees, each twice: compiled, and in tensor operations.
+"""Operations on rows, ring and trees, implemented twice: in compiled loops and in tensor operations.
 
 `host` has compiled loops over arrays, for rows on the CPU or on disk. `device` has the same names in
-tensor operations, for any device, without synchronising with the host. Both give bit-equal answers.
-`backend` chooses between them, once for each part; nothing outside of this package asks again.
+tensor operations, for any device, without synchronising with the host. Results are bit-identical.
+`backend` chooses between them, once for each component; nothing outside of this package does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHOICES = ("numba", "torch")
 
 
 class Backend(Protocol):
-    """What both modules have, as type checkers see it: the classes of `device` stand for both."""
+    """What both modules provide. For type checkers, the classes of `device` stand for both."""
 
     Commits: type[tensor_operations.Commits]
     FrameTable: type[tensor_operations.FrameTable]
@@ -52,11 +52,11 @@ class Backend(Protocol):
         """Returns whether other processes see stores in order."""
 
     def transposed(self, index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-        """Turns places `[B]` in a table `[length, width]` into those in `[width, length]`; -1 stays."""
+        """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
 
 
 def backend(device: torch.device | str) -> Backend:
-    """Returns the module whose operations answer for what lies on `device`.
+    """Returns the module with the operations for tensors on `device`.
 
     That is `kernels.host` for the CPU and `kernels.device` for any other device. With
     `TRL_STORAGES_BACKEND=torch` in the environment, or where numba can't be imported, it is
@@ -77,7 +77,7 @@ def backend(device: torch.device | str) -> Backend:
 
 @cache
 def _host() -> Backend | None:
-    """Returns the compiled operations, or None where there is no numba; warns of that once."""
+    """Returns the compiled operations, or None without numba, of which it warns once."""
     try:
         from trl_storages.kernels import host
     except ImportError as error:

@@ -14,16 +14,16 @@ __all__ = ["Block"]
 
 
 class Block(NamedTuple):
-    """`[L, S]` of n rows that are the next steps of L lanes."""
+    """n rows that are the next S steps of L lanes, `[L, S]`."""
 
     num_steps: int
     """S."""
     lanes: Sequence[int] | None = None
     """The L lanes, distinct; None for all of them."""
     order: torch.Tensor | None = None
-    """`[L, S]` int64, the rows that these steps are; None for all n in order, lane by lane."""
+    """`[L, S]` int64, the row of each step; None for all n in order, lane by lane."""
     cut: torch.Tensor | None = None
-    """`[L, S]` bool, which rows begin an episode whatever came before; None for none."""
+    """`[L, S]` bool, rows that begin an episode whatever came before; None for none."""
 
     @property
     def which(self) -> Any:
@@ -31,9 +31,9 @@ class Block(NamedTuple):
         return slice(None) if self.lanes is None else [*self.lanes]
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the n numbers of `flat` in the order of the steps, `[L, S]`."""
+        """Returns the n elements of `flat` in the order of the steps, `[L, S]`."""
         return flat.view(-1, self.num_steps) if self.order is None else flat[self.order]
 
     def cut_at(self, begins: torch.Tensor) -> Block:
-        """Returns the same steps, of which those at `[L, S]` begin an episode too."""
+        """Returns the same block, with further rows that begin an episode: `[L, S]` bool."""
         return self._replace(cut=begins if self.cut is None else self.cut | begins)

@@ -1,17 +1,16 @@
-"""The mark of a row on disk, which says what step it is, and its checksum.
+"""The mark of a row on disk, which identifies its step, and its checksum.
 
 Letters: n rows, W words of 8 bytes a row.
 
-A mark is one word: bit 0 is set where there is a row, bit 1 where it begins an episode, bit 2 where it
-ends one with `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that
-wrote it.
+A mark is one word: bit 0 is set if there is a row, bit 1 if it begins an episode, bit 2 if it ends one
+with `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that wrote it.
 
-A checksum of the words x_w, a mark and a slot is
+The checksum of words x_w, a mark and a slot is
 
     finish(START + Σ_w c_{w+2} f(x_w) + c_0 f(mark) + c_1 f(slot)),    f(x) = x ^ (x >>> 31)
 
 modulo 2^64, with odd constants c_i = splitmix64(i + 1) | 1 and `finish` the last steps of splitmix64.
-Without f, changes of the uppermost bits of two words, such as the signs of numbers, would cancel out.
+Without f, changes of the uppermost bits of two words, such as the signs of two numbers, would cancel out.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MOST_STEPS, MOST_HISTORIES = 2 ** (HISTORY_BIT - STEP_BIT), 2 ** (63 - HISTORY_B
 LOWER_HALF = 2**32 - 1
 #: Bit patterns of float32 numbers, as integers.
 ONE_BITS, INFINITY_BITS, NAN_BITS, NEGATIVE_ZERO_BITS = 0x3F800000, 0x7F800000, 0x7FC00000, 2**31
-#: The multiplication that spreads history and step of a row over the 31 bits of its generation.
+#: Multiplicative hash of the history and step of a row to the 31 bits of its generation.
 GENERATION_FACTOR, GENERATION_BIT, MOST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
 #: As int64: the golden ratio; and shift, mask and factor of each of splitmix64's last steps.
 START = 0x9E3779B97F4A7C15 - 2**64
@@ -65,7 +64,7 @@ FINISH = (
 
 @cache
 def factors(num_words: int) -> np.ndarray:
-    """Returns `[W + 2]` int64, the constants c of a checksum: of the mark, the slot, and the words."""
+    """Returns `[W + 2]` int64, the constants c of a checksum: for the mark, the slot, and the words."""
     mixed = np.arange(1, num_words + 3, dtype=np.uint64) * np.uint64(START + 2**64)
     for shift, _, factor in FINISH:
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor % 2**64)
@@ -74,14 +73,14 @@ def factors(num_words: int) -> np.ndarray:
 
 
 def hardware_orders_stores() -> bool:
-    """Returns whether all processors see the stores of another one in order, without a fence."""
+    """Returns whether this processor's stores become visible to others in order, without a fence."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def pack_marks(
     history: int | torch.Tensor, steps: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the marks of rows, int64, of any shape that all broadcast to."""
+    """Returns the marks of rows, int64, of the broadcast shape of the arguments."""
     flags = PRESENT + BEGINS * begins.long() + ENDS * ends.long()
     found: torch.Tensor = (steps << STEP_BIT) + flags + history * 2**HISTORY_BIT
     return found
@@ -90,7 +89,7 @@ def pack_marks(
 def unpack_marks(
     marks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the parts of marks: history, step, and whether there is a row, it begins and it ends."""
+    """Unpacks marks: history, step, and whether there is a row, it begins an episode, it ends one."""
     steps = (marks >> STEP_BIT) & (MOST_STEPS - 1)
     there, begins, ends = ((marks & bit) != 0 for bit in (PRESENT, BEGINS, ENDS))
     return marks >> HISTORY_BIT, steps, there, begins, ends

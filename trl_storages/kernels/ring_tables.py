@@ -3,9 +3,9 @@
 Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), M = R * E
 slots, B any shape of slots.
 
-Step s of lane l lives in slot `(s % R) * E + l`. The live rows of a lane are those from its tail up to
-its cursor. Every slot names an entry of a table of episodes, and an entry holds the steps with which its
-episode began and ended. A row that was evicted changes no entry: answers are clamped to the tail.
+Step s of lane l is in slot `(s % R) * E + l`. The live rows of a lane are those from its tail up to its
+cursor. Every slot names an entry of the table of episodes, which holds the steps at which the episode
+began and ended. Evicting a row changes no entry: results are clamped to the tail instead.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ __all__ = [
     "take",
 ]
 
-# Columns of the table of episodes, and of that of the lanes.
+# Columns of the table of episodes, and of the table of lanes.
 FIRST, LAST, FINISHED = 0, 1, 2
 CURSOR, BEGUN, OPEN, TAIL = 0, 1, 2, 3
 
-#: How a goal row is drawn. `GOAL_KINDS` has the number of each; 0 is a row that keeps its goal.
+#: How a goal row is drawn. `GOAL_KINDS` numbers them; kind 0 keeps the goal of a row.
 GOAL_STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
 GOAL_KINDS = {name: number for number, name in enumerate(GOAL_STRATEGIES, 1)}
-#: What a sequence does at the ends of its episode; compiled loops take the index of each.
+#: What a sequence does at the ends of its episode; compiled loops take the index.
 BOUNDARIES = ("pad", "fit", "cross")
 
 
 class RingTables:
-    """Which rows of a ring belong to one episode.
+    """Which rows of a ring belong to the same episode.
 
-    Both backends keep the same tables, and differ in how they write them and draw from them.
+    Both backends share these tables; they differ in how they write them and draw from them.
 
     Args:
         capacity: live rows at most; rounded down to a multiple of `num_envs`.
         num_envs: number of lanes E, at least 1 and at most `capacity`.
-        device: where the tables live.
-        spare_steps: R - T, so that a write of so many steps goes to slots that hold no live row.
+        device: of the tables.
+        spare_steps: R - T; a write of at most that many steps goes to slots that hold no live row.
     """
 
     def __init__(
@@ -61,32 +61,32 @@ class RingTables:
         self.ring_steps = self.steps_per_lane + spare_steps
         self.num_slots = self.ring_steps * num_envs
         self.device = device
-        # 4 bytes a slot while entries fit.
+        # 4 bytes a slot as long as entries fit.
         entries = torch.int32 if self.capacity < 2**31 else torch.int64
         #: `[M]` the entry of each slot's episode.
         self.episode = zeros(self.num_slots, device=device, dtype=entries)
         #: `[T E + 1, 3]` int64, of each episode: its first step, its last step so far, and whether `done`
-        #: ended it. Live episodes of a lane are at most T and bear consecutive numbers, so number n of
-        #: lane l has entry `l * T + n % T`. Masked writes that must change nothing go to the last entry.
-        #: There are far fewer than there could be.
+        #: ended it. A lane has at most T live episodes, with consecutive numbers, so number n of lane l
+        #: has entry `l * T + n % T`. Masked-out writes go to the last entry. Sparse, as most episodes are
+        #: longer than a step.
         self.spans = zeros(self.capacity + 1, 3, device=device, sparse=True)
         #: `[E, 4]` int64, of each lane: steps written, episodes begun, whether its next row continues
-        #: the last one, and the oldest step that is live.
+        #: the last one, and the oldest live step.
         self.lanes = zeros(num_envs, 4, device=device)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that the index knows, by name."""
+        """The whole state of the index, by name."""
         return {"episode": self.episode, "spans": self.spans, "lanes": self.lanes}
 
     def share_memory_(self) -> None:
-        """Moves the tables to memory that other processes see."""
+        """Moves the tables to memory shared with other processes."""
         for tensor in self.tensors.values():
             tensor.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def cursors(self) -> torch.Tensor:
-        """`[E]` int64, steps written to each lane since the beginning."""
+        """`[E]` int64, steps ever written to each lane."""
         return self.lanes[:, CURSOR]
 
     @property
@@ -96,12 +96,12 @@ class RingTables:
 
     @property
     def tails(self) -> torch.Tensor:
-        """`[E]` int64, the oldest live step of each lane; its cursor where there is none."""
+        """`[E]` int64, the oldest live step of each lane; its cursor if there is none."""
         return self.lanes[:, TAIL]
 
     @property
     def fill(self) -> torch.Tensor:
-        """`[E]` int64, the live rows of each lane."""
+        """`[E]` int64, the number of live rows of each lane."""
         return self.cursors - self.tails
 
     def heads(self) -> torch.Tensor:
@@ -110,15 +110,15 @@ class RingTables:
         return self.cursors % self.ring_steps * self.num_envs + lane
 
     def evict(self, tails: torch.Tensor) -> None:
-        """Evicts rows: `[E]` int64 the new tails, from the old ones up to the cursors, on any device."""
+        """Evicts rows before new tails: `[E]` int64, from the old tails to the cursors, on any device."""
         self.tails.copy_(tails)
-        # A lane without a row begins an episode with its next one.
+        # The next row of an empty lane begins an episode.
         self.is_open.mul_(self.tails < self.cursors)
 
     # Slots
 
     def next_slots(self, lanes: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """Returns the slots `[L, S]` of the next S steps of L lanes; -1 for steps that find no room."""
+        """Returns the slots `[L, S]` of the next S steps of L lanes; -1 for steps evicted at once."""
         lane = lanes.unsqueeze(1)
         step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
         slots = step % self.ring_steps * self.num_envs + lane
@@ -127,18 +127,18 @@ class RingTables:
         return slots
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
-        """Returns the slots so many steps later in the same lane."""
+        """Returns the slots `steps` later in the same lane."""
         return (slots + steps * self.num_envs) % self.num_slots
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the newest step of each slot in its lane; below the tail where no live row is."""
+        """Returns the newest step of each slot in its lane; below the tail if its row is not live."""
         newest = take(self.cursors, slots % self.num_envs) - 1
         return newest - (newest - slots // self.num_envs) % self.ring_steps
 
     # Episodes
 
     def entries(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the number of the entry of each slot's episode, int64."""
+        """Returns the index of the entry of each slot's episode, int64."""
         return take(self.episode, slots).long()
 
     def span(self, slots: torch.Tensor) -> torch.Tensor:
@@ -146,9 +146,9 @@ class RingTables:
         return take(self.spans, take(self.episode, slots))
 
     def begin(self, slots: torch.Tensor, steps: torch.Tensor | int) -> None:
-        """Notes with which steps the episodes of some slots began, also those before step 0.
+        """Sets the first steps of the episodes of some slots, which may lie before step 0.
 
-        One that has lost its beginning began before the oldest step there is.
+        An episode that has lost its beginning began before the oldest step in the ring.
         """
         self.spans[self.entries(slots), FIRST] = steps
 
@@ -173,7 +173,7 @@ class RingTables:
         lane = slots % self.num_envs
         age = take(self.cursors, lane) - 1 - self.steps(slots)
         fill, lanes = self.by_fill()
-        # Rows that are younger: those of lanes emptied before this age, and `age` of each other lane.
+        # Younger rows: all rows of lanes emptied before this age, and `age` of each other lane.
         place = torch.empty_like(lanes)
         place.scatter_(0, lanes, torch.arange(self.num_envs, device=self.device))
         num_emptied = torch.searchsorted(fill, age, right=True)
@@ -183,7 +183,7 @@ class RingTables:
 
 
 def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gathers rows of `table` for an index of any shape, never reading it on the host."""
+    """Gathers rows of `table` by an index of any shape, without reading it on the host."""
     if index.ndim == 1:
         return table.index_select(0, index)
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])

@@ -1,20 +1,20 @@
 """Rows whose next observations are stored once, as the observations of the rows that follow them.
 
-Letters: N rows, W words of 8 bytes a row as it is seen, S words of them that are shared.
+Letters: N rows, W words of 8 bytes of a row as read, S words of them that are shared, E lanes.
 
-A row as it is seen is `[next S | stored]`, in words: the next values of its observations, and the row as
-it is stored. That begins with the observations in the same order. Somewhere behind them is a header,
+A row as read is `[next S | stored]`, in words: the next values of its observations, then the row as it is
+stored, which begins with the observations in the same order. Further on in it is a header,
 
     entry << 3 | tip << 1 | continues
 
-`continues` is 1 where the next values of the row before it in its lane are its observations, bit for bit.
-Where they are not, `entry` names those next values in a side table. So a row is written once: what is
-next of it is said by the row after it. Before that row is there, they lie in one of three tips of the
-lane, that of the number `tip`. A write takes the tip that holds what is next of neither the row which was
-the newest before the write, nor the one which was when all was brought to disk last.
+`continues` is 1 if the next values of the preceding row in the lane equal its observations, bit for bit.
+If not, `entry` names those next values in a side table. So a row is written only once: its next values
+are found through the row after it. Until that row is written, they are in one of the three tips of the
+lane, number `tip`. A write takes a tip that holds the next values of neither the row that was the newest
+before the write, nor the one that was the newest at the last flush to disk.
 
-The side table has the tips first: that of number t of lane l is entry `1 + (t - 1) * E + l`. Entry 0 is
-nobody's. Where rows are in files, an entry has one word more: a checksum.
+The side table begins with the tips: number t of lane l is entry `1 + (t - 1) * E + l`. Entry 0 belongs to
+no row. In files, an entry has one more word: a checksum.
 """
 
 from __future__ import annotations
@@ -42,53 +42,53 @@ __all__ = [
     "tips_of",
 ]
 
-#: Of a header.
+#: Bits of a header.
 CONTINUES, TIP_BIT, ENTRY_BIT = 1, 1, 3
 NUM_TIPS = 3
-# Places of its counts.
+# Indices of a side table's counts.
 NUM_FREE, NUM_TAKEN = 0, 1
-#: Of each lane: the tip that must stay until all is brought to disk once more, 0 if none must; the first
-#: step whose row has its entry to itself, whatever lies there of others; and the step after the last one
-#: that was written since.
+#: Columns of a side table's lanes: the tip to keep until the next flush to disk, 0 if none; the first
+#: step whose row owns its entry, which is freed as the row is overwritten; and the step after the last
+#: written.
 FLUSHED, OWNED, LINKED = range(3)
-# So many rows have fewer entries than 4 bytes can name, with the tips and the spare rows of files.
+# For up to so many rows, 4 bytes can name every entry, with the tips and the spare rows of files.
 _MOST_NARROW = 2**25
-# Entries that a GPU has room for at first.
+# Entries for which a GPU allocates memory at first.
 _FIRST_ROOM = 1024
 _MOST_STEPS = 2**62
 
 
 class Sharing(NamedTuple):
-    """How much of a row is not stored in it."""
+    """Which part of a row is shared, and so not stored in it."""
 
     num_shared: int
-    """Fields that are: the first ones of a row. As many follow that they come back as."""
+    """How many fields are shared: the first of a row as read. The matching observations follow them."""
     shared_bytes: int
-    """What their values take."""
+    """Bytes of their values."""
     shared_words: int
     """S, with padding."""
     header_dtype: torch.dtype
     """Of a header."""
     header_start: int
-    """Where it begins in a stored row, in elements of this dtype."""
+    """Where the header begins in a stored row, in elements of this dtype."""
 
     def headers(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sees the headers `[N]` of stored rows `[N, *]`."""
+        """Returns a view of the headers `[N]` of stored rows `[N, *]`."""
         return rows.view(self.header_dtype)[:, self.header_start]
 
 
 def header_dtype(num_rows: int) -> torch.dtype:
-    """Returns what headers need, so that they can name an entry for each of so many rows."""
+    """Returns the narrower dtype whose headers can name an entry for each row."""
     return torch.int32 if num_rows <= _MOST_NARROW else torch.int64
 
 
 def _is_lazy(device: torch.device) -> bool:
-    """Returns whether memory that was never written to takes none."""
+    """Returns whether zeros take no memory until they are written to."""
     return device.type == "cpu"
 
 
 def tips_of(headers: torch.Tensor, lanes: torch.Tensor, num_lanes: int) -> torch.Tensor:
-    """Returns the entries of the tips that rows have; 0 where they have none.
+    """Returns the entries of the tips of rows; 0 for rows without one.
 
     Args:
         headers: `[n]` of the rows.
@@ -100,15 +100,14 @@ def tips_of(headers: torch.Tensor, lanes: torch.Tensor, num_lanes: int) -> torch
 
 
 class SideTable:
-    """Next values that are not the observations of another row, and which of its entries are free.
+    """Next values that are not the observations of another row, with a list of free entries.
 
     Args:
-        num_rows: N, of which each needs an entry at most.
+        num_rows: N; each needs at most one entry.
         num_lanes: E.
-        values: `[1 + 3 E + N, *]` int64, of which S words count; or only the first so many of them.
-        room: for how many entries there is memory; None is all, where it is taken as it is written to.
-        enlarge: makes sure that there is memory for the first entries, so many, and returns `values` of
-            them.
+        values: `[1 + 3 E + N, *]` int64, S words of values first; or only the first entries of it.
+        room: how many entries have memory; None if all do, as memory is taken on first write.
+        enlarge: provides memory for the first `num_entries` entries, and returns the new `values`.
     """
 
     def __init__(
@@ -122,17 +121,17 @@ class SideTable:
         self._num_tips = NUM_TIPS * num_lanes
         self._num_entries = 1 + self._num_tips + num_rows
         self._enlarge, device = enlarge, values.device
-        #: How many entries there is memory for.
+        #: How many entries have memory.
         self.room = self._num_entries if room is None else room
-        # How many entries may be in use, as known without waiting for a GPU.
+        # An upper bound of the entries in use, known without waiting for a GPU.
         self._most_used = self._num_tips
-        #: `[*, S]` int64, or with one word more; the first one is nobody's.
+        #: `[*, S]` int64, or with one more word; the first entry belongs to no row.
         self.values = values
-        #: `[N + 1]` int64, the entries that were given up, the last one last.
+        #: `[N + 1]` int64, a stack of freed entries.
         self.free = zeros(num_rows + 1, device=device, sparse=True)
-        #: `[2]` int64: how many were given up, and how many were ever taken.
+        #: `[2]` int64: the height of that stack, and how many entries were ever taken.
         self.counts = zeros(2, device=device)
-        #: `[E, 3]` int64.
+        #: `[E, 3]` int64, columns `FLUSHED`, `OWNED`, `LINKED`.
         self.lanes = zeros(num_lanes, 3, device=device)
         self.lanes[:, OWNED] = -_MOST_STEPS
         self.clear()
@@ -159,12 +158,12 @@ class SideTable:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> SideTable:
-        """Returns a table that is only read, of `[*, S]` values."""
+        """Returns a read-only table of `[*, S]` values."""
         return cls(0, 0, values)
 
     @property
     def num_used(self) -> int:
-        """How many entries are in use, with the tips."""
+        """How many entries are in use, tips included."""
         num_free, num_taken = self.counts.tolist()
         found: int = num_taken - num_free
         return found
@@ -175,7 +174,7 @@ class SideTable:
         return self.values.shape[1] * self.values.itemsize
 
     def make_room(self, num_entries: int) -> None:
-        """Makes sure that so many entries can be taken; a GPU is asked how many are free when it must.
+        """Makes sure that `num_entries` more entries can be taken; waits for a GPU only if it must.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -192,15 +191,15 @@ class SideTable:
         self._most_used = most_used
 
     def clear(self) -> None:
-        """Gives all entries up."""
+        """Frees all entries."""
         self.counts[NUM_FREE], self.counts[NUM_TAKEN] = 0, self._num_tips
 
     def take_up(self, entries: torch.Tensor) -> None:
-        """Notes which entries are in use, int64, on the CPU; others but the tips are free."""
+        """Sets which entries are in use, besides the tips: int64, on the CPU; all others are free."""
         num_taken = max([self._num_tips, *entries.tolist()])
         is_free = torch.ones(num_taken + 1, dtype=torch.bool)
         is_free[: self._num_tips + 1] = is_free[entries] = False
-        # The lowest ones are taken first.
+        # The lowest entry is on top of the stack.
         free = is_free.nonzero().squeeze(1).flip(0)
         self.free[: len(free)] = free
         self.counts[NUM_FREE], self.counts[NUM_TAKEN] = len(free), num_taken
@@ -212,13 +211,13 @@ class SideTable:
         return self.values[: int(self.counts[NUM_TAKEN]) + 1]
 
     def share_memory_(self) -> None:
-        """Moves it to memory that other processes see."""
+        """Moves the table to memory shared with other processes."""
         if self.values.is_shared():  # type: ignore[no-untyped-call]
             return
         num_taken = len(self.taken)
         for name in ("values", "free", "counts", "lanes"):
             old = getattr(self, name)
-            # Memory of no file takes none before it is written to, unlike a copy of all of it.
+            # Fresh shared memory takes pages on first write, unlike a copy of the whole table.
             memory = torch.UntypedStorage._new_shared(old.nbytes, device="cpu")  # type: ignore[no-untyped-call]
             new = torch.empty(0, dtype=torch.int64).set_(memory).view(old.shape)
             new[:num_taken] = old[:num_taken]

@@ -1,8 +1,8 @@
-"""How stacks of frames are described to the loops: a row of numbers each.
+"""How frame stacks are described to the loops: one row of numbers per stack.
 
-A stack lies in a row as it is seen with its k frames one after another, the newest last. A stored row
-holds the newest one. The frames before it are those of the rows before in the lane, or, of the k - 1
-steps before the oldest live row of each lane, in a table of the past: the ring itself, if it has room.
+A row as read has a stack's k frames one after another, the newest last. A stored row holds only the
+newest. The frames before it are those of the preceding rows in the lane; or, for the k - 1 steps before
+the oldest live row of a lane, those in a table of the past, which is the ring itself if it has room.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = [
     "STORED",
 ]
 
-#: Which field of the row it is, and which one it follows under `next`: itself if it is at the root.
-#: The bytes of a frame, and k. Whether zeros stand for frames before the episode, or its first one.
-#: The first byte of the root's frame in a stored row, and in a row of the past.
+#: The index of the field in a row; that of the root field it shifts if it is under `next`, else its own;
+#: bytes per frame; k; whether frames before the episode are zeros (else copies of its first frame); the
+#: first byte of the root's frame in a stored row; the same in a row of the past.
 PLACE, ROOT, SIZE, COUNT, IS_CONSTANT, STORED, PAST = range(7)
 NUM_COLUMNS = 7
 
-#: What is wrong with a stack: it does not continue that of the row before, it begins an episode with
-#: other frames than its padding, or it does not continue the stack that it follows under `next`.
+#: What is wrong with a stack: it does not continue the stack of the row before; it begins an episode with
+#: frames other than its padding; or, under `next`, it is not its root's stack shifted by one frame.
 NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED = 1, 2, 3

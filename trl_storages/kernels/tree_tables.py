@@ -4,18 +4,18 @@ from __future__ import annotations
 
 __all__ = ["ABSENT", "FAN_OUT", "level_starts"]
 
-#: The priority of a slot without a row, which is never drawn and never the least.
+#: The priority of a slot without a row: never drawn, and never the least weight.
 ABSENT = float("inf")
 #: Children of a node: eight float64 numbers fill a cache line.
 FAN_OUT = 8
 
 
 def level_starts(num_leaves: int) -> list[int]:
-    """Returns where each level begins in the table of a tree, and at last where the table ends.
+    """Returns where each level begins in the table of a tree, and finally where the table ends.
 
     The root is level 0. The children of node i of a level are nodes 8 i to 8 i + 7 of the next one,
     and leaf i is node i of the last. Levels are rounded up to whole nodes, so that a node is one
-    cache line; after the last leaf there is at least one that always weighs nothing.
+    cache line; after the last leaf there is at least one spare leaf, whose weight stays 0.
 
     >>> level_starts(10)
     [0, 8, 16, 32]
