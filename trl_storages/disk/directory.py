@@ -62,7 +62,7 @@ class Directory:
         self._has_begun = False
         self._num_blind = 0
 
-    # Making and opening
+    # Creating and opening
 
     @classmethod
     def create(cls, path: Path, layout: Layout, num_rows: int, num_lanes: int) -> Self:
@@ -354,7 +354,7 @@ class Directory:
                 self.description, self.words, self._has_begun = new, words, True
             remove_other_files(self.path, now)
 
-    # Keeping
+    # Flushing and closing
 
     def flush(
         self,

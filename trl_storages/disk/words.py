@@ -166,7 +166,7 @@ class Words:
             if kind in self._maps:
                 self._maps[kind].flush()
 
-    # What counts
+    # Commits
 
     @property
     def history(self) -> int:
@@ -198,7 +198,7 @@ class Words:
             return None
         return State(history, write_count, cursors, tails, is_open, numbers)
 
-    # What rows share
+    # Shared next observations
 
     def take_up_side(self, state: State, flushed: np.ndarray) -> None:
         """Works out which entries of the side table are in use, before the first write.
@@ -277,7 +277,7 @@ class Words:
             values[tip, -1] = backend("cpu").checksums(known[None], self.marks[at, 0], at)
         return bool(tip > 0)
 
-    # What rows are seen with
+    # Frames of earlier rows
 
     def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns the first step `[E]` whose frame some live row is read with.
@@ -310,7 +310,7 @@ class Words:
         slots = step % self._description.ring_steps * len(counts) + lane
         return torch.from_numpy(slots)
 
-    # What is there
+    # Recovery and indexing
 
     def steps(self, description: Description, track: Track = iter) -> np.ndarray:
         """Checks every slot.
