@@ -1,4 +1,4 @@
-"""Where the rows live."""
+"""Rows of transitions: how they are laid out, stored, read and written."""
 
 from trl_storages.rows.entries import Nested, Structure, nested_sizes, tensors_of
 from trl_storages.rows.fields import StoredFields, read_fields, stored_fields

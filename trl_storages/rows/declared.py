@@ -1,4 +1,4 @@
-"""The fields that a storage was made for, before it is known how rows are laid out."""
+"""The declared fields of a storage, before the row layout is fixed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trl_storages.rows.layout import Layout
 
 __all__ = ["DeclaredFields", "FieldOf"]
 
-#: Dtype and shape of a field, and how it is stacked; None where the first write fixes them.
+#: Dtype and shape of a field, and its `FrameStack` if it has one; None leaves them to the first write.
 FieldOf = tuple[torch.dtype, Sequence[int]] | tuple[torch.dtype, Sequence[int], FrameStack] | None
 
 
 class DeclaredFields:
-    """The fields that a storage was made for.
+    """The declared fields of a storage.
 
     Args:
         fields: by key; None leaves all of them to the first write.
-        header: as in `Layout`, of all rows of the storage.
+        header: dtype of the row header, as in `Layout`.
     """
 
     def __init__(
         self, fields: Mapping[NestedKey, FieldOf] | None, header: torch.dtype | None
     ) -> None:
-        #: By key.
+        #: The declared fields by key.
         self.fields = dict(fields or {})
-        #: Whether nothing is left to the first write.
+        #: Whether the layout is known before the first write.
         self.are_complete = fields is not None and None not in fields.values()
         self._header = header
 
@@ -42,16 +42,16 @@ class DeclaredFields:
         return max([0, *(it.num_frames - 1 for it in said if isinstance(it, FrameStack))])
 
     def layout(self, fields: Mapping[NestedKey, Any] | None = None, nested: Nested = ()) -> Layout:
-        """Returns these fields as they are laid out, or others."""
+        """Returns the layout of `fields`, by default of the declared ones."""
         return Layout(self.fields if fields is None else fields, nested, header=self._header)
 
     def first_layout(
         self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested
     ) -> Layout:
-        """Returns these fields as they are laid out, with what the first write says of them.
+        """Returns the layout, with the fields that were left open taken from the first write.
 
         Raises:
-            KeyError: it says nothing of one that was left to it.
+            KeyError: the first write lacks a field that was left open.
         """
         described = Layout.of(entries, batch_dims, nested).described
         if not self.fields:
@@ -66,7 +66,7 @@ class DeclaredFields:
         return self.layout(fields, nested)
 
     def are_of(self, layout: Layout) -> bool:
-        """Returns whether rows are those that the storage was made for, if these were named."""
+        """Returns whether a layout has exactly the declared fields; true if none were declared."""
         known = layout.described
         wanted: Any = {
             unravel_key(key): field or known.get(key) for key, field in self.fields.items()

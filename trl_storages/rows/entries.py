@@ -19,7 +19,7 @@ _is_cpu, _is_contiguous, _is_neg = (
     torch.Tensor.is_neg,
 )
 
-#: What nested TensorDicts have beyond the batch size of the outermost one: `(path, further sizes)`.
+#: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
 Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
 
 
@@ -28,10 +28,10 @@ def tensors_of(data: TensorDictBase, *, strict: bool = True) -> dict[NestedKey, 
 
     Args:
         data: TensorDict, dense or lazily stacked.
-        strict: whether anything but tensors is an error; it is left out otherwise.
+        strict: raise on entries that are not tensors; False skips them.
 
     Raises:
-        TypeError: an entry is no tensor.
+        TypeError: an entry is not a tensor.
 
     >>> from tensordict import TensorDict
     >>> list(tensors_of(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(2)}}, [2])))
@@ -69,7 +69,7 @@ def _walk(
     found: dict[NestedKey, torch.Tensor],
     strict: bool,
 ) -> None:
-    # Of most tensors the class says at once what they are.
+    # Comparing the exact class is faster than isinstance.
     plain = torch.Tensor
     for name, value in data.items():
         if type(value) is plain or isinstance(value, plain):
@@ -84,9 +84,9 @@ def _walk(
 
 
 def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns tensors that lie on the CPU as they are seen, the elements of each one after another.
+    """Returns the tensors on the CPU, contiguous and without a pending negation.
 
-    These are the very same where all of them do already.
+    Returns the same sequence if all of them are so already.
     """
     are_plain = all(map(_is_cpu, tensors)) and all(map(_is_contiguous, tensors))
     if are_plain and not any(map(_is_neg, tensors)):
@@ -95,7 +95,7 @@ def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 class Structure:
-    """What a TensorDict was like: its keys, and the dtypes, shapes, strides and devices of some tensors.
+    """The structure of a TensorDict: its keys, and dtypes, shapes, strides, devices of some tensors.
 
     >>> data = TensorDict({"a": torch.ones(2), "b": torch.ones(2)}, [2])
     >>> structure = Structure.of(data, [data["b"], data["a"]])
@@ -113,15 +113,15 @@ class Structure:
 
     @classmethod
     def of(cls, data: TensorDictBase, tensors: Sequence[torch.Tensor]) -> Structure | None:
-        """Describes a TensorDict.
+        """Returns the structure of a TensorDict.
 
         Args:
             data: the TensorDict.
-            tensors: some of those in it.
+            tensors: some of its tensors.
 
         Returns:
-            None of one that is of another class, that does not hold these very tensors, or that holds a
-            tensor twice; nor is there one of a single tensor.
+            None if `data` is not exactly a `TensorDict`, does not hold these very tensors, or holds a
+            tensor twice, or if fewer than two distinct tensors are given.
         """
         if type(data) is not TensorDict:
             return None
@@ -140,7 +140,7 @@ class Structure:
         return cls(keys, places, guards, is_plain=plain(guarded) is guarded)
 
     def tensors(self, data: TensorDictBase) -> tuple[torch.Tensor, ...] | None:
-        """Returns those tensors of another TensorDict, None if it is of another structure."""
+        """Returns the corresponding tensors of another TensorDict; None if its structure differs."""
         values = self._keys.values(data)
         if values is None or not self._guards.check(*self._guarded(values)):
             return None
@@ -149,7 +149,7 @@ class Structure:
 
 
 class _Keys:
-    """The keys of a TensorDict, in their order, with those of nested ones."""
+    """The keys of a TensorDict in order, nested ones included."""
 
     def __init__(self, data: TensorDict) -> None:
         self._names = [*data.keys()]
@@ -158,11 +158,11 @@ class _Keys:
             for at, value in enumerate(data.values())
             if type(value) is TensorDict
         ]
-        # From the last one on, so that places stay what they are while these are read.
+        # Last first, so that splicing in nested values does not shift the remaining positions.
         self._below = below[::-1]
 
     def values(self, data: Any) -> list[Any] | None:
-        """Returns the values of a TensorDict of these keys, None of another one."""
+        """Returns the values of a TensorDict with exactly these keys; None for any other."""
         if type(data) is not TensorDict or [*(source := data._tensordict)] != self._names:
             return None
         found = [*source.values()]

@@ -1,4 +1,4 @@
-"""The fields of rows, whether these are packed or in one of TorchRL's own storages.
+"""Reads the fields of rows, from a `PackedStorage` or one of TorchRL's own storages.
 
 Letters: B samples, N rows.
 """
@@ -27,21 +27,21 @@ __all__ = [
     "stored_fields",
 ]
 
-# Shorter rows are gathered as a whole at the first question: it costs about as much as one field.
+# Shorter rows are gathered whole on first access, which costs about as much as one field.
 _SHORT = 4096  # bytes
 
 
 class StoredFields(dict[NestedKey, torch.Tensor]):
-    """The fields of some rows, of which each is gathered when it is first asked for.
+    """The fields of some rows, each gathered on first access.
 
     Args:
         storage: holds the rows.
-        slots: `[*B]` int64, where the rows lie, on the device of the storage.
-        device: where fields arrive.
-        following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows themselves.
+        slots: `[*B]` int64 slots of the rows, on the device of the storage.
+        device: of the gathered fields.
+        following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows themselves.
 
     Attributes:
-        storage: as given, as all others.
+        storage: as given.
         slots: likewise.
         device: likewise.
         following: likewise.
@@ -62,7 +62,7 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         """Gathers a field, `[*B, *shape]`.
 
         Raises:
-            KeyError: there is no such field; the message lists those that are there.
+            KeyError: no such field; the message lists the existing ones.
         """
 
     def names(self) -> tuple[NestedKey, ...]:
@@ -73,33 +73,33 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         return _names_of(storage._storage)
 
     def further(self, slots: torch.Tensor, keys: Collection[NestedKey] = ()) -> StoredFields:
-        """Returns other rows of the storage, with these fields gathered together."""
+        """Returns other rows of the storage, with `keys` gathered in one call."""
         rows = _SingleFields(self.storage, slots.to(self.storage.device), self.device)
         if keys:
             rows.read(rows.slots, keys)
         return rows
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        """Returns the same rows with what lies under `next` of others."""
+        """Returns the same rows with the entries under `next` taken from other rows."""
         return type(self)(self.storage, self.slots, self.device, slots)
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        """Returns all fields in memory of their own, with `entries` beside or in the place of them."""
+        """Returns all fields in new memory, with `entries` added or replacing them."""
 
     def packed(self) -> tuple[Layout, torch.Tensor] | None:
-        """Returns the rows in one piece, `[*B, W]` int64 of a layout, if they are gathered so."""
+        """Returns the layout and the `[*B, W]` int64 rows if they are gathered whole, else None."""
         return None
 
 
 class _WholeRows(StoredFields):
-    """Packed rows, gathered as a whole when a field is asked for."""
+    """Packed rows, gathered whole on the first access to a field."""
 
     _block: torch.Tensor | None = None
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         layout, block = self.packed()
-        layout.field(key)  # raises what is wrong with the key
+        layout.field(key)  # raises a KeyError if there is no such field
         self.update(layout.views(block))
         return self[key]
 
@@ -115,7 +115,7 @@ class _WholeRows(StoredFields):
 
 
 class _SingleFields(StoredFields):
-    """Rows of any storage, of which each field is gathered by itself."""
+    """Rows of any storage, gathered field by field."""
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         slots, storage = self.slots, self.storage
@@ -127,14 +127,14 @@ class _SingleFields(StoredFields):
         return self[key]
 
     def read(self, slots: torch.Tensor, keys: Collection[NestedKey]) -> None:
-        """Gathers fields of rows, which are these or those that lend what lies under `next`."""
+        """Gathers fields of the rows at `slots`: these rows, or those that supply `next`."""
         found = read_fields(self.storage, slots, keys)
         if slots.device != self.device:
             found = {key: it.to(self.device, non_blocking=True) for key, it in found.items()}
         self.update(found)
 
     def _read_stacks(self, key: NestedKey) -> torch.Tensor:
-        """Reads a stack together with that under `next`, which is of the same frames but one."""
+        """Reads a stack together with its twin under `next`, which shares all frames but one."""
         storage, at = self.storage, key[1:] if key[0] == "next" else key
         pair = [it for it in (unravel_key(at), next_key(at)) if it in storage.layout.stacks]
         storage.note(self.slots, self.following)
@@ -154,11 +154,11 @@ class _SingleFields(StoredFields):
 
 
 class BatchedFields(StoredFields):
-    """Rows as the batch that a storage of TorchRL's, or a function of the user's, makes of them.
+    """Rows as the batch that a TorchRL storage, or the user's collate function, makes of them.
 
     Attributes:
         collate: turns what the storage returns into a batch; None leaves it as it is.
-        batch: the batch, if it is there; None asks the storage when a field is asked for.
+        batch: the batch; None until it is read, on the first access to a field.
     """
 
     collate: Callable[[Any], TensorDictBase] | None = None
@@ -172,17 +172,17 @@ class BatchedFields(StoredFields):
         return found
 
     def names(self) -> tuple[NestedKey, ...]:
-        """Returns the keys of all fields, of the batch once it is there."""
+        """Returns the keys of all fields, those of the batch once it is read."""
         return super().names() if self.batch is None else _names_of(self.batch)
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        """Returns the same rows with what lies under `next` of others."""
+        """Returns the same rows with the entries under `next` taken from other rows."""
         rows = BatchedFields(self.storage, self.slots, self.device, slots)
         rows.collate = self.collate
         return rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        """Returns the batch, with `entries` beside or in the place of its own."""
+        """Returns the batch, with `entries` added or replacing its own."""
         batch = self._whole()
         for key, value in entries.items():
             set_entry(batch, key, value)
@@ -201,10 +201,10 @@ class BatchedFields(StoredFields):
 
 
 class FollowingFields(_SingleFields):
-    """The rows that lend others what lies under `next`.
+    """The rows that supply the entries under `next` of other rows.
 
     Args:
-        stored: the others.
+        stored: those other rows.
     """
 
     def __init__(self, stored: StoredFields) -> None:
@@ -230,7 +230,7 @@ def stored_fields(
         rows = BatchedFields(storage, slots, device)
         rows.collate = collate
         return rows
-    # Rows that are sent to another device go there in one piece.
+    # Rows that go to another device are sent in one copy.
     is_long = storage.layout.row_nbytes > _SHORT  # type: ignore[union-attr]
     kind = _SingleFields if is_long and not storage.is_sent_away else _WholeRows
     return kind(storage, slots, device)
@@ -250,7 +250,7 @@ def read_fields(
         key -> `[*B, *shape]` in new memory.
 
     Raises:
-        KeyError: there is no such field; the message lists those that are there.
+        KeyError: no such field; the message lists the existing ones.
     """
     if isinstance(storage, PackedStorage):
         return storage.read(index, keys)

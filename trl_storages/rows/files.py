@@ -26,13 +26,13 @@ Batch = TypeVar("Batch")
 class RowFiles:
     """Rows in a directory, which one process writes and any number of others read.
 
-    A process that forked from the writer reads, and so does one that has closed the directory.
+    A process that was forked from the writer is a reader, as is one that has closed the directory.
 
     Args:
-        source: the directory, if this process writes it; otherwise what follows its writer.
+        source: the `Directory` if this process writes it, otherwise a `Reader` that follows the writer.
         episodes: the index of the rows.
-        adopt: called with a layout and the words of rows that have taken the place of those before.
-        fetch_every: batches that are read before the writer's new rows are looked at.
+        adopt: called with the layout and the words of the rows, at first and when they are replaced.
+        fetch_every: number of batches between checks for the writer's new rows.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class RowFiles:
         fetch_every: int = 1,
     ) -> None:
         self.episodes, self.fetch_every = episodes, fetch_every
-        # Files are closed when nobody has the rows any more.
+        # Weak, so that the files are closed once the storage is gone.
         self._adopt_rows = WeakMethod(adopt)
-        #: The files as this process writes them, or wrote them once; None in others.
+        #: The directory if this process writes it, or once did; None in other processes.
         self.directory = source if isinstance(source, Directory) else None
         self._reader = None if isinstance(source, Directory) else source
-        #: Counts how often what others write was looked at.
+        #: Counts refreshes, rollbacks and replacements.
         self.refreshes = 1
-        #: Called after new rows of another process were found, so that samplers hear of them.
+        #: Called when rows have changed by a refresh or a rollback, to notify samplers.
         self.on_new_rows: Callable[[], object] | None = None
-        # Batches that were read.
+        # Batches read so far.
         self._reads = 0
         self._adopt(source)
 
@@ -62,12 +62,12 @@ class RowFiles:
 
     @property
     def reader(self) -> Reader | None:
-        """What follows the writer; None in the process that writes."""
+        """Follows the writer; None in the process that writes."""
         directory = self.directory
         if self._reader is None and directory is not None and not directory.is_writer:
             self._reader = Reader(directory.path, directory=directory)
             if directory.process != os.getpid():
-                # What is known may be half of what another thread was writing when this one forked.
+                # The fork may have caught another thread in the middle of a write.
                 self.episodes.clear()
                 self.refresh()
             self._adopt(self._reader)
@@ -75,7 +75,7 @@ class RowFiles:
 
     @property
     def source(self) -> Directory | Reader:
-        """What this process reads or writes them by."""
+        """The `Reader` or `Directory` through which this process reads or writes."""
         return self.reader or self.directory  # type: ignore[return-value]
 
     @property
@@ -85,28 +85,28 @@ class RowFiles:
 
     @property
     def description(self) -> Description:
-        """What is said of them."""
+        """The description of the directory."""
         return (self.directory or self._reader).description  # type: ignore[union-attr]
 
     @property
     def path(self) -> Path:
-        """The directory that they are in."""
+        """The path of the directory."""
         return (self.directory or self._reader).path  # type: ignore[union-attr]
 
     def refresh(self, track: Track = iter) -> None:
-        """Takes in what the writer has committed since the last time.
+        """Takes in what the writer has committed since the last refresh.
 
         Args:
-            track: shows how far it is.
+            track: shows progress.
 
         Raises:
-            RuntimeError: the directory was deleted or made anew, or rows are overwritten faster than they
-                are looked at.
+            RuntimeError: the directory was deleted or recreated, or rows are overwritten faster than
+                they are read.
         """
         reader: Reader = self.reader  # type: ignore[assignment]
         words = reader.words
         has_news = reader.refresh(self.episodes, track)
-        # Of priorities nobody tells.
+        # Counted in any case: changes of priorities are not reported as news.
         self.refreshes += 1
         if not has_news:
             return
@@ -116,22 +116,21 @@ class RowFiles:
             self.on_new_rows()
 
     def go_back(self) -> None:
-        """Returns to the rows that count; see `Directory.go_back`."""
+        """Rolls back to the committed rows; see `Directory.go_back`."""
         self.directory.go_back(self.episodes)  # type: ignore[union-attr]
         self.refreshes += 1
         if self.on_new_rows is not None:
             self.on_new_rows()
 
     def read_consistently(self, read: Callable[[], Batch]) -> Batch:
-        """Returns what `read` reads, all of it from rows that were there while it did.
+        """Returns what `read` returns, once no row that it read was overwritten meanwhile.
 
         Args:
-            read: reads rows; where another process may write them, it is called again if some were
-                overwritten meanwhile.
+            read: reads rows; called again if another process overwrote some of them meanwhile.
 
         Raises:
             RuntimeError: rows are overwritten faster than a batch is read.
-            Exception: what `read` raises of rows that were there.
+            Exception: what `read` raises for rows that were not overwritten.
         """
         reader = self.reader
         if reader is None or reader.seen is not None:
@@ -142,7 +141,7 @@ class RowFiles:
         return reader.read_consistently(self.episodes, self.refresh, read)
 
     def note(self, *slots: torch.Tensor | None) -> None:
-        """Notes which rows are read, int64 of any shapes, where others may overwrite them meanwhile."""
+        """Records the slots that are read, int64 of any shapes, if others may overwrite them."""
         if self._reader is not None and self._reader.seen is not None:
             self._reader.seen += [some for some in slots if some is not None]
 
@@ -151,7 +150,7 @@ class RowFiles:
         (self.directory or self._reader).check_writable()  # type: ignore[union-attr]
 
     def replace(self, moved: Moved, fill: Callable[[Words], None]) -> None:
-        """Puts other rows in the place of all that there are, at once; see `Directory.replace`."""
+        """Replaces all rows atomically; see `Directory.replace`."""
         directory: Directory = self.directory  # type: ignore[assignment]
         words = directory.words
         try:

@@ -1,4 +1,4 @@
-"""What is seen as a stack of frames, of which a row keeps the newest one."""
+"""Stacks of frames, of which a row stores only the newest frame."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _MOST_DIMS = 64
 
 @dataclass(frozen=True)
 class FrameStack:
-    """Says that an observation is a stack of the newest frames, so that each is stored once.
+    """Declares that an observation is a stack of the newest frames, so that each is stored once.
 
-    It stands behind dtype and shape in `PackedStorage(fields=...)`, and in the recipes' `frame_stack`:
-    for the observation and for what lies under `next` of it.
+    It follows dtype and shape in `PackedStorage(fields=...)`, and is a value of the recipes'
+    `frame_stack`. It covers the observation and its twin under `next`.
 
     Args:
-        num_frames: k, frames of a stack, the newest one last.
-        dim: the dimension along which they are stacked. The first one may hold several channels a frame,
-            as TorchRL's `CatFrames` and DrQ-v2 lay them; any other one is of k.
-        padding: what stands for the frames before an episode: "same" is its first frame, "constant"
-            is zeros. gymnasium's `FrameStackObservation` calls them "reset" and "zero".
+        num_frames: k, the number of frames in a stack, the newest last.
+        dim: the dimension along which frames are stacked. The first may hold several channels a frame,
+            as in TorchRL's `CatFrames` and DrQ-v2; any other must have size k.
+        padding: fills in for frames before the episode: "same" repeats its first frame, "constant"
+            uses zeros. gymnasium's `FrameStackObservation` calls them "reset" and "zero".
 
     Raises:
-        ValueError: `num_frames` is below 2, or `padding` something else.
+        ValueError: `num_frames` is below 2, or `padding` is unknown.
 
     >>> FrameStack(4).frame_shape(torch.Size([12, 84, 84]))
     torch.Size([3, 84, 84])
@@ -45,7 +45,7 @@ class FrameStack:
     padding: Padding = "same"
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # it is frozen for everybody else
+        put = object.__setattr__  # the dataclass is frozen
         put(self, "num_frames", arguments.integer("num_frames", self.num_frames, at_least=2))
         put(self, "dim", arguments.integer("dim", self.dim, at_least=-_MOST_DIMS))
         put(self, "padding", arguments.choice("padding", self.padding, get_args(Padding)))
@@ -57,7 +57,7 @@ class FrameStack:
             shape: of the stack.
 
         Raises:
-            ValueError: it is no stack of so many frames.
+            ValueError: it is not the shape of a stack of `num_frames` frames.
         """
         num_dims, count = len(shape), self.num_frames
         if not -num_dims <= self.dim < num_dims:
@@ -77,25 +77,25 @@ class FrameStack:
         return torch.Size([size // count, *rest] if place == 0 and size > count else rest)
 
     def frames_first(self, stacks: torch.Tensor, batch_dims: int) -> torch.Tensor:
-        """Sees stacks with the frames along the first dimension behind those of the batch."""
+        """Returns a view of stacks with the frame dimension right after those of the batch."""
         num_dims = stacks.ndim - batch_dims
         return stacks.movedim(batch_dims + self.dim % num_dims, batch_dims)
 
     def as_seen(self, stacks: torch.Tensor, batch_dims: int) -> torch.Tensor:
-        """Sees stacks that have the frames first as they are asked for."""
+        """Returns a view that moves the frame dimension back to `dim`: undoes `frames_first`."""
         num_dims = stacks.ndim - batch_dims
         return stacks.movedim(batch_dims, batch_dims + self.dim % num_dims)
 
 
 def stacks_of(fields: Mapping[NestedKey, tuple[Any, ...]]) -> dict[NestedKey, FrameStack]:
-    """Returns which fields are stacks, also those under `next` of them.
+    """Returns the fields that are stacks, including their twins under `next`.
 
     Args:
         fields: key -> (dtype, shape), or (dtype, shape, FrameStack).
 
     Raises:
-        TypeError: what stands behind dtype and shape is no `FrameStack`.
-        ValueError: a shape is not that of its stack, or what lies under `next` is another stack.
+        TypeError: what follows dtype and shape is not a `FrameStack`.
+        ValueError: a shape does not fit its stack, or the twin under `next` is another stack.
     """
     named = {unravel_key(key): field for key, field in fields.items()}
     said = {key: field[2] for key, field in named.items() if len(field) > 2}
@@ -131,16 +131,16 @@ def stacked_observations(
     fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]],
     others: Collection[NestedKey] = (),
 ) -> dict[NestedKey, FrameStack]:
-    """Returns which observations are stacks of frames.
+    """Returns the observations that are stacks of frames.
 
     Args:
-        frame_stack: which are; or k, where all are that have k frames as their first or last dimension.
+        frame_stack: by key; or k, for all observations whose first or last dimension has size k.
         fields: of a transition.
-        others: fields that are no observations.
+        others: fields that are not observations.
 
     Raises:
-        KeyError: there is no such observation; the message lists those that are there.
-        ValueError: none of them has k frames, or one has both along its first and its last dimension.
+        KeyError: no such observation; the message lists the existing ones.
+        ValueError: no observation has k frames, or one has size k in both its first and last dimension.
     """
     if frame_stack is None:
         return {}

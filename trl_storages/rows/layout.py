@@ -39,7 +39,7 @@ __all__ = ["Field", "Layout"]
 _WORD = 8  # bytes
 
 _SEEN = (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL)
-# What loops have without any infos.
+# The keys that a loop provides without infos.
 _OF_LOOPS = {*_SEEN, *map(next_key, _SEEN), ACTION, REWARD, DONE, TERMINATED, TRUNCATED}
 
 #: The first byte of a field in a row, its dtype and its shape.
@@ -52,7 +52,7 @@ _Described = tuple[NestedKey, torch.dtype, torch.Size]
 class Field:
     """One entry of a transition: its key, dtype, shape and place in the row.
 
-    `start` is counted in elements of `dtype`, as is `size`. The frames of a stack lie one after another.
+    `start` and `size` count elements of `dtype`. The frames of a stack are contiguous.
     """
 
     key: NestedKey
@@ -68,20 +68,20 @@ class Field:
 
     @cached_property
     def start_byte(self) -> int:
-        """Where the field begins in the row."""
+        """Byte offset of the field in the row."""
         return self.start * self.dtype.itemsize
 
     @cached_property
     def num_bytes(self) -> int:
-        """How many bytes it takes."""
+        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
     def seen(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-        """Sees elements as they lie in rows as values, `[*batch, *shape]`."""
+        """Returns a view of the elements in rows as values, `[*batch, *shape]`."""
         return flat.view(batch + self.shape) if self.stack is None else self.as_stacks(flat, batch)
 
     def as_stacks(self, flat: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-        """Sees the elements of stacks in their shape, `[*batch, *shape]`."""
+        """Returns a view of the elements of stacks, `[*batch, *shape]`."""
         stack: FrameStack = self.stack  # type: ignore[assignment]
         if stack.dim % len(self.shape) == 0:
             return flat.view(batch + self.shape)
@@ -96,26 +96,26 @@ class Field:
 class Layout:
     """Places fields in a row, so that one gather of rows fetches all of them.
 
-    Fields are sorted by the size of their elements, the largest first: each is aligned without gaps,
-    and only the end of the row is padded, to whole words. Of equal ones those under `next` come last:
-    windows take them from other rows, and together they lie in fewer lines of the cache.
+    Fields are sorted by element size, largest first: each is aligned without gaps, and only the end of
+    the row is padded, to whole words. Among equal sizes those under `next` come last: windows take them
+    from other rows, and side by side they span fewer cache lines.
 
-    With a header a row begins with the next values of its observations, and goes on with the observations
-    in the same order. It is stored without these next values: they are the observations of another row,
-    or lie in a table of their own, as the header says.
+    With a header, a row begins with its next observations, followed by the observations in the same
+    order. It is stored without the next observations: the header says whether these are the observations
+    of another row or an entry of a side table.
 
-    Of stacks of frames the newest frame is stored, as `framed` says.
+    Only the newest frame of a stack is stored, see `framed`.
 
     Args:
         fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
         nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
-        header: the dtype of what stands in the row for the next values of observations; None if these are
-            stored there themselves.
+        header: dtype of the header that replaces the next observations in a stored row; None if the row
+            stores them itself.
 
     Raises:
         ValueError: there is no field, or, with a header, no observation with a next value of the same
             dtype and shape.
-        TypeError: rows can't hold a dtype, as that of quantized tensors or of parts of a byte.
+        TypeError: rows can't hold a dtype, such as a quantized or sub-byte one.
         ValueError, TypeError: as `stacks_of`.
 
     >>> layout = Layout({"observation": (torch.float32, (3,)), ("next", "done"): (torch.bool, (1,))})
@@ -147,9 +147,9 @@ class Layout:
         described.sort(key=lambda field: (-field[1].itemsize, field[0][0] == "next"))
         # 16-byte elements (complex128) need rows that are a multiple of their size.
         unit = max(_WORD, described[0][1].itemsize)
-        #: What of a row is not stored in it; None where all of it is.
+        #: How next observations are shared; None if rows store their own.
         self.sharing: Sharing | None = None
-        # Frames are shared, and not stacks.
+        # With stacks, it is the single frames of `framed` that are shared.
         if header is None or self.stacks:
             placed, end = self._placed(described)
         else:
@@ -160,11 +160,11 @@ class Layout:
         #: The keys of the fields.
         self.keys = tuple(field.key for field in self.fields)
         self._by_key = {field.key: field for field in self.fields}
-        #: `[n, 2]` int64, the first byte of each field and how many it takes.
+        #: `[n, 2]` int64, byte offset and size in bytes of each field.
         self.places = np.array([(it.start_byte, it.num_bytes) for it in self.fields], np.int64)
         #: As given.
         self.nested = nested
-        #: The layout of rows of which each stack is its newest frame only, as they are stored.
+        #: The layout with the newest frame in the place of each stack, as rows are stored.
         self.framed: Layout = self
         if self.stacks:
             frames = {
@@ -181,18 +181,18 @@ class Layout:
 
     @cached_property
     def rooted(self) -> np.ndarray:
-        """`[n, 4]` int64, the spans of what does not lie under `next` and is no stack."""
+        """`[n, 4]` int64, the spans of the fields at the root that are not stacks."""
         return self._spans(it for it in self.framed.fields if it.key[0] != "next")
 
     @cached_property
     def following(self) -> np.ndarray:
-        """`[n, 4]` int64, the spans of what lies under `next` and is no stack."""
+        """`[n, 4]` int64, the spans of the fields under `next` that are not stacks."""
         return self._spans(it for it in self.framed.fields if it.key[0] == "next")
 
     def _spans(self, frames: Iterable[Field]) -> np.ndarray:
-        """Returns how `RowTable.copy_into` copies fields of framed rows into rows as they are seen.
+        """Returns the spans with which `RowTable.copy_into` copies framed rows into whole ones.
 
-        Neighbours in both are one span.
+        Fields that are adjacent in both are merged into one span.
         """
         spans: list[list[int]] = []
         for frame in frames:
@@ -209,7 +209,7 @@ class Layout:
     def places_of(
         self, keys: tuple[NestedKey, ...]
     ) -> tuple[dict[NestedKey, Place], list[NestedKey]]:
-        """Returns where fields lie in a framed row, and which of them are stacks, that do not.
+        """Returns the places of fields in a framed row, and apart from them the keys of stacks.
 
         Raises:
             KeyError: there is no such field.
@@ -224,7 +224,7 @@ class Layout:
 
     @cached_property
     def implied(self) -> np.ndarray:
-        """`[p, 2]` int64, the fields that are true only where `done` beside them is, and that one."""
+        """`[p, 2]` int64, the numbers of flags that imply the `done` beside them, and of that `done`."""
         at, described = {key: place for place, key in enumerate(self.keys)}, self.described
         pairs = [
             (at[flag], at[done])
@@ -234,7 +234,7 @@ class Layout:
         return np.array(pairs, np.int64).reshape(-1, 2)
 
     def _placed(self, fields: Sequence[_Described], at: int = 0) -> tuple[list[Field], int]:
-        """Places fields one after another from a byte on; returns them, and where they end."""
+        """Places fields one after another from byte `at` on; returns them and the end."""
         placed = []
         for key, dtype, shape in fields:
             start = -(-at // dtype.itemsize)
@@ -245,12 +245,12 @@ class Layout:
     def _shared(
         self, fields: Sequence[_Described], header: torch.dtype, unit: int
     ) -> tuple[list[Field], int]:
-        """Places fields with the next values that are not stored before all others."""
+        """Places fields, with the next observations that are not stored before all others."""
         twins, shared, rest = _shared_first(fields)
         after, num_bytes = self._placed(twins)
         first = _rounded(num_bytes, unit)
         link: _Described = ((), header, torch.Size([]))
-        # Where it takes the least room: often there is some behind the observations.
+        # Place the header where the row gets shortest: there is often room after the observations.
         stored = [
             self._placed([*shared, *rest[:at], link, *rest[at:]], first)
             for at in range(len(rest) + 1)
@@ -265,28 +265,28 @@ class Layout:
     def of(
         cls, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int, nested: Nested = ()
     ) -> Layout:
-        """Describes tensors past their first `batch_dims` dimensions."""
+        """Returns the layout of tensors past their first `batch_dims` dimensions."""
         fields = {key: (value.dtype, value.shape[batch_dims:]) for key, value in entries.items()}
         return cls(fields, nested)
 
     @property
     def described(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
-        """Key -> (dtype, shape) of each field, wherever it lies."""
+        """Key -> (dtype, shape) of each field, wherever it is placed."""
         return {field.key: (field.dtype, field.shape) for field in self.fields}
 
     @property
     def declared(self) -> dict[NestedKey, tuple[Any, ...]]:
-        """Key -> (dtype, shape) or (dtype, shape, FrameStack) of each field, wherever it lies."""
+        """Key -> (dtype, shape) or (dtype, shape, FrameStack) of each field, wherever it is placed."""
         return {
             it.key: (it.dtype, it.shape) if it.stack is None else (it.dtype, it.shape, it.stack)
             for it in self.fields
         }
 
     def unlike(self, named: Mapping[NestedKey, Any]) -> str:
-        """Says which fields are others than those that are wanted, for messages.
+        """Describes how the fields differ from those wanted, for error messages.
 
         Args:
-            named: key -> (dtype, shape) or (dtype, shape, FrameStack), or None for what there is.
+            named: key -> (dtype, shape) or (dtype, shape, FrameStack), or None for anything.
         """
         named = {unravel_key(key): field for key, field in named.items()}
         there = {field.key: str(field) for field in self.fields}
@@ -301,7 +301,7 @@ class Layout:
 
     @property
     def past_steps(self) -> int:
-        """With how many rows before it in its episode a row is seen, at most."""
+        """The most earlier rows of its episode that a row's stacks need."""
         return max([0, *(stack.num_frames - 1 for stack in self.stacks.values())])
 
     @property
@@ -311,18 +311,18 @@ class Layout:
 
     @property
     def stored_words(self) -> int:
-        """The width of a row in 64-bit words where it is stored."""
+        """The width of a stored row in 64-bit words."""
         if self.stacks:
             return self.framed.stored_words
         return self.num_words - (0 if self.sharing is None else self.sharing.shared_words)
 
     @property
     def stored_nbytes(self) -> int:
-        """The bytes that a row takes where it is stored."""
+        """The size of a stored row in bytes."""
         return self.stored_words * _WORD
 
     def stored_start(self, key: NestedKey) -> int:
-        """Returns the first byte of a field in a row as it is stored, if it is stored there."""
+        """Returns the byte offset of a field in a stored row, if it is stored there."""
         return self.field(key).start_byte + self.stored_nbytes - self.row_nbytes
 
     @property
@@ -340,10 +340,10 @@ class Layout:
         return key in self._by_key
 
     def field(self, key: NestedKey) -> Field:
-        """Returns where a field lies.
+        """Returns the field of a key.
 
         Raises:
-            KeyError: there is no such field; the message lists those that are there.
+            KeyError: no such field; the message lists the existing ones.
         """
         found = self._by_key.get(key)
         if found is None:
@@ -353,15 +353,15 @@ class Layout:
         return found
 
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Sees each field of `[*B, W]` int64 rows as a tensor `[*B, *shape]` that shares its memory."""
+        """Returns each field of `[*B, W]` int64 rows as a view `[*B, *shape]`."""
         return dict(zip(self.keys, self._seen.of(rows), strict=True))
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
-        """Sees `[*B, W]` int64 rows as a TensorDict of batch size B that shares their memory."""
+        """Returns a TensorDict of batch size B that shares the memory of `[*B, W]` int64 rows."""
         return self._seen.tensordict(rows)
 
     def stored_tensordict(self, rows: torch.Tensor) -> TensorDict:
-        """Does the same with rows as they are stored, and what is stored of them."""
+        """Returns the same for stored rows, with the fields that are stored in them."""
         return self._stored.tensordict(rows)
 
     def fit(
@@ -376,7 +376,7 @@ class Layout:
         Args:
             entries: key -> tensor `[*batch_size, *field.shape]`, as `tensors_of` finds them.
             batch_size: the leading dimensions.
-            strict: whether an entry that is not in the layout is an error; it is left out otherwise.
+            strict: raise on an entry that is not in the layout; False drops it.
 
         Raises:
             KeyError: a field is missing, or, if `strict`, one is not in the layout.
@@ -396,7 +396,7 @@ class Layout:
     def frames_first(
         self, fields: Sequence[torch.Tensor], batch_dims: int
     ) -> Sequence[torch.Tensor]:
-        """Sees entries in the order of `fields` with the frames of stacks one after another."""
+        """Returns views of entries, in the order of `fields`, with the frames of stacks first."""
         if not self.stacks:
             return fields
         return [
@@ -517,7 +517,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def _shared_first(fields: Sequence[_Described]) -> tuple[list[_Described], ...]:
-    """Returns the next values that are not stored, the values that they come back as, and the others."""
+    """Returns the next observations that are not stored, their observations, and all other fields."""
     by_key = {field[0]: field for field in fields}
     kinds = {key: field[1:] for key, field in by_key.items()}
     shared = [key for key in shared_keys(by_key) if kinds[key] == kinds[next_key(key)]]

@@ -70,23 +70,22 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         max_size: N, the number of rows.
         device: where the rows live.
         scratch_dir: directory of memory-mapped rows that outlive the process; None keeps rows in
-            memory. If it holds rows, they are there again, with their episodes, and TorchRL's logger says
-            how many.
-        existsok: whether to forget what `scratch_dir` holds, and begin anew.
+            memory. If it holds rows already, they are opened with their episodes, and TorchRL's logger
+            says how many.
+        existsok: whether to delete what `scratch_dir` holds and start empty.
         fields: key -> (dtype, shape) of a transition, to lay the rows out at once. Where one is None,
             the first write fixes it, and the layout with it. (dtype, shape, FrameStack) is a stack of
             frames, of which each is stored once; rows are then written by an `EpisodeWriter`.
         out_device: where `get` puts batches; None is `device`. Rows on the CPU are then gathered into
-            one pinned block that crosses in one copy.
+            one pinned block and sent in one copy.
         share_next: whether next observations are stored once, as the observations of the rows that
-            follow. Those that no row follows, at the ends of episodes and of lanes, lie in a table of
-            their own. What is read is the same, bit for bit; an `EpisodeWriter` must write the rows.
-            Next observations may then be left out of what is written, as TorchRL's collectors do with
-            `compact_obs=True`: an episode's last row shows its own observation as the next, which
-            is warned of once.
-        check: whether to look at the checksum of every row that is there already; None does after
-            anything but a clean close.
-        progress: whether to show how far the rows that are there already are known.
+            follow. Those that no row follows, at the ends of episodes and lanes, go to a side table.
+            Reads are bitwise the same; an `EpisodeWriter` must write the rows. Writes may then omit
+            next observations, as TorchRL's collectors do with `compact_obs=True`: the last row of an
+            episode shows its own observation as the next, which is warned of once.
+        check: whether to verify the checksum of every existing row; None does so after anything but a
+            clean close.
+        progress: whether to show progress while existing rows are opened.
         ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
 
     Raises:
@@ -151,13 +150,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.rows: torch.Tensor | None = None
         #: Where each field lies in a row; None until it is fixed.
         self.layout: Layout | None = None
-        # The process that shared the rows before there were any.
+        # The process that called `share_memory_`: it alone may still lay rows out.
         self._sharing_process: int | None = None
-        #: Copies rows out of that memory and into it.
+        #: Copies rows in and out of `rows`.
         self.table: RowTable | None = None
-        # Next observations that are not in other rows, with `share_next`.
+        # With `share_next`, the next observations that are in no row.
         self._side: SideTable | None = None
-        #: Puts stacks of frames together; None where rows have none.
+        #: Assembles stacks of frames; None if rows have none.
         self.stacks: Stacks | None = None
         self.out_device = arguments.optional(arguments.device, "out_device", out_device)
         header = header_dtype(max_size) if self.share_next else None
@@ -166,7 +165,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
         elif self._declared.are_complete:
             layout = self._declared.layout()
-            # Otherwise it is not known yet who writes.
+            # Stacks and shared observations need the writer's episode index first.
             if not (layout.past_steps or self.share_next):
                 self._allocate(layout)
 
@@ -181,15 +180,15 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         fetch_every: int = 1,
         progress: bool = False,
     ) -> PackedStorage:
-        """Takes up the rows of a directory.
+        """Opens the rows of a directory.
 
         Args:
             directory: as `scratch_dir`.
-            mode: "r+" goes on writing, "r" reads what another process may be writing.
+            mode: "r+" continues writing, "r" reads while another process may be writing.
             out_device: where `get` puts batches.
             check: as in the constructor.
-            fetch_every: with mode "r", batches that are read before new rows are looked at.
-            progress: whether to show how far that is.
+            fetch_every: with mode "r", the number of batches between checks for new rows.
+            progress: whether to show progress.
 
         Raises:
             FileNotFoundError: it holds no storage. Otherwise as the constructor.
@@ -210,7 +209,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return storage
 
     def _reopen(self, directory: Path, check: bool | None, track: Track) -> None:
-        """Takes up the rows that the directory holds, if it holds any."""
+        """Opens the rows that the directory holds, if any."""
         check_platform(directory)
         if self.existsok:
             Directory.delete_at(directory)
@@ -240,7 +239,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             opened.abandon()
             raise
         if num_rows := len(self.episodes):
-            # Of TorchRL's own storages in files, none would go on here.
+            # Worth a message: TorchRL's own storages in files would start empty.
             torchrl_logger.info(
                 f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; to begin with "
                 "none call empty(), or choose another directory."
@@ -248,12 +247,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._use(opened)
 
     def _use(self, source: Directory | Reader, fetch_every: int = 1) -> None:
-        """Keeps the rows in files, from now on."""
+        """Uses files for the rows from now on."""
         self.scratch_dir = source.path
         self.files = RowFiles(source, self.episodes, self._adopt_words, fetch_every)  # type: ignore[arg-type]
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
-        """Reads what another process may be writing, from now on."""
+        """Reads rows that another process may be writing, from now on."""
         made = reader.description
         spare = made.spare_steps
         self.episodes = EpisodeIndex(made.num_rows, made.num_lanes, spare_steps=spare)
@@ -262,12 +261,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     @property
     def directory(self) -> Directory | None:
-        """The files as this process writes them, or wrote them; None in memory, and of a reader."""
+        """The directory that this process writes or wrote; None in memory, and in a reader."""
         return None if self.files is None else self.files.directory
 
     @property
     def reader(self) -> Reader | None:
-        """What follows the writer of a directory; None in the process that writes it, and in memory."""
+        """Follows the writer of a directory; None in the process that writes, and in memory."""
         return None if self.files is None else self.files.reader
 
     def refresh(self, track: Track = iter) -> None:
@@ -275,7 +274,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.files.refresh(track)  # type: ignore[union-attr]
 
     def note(self, *slots: torch.Tensor | None) -> None:
-        """Notes which rows are read; see `RowFiles.note`."""
+        """Records which rows are read; see `RowFiles.note`."""
         if self.files is not None:
             self.files.note(*slots)
 
@@ -288,18 +287,18 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def row_nbytes(self) -> int:
         """Bytes a row takes, padding included; 0 until the layout is fixed.
 
-        With `share_next` it is without its next observations, see `side_nbytes`.
+        With `share_next` next observations are not counted, see `side_nbytes`.
         """
         return 0 if self.layout is None else self.layout.stored_nbytes
 
     @property
     def side_nbytes(self) -> int:
-        """Bytes that next observations take besides the rows, with `share_next`."""
+        """Bytes that next observations take in the side table, with `share_next`."""
         return 0 if self._side is None else self._side.num_used * self._side.entry_nbytes
 
     @property
     def past_steps(self) -> int:
-        """With how many rows before it in its episode a row is seen, at most."""
+        """The most earlier rows of its episode that a row's stacks need."""
         return (self.layout or self._declared).past_steps
 
     @property
@@ -342,7 +341,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._use(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
     def share_memory_(self) -> PackedStorage:
-        """Moves the rows to memory that other processes see, when they get this storage.
+        """Moves the rows to shared memory, for other processes that receive this storage.
 
         Raises:
             RuntimeError: the rows are on a GPU or in a directory, which have one writer.
@@ -355,7 +354,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         self._sharing_process = os.getpid()
         if self.episodes is not None:
-            # It says how many rows there are.
+            # The number of rows comes from it.
             self.episodes.share_memory_()
         if self.rows is not None and not self.rows.is_shared():  # type: ignore[no-untyped-call]
             self._adopt(self.layout, self.rows)  # type: ignore[arg-type]
@@ -387,9 +386,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.initialized = True
 
     def keep_episodes(self, episodes: EpisodeIndex) -> None:
-        """Takes over the index of the rows, from the `EpisodeWriter` that writes them.
+        """Takes the episode index from the `EpisodeWriter` that writes the rows.
 
-        There is room for the fields that were named from then on, if all of them were.
+        Allocates the rows if all fields are declared.
         """
         self.episodes = episodes
         if self._sharing_process is not None:
@@ -400,7 +399,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     # Writing
 
     def mover(self, kept: Kept) -> Callable[[], None]:
-        """Returns what moves the rows that are kept to where they are to lie."""
+        """Returns a function that moves the kept rows to their new slots."""
         table, framed = self.table, self.layout.framed  # type: ignore[union-attr]
         words = table.pick(kept.old)  # type: ignore[union-attr]
         ends = torch.zeros(len(words), 1, dtype=torch.bool, device=self.device)
@@ -450,9 +449,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
     def looks(self, num_steps: int) -> bool:
-        """Whether rows can be compared with those before them as so many steps of a lane are written.
+        """Whether rows can be compared with the rows before them while `num_steps` a lane are written.
 
-        What a write that is done once more compares them with must still be there.
+        A write that is repeated must still find the rows that it compares with.
         """
         if not self.initialized or self.stacks is not None or not self.table.looks:  # type: ignore[union-attr]
             return False
@@ -461,7 +460,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return num_steps < self.episodes.steps_per_lane  # type: ignore[union-attr]
 
     def check_in_memory(self) -> None:
-        """Raises a RuntimeError if rows are written once: in a directory, or with stacks of frames."""
+        """Raises a RuntimeError if rows can't be changed in place: in a directory, or with stacks."""
         self.check_writable()
         if self.is_durable or self.past_steps:
             raise RuntimeError(_NO_WRITER)
@@ -474,13 +473,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         strict: bool = True,
         nested: Nested = (),
     ) -> tuple[Layout, list[torch.Tensor]]:
-        """Returns the layout of rows that are to be written, and their fields; changes nothing.
+        """Returns the layout of rows to write, and their fields; changes nothing.
 
         Args:
             entries: key -> tensor `[*batch_size, ...]`, as `tensors_of` finds them.
             batch_size: of the entries.
-            strict: whether entries that the rows have no room for are an error; they are left out
-                otherwise.
+            strict: raise on an entry that is not in the layout; False drops it.
             nested: `nested_sizes` of what is written; only the first write fixes them.
 
         Raises:
@@ -498,17 +496,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         done: torch.Tensor | None = None,
         is_plain: bool = False,
     ) -> NewRows:
-        """Returns rows that are to be written, of what `fit` returned; see `rows_of`."""
+        """Returns the rows to write, from what `fit` returned; see `rows_of`."""
         kind = backend(self.device).NewRows if self.table is None else self.table.new_rows
         return rows_of(kind, layout, fields, batch_size, self.device, done=done, is_plain=is_plain)
 
     def lay_out(self, layout: Layout) -> None:
-        """Makes room for rows of this layout, if there is none yet."""
+        """Allocates rows of this layout, unless that is done."""
         if not self.initialized:
             self._allocate(layout)
 
     def make_room(self, num_rows: int) -> None:
-        """Makes sure that so many rows can be written, whatever they share.
+        """Makes sure that the side table has room for so many rows.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -524,11 +522,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         *,
         set_cursor: bool = False,
     ) -> None:
-        """Writes what `stage` returned.
+        """Writes staged rows.
 
         Args:
             layout: of the rows.
-            slots: `[n]` int64 on the device of the rows, all of them there.
+            slots: `[n]` int64 on the device of the rows, all of them valid.
             rows: n of them.
             set_cursor: as in `set`.
         """
@@ -541,7 +539,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._len = length
         self._bump_mutation_revision()
 
-    # What TorchRL counts is what the index says, where there is one.
+    # With an episode index, TorchRL's counters are derived from it.
 
     def __len__(self) -> int:
         if self.episodes is not None:
@@ -570,10 +568,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     @_last_cursor.setter
     def _last_cursor(self, value: Any) -> None:
-        """TorchRL keeps the number besides."""
+        """Ignores what TorchRL sets: the getter derives it."""
 
     def _bump_mutation_revision(self) -> None:
-        # A lock takes longer than to write a row.
+        # Taking the lock costs more than writing a row.
         if self._sharing_process is None:
             self._mutation_revision_value.get_obj().value += 1
         else:
@@ -594,7 +592,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return slots.to(self.device), shape
 
     def forget_links(self, num_slots: int) -> None:
-        """Forgets what the rows in the first slots share with those after them, with `share_next`."""
+        """Clears what the rows in the first slots share with the rows after them, with `share_next`."""
         if self._side is not None:
             self.table.clear(num_slots)  # type: ignore[union-attr]
 
@@ -608,7 +606,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 TorchRL's storages take (int, slice, mask, list, key) reads through the views.
 
         Returns:
-            TensorDict of batch size B; of a key what is stored of it.
+            TensorDict of batch size B; for a key, what is stored of it.
         """
         if self.rows is None:
             raise RuntimeError("the storage is empty: write transitions before reading them.")
@@ -616,25 +614,25 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             return self.layout.tensordict(self.gather(index))  # type: ignore[union-attr]
         is_viewed = not (self.is_durable or self.share_next or self.stacks is not None)
         if is_viewed or is_key(index):
-            # TorchRL writes to what it reads so.
+            # TorchRL writes in place to these views.
             return super().get(index)
-        # TorchRL would look below the length, and a directory has more slots than rows; and at views,
-        # which show what is stored in the rows only.
+        # TorchRL would index below the length only, but a directory has more slots than rows; and its
+        # views show only what is stored in the rows.
         size = len(self.rows if self.is_durable else self)
         slots = torch.arange(size, device=self.device)[index]
         return self.layout.tensordict(self.gather(slots.reshape(-1))).reshape(slots.shape)  # type: ignore
 
     @property
     def is_sent_away(self) -> bool:
-        """Whether batches are wanted on another device than that of the rows."""
+        """Whether batches go to another device than that of the rows."""
         return self.out_device is not None and self.out_device != self.device
 
     def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies rows to where batches are wanted.
+        """Gathers rows on the device of batches.
 
         Args:
             slots: `[*B]` int64.
-            following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
+            following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows
                 themselves.
 
         Returns:
@@ -654,7 +652,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def read(
         self, index: torch.Tensor, keys: Collection[NestedKey]
     ) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some fields only, in less time together than one by one.
+        """Gathers some fields in one call, which is faster than one by one.
 
         Args:
             index: int64 slots of any shape B.
@@ -685,7 +683,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Lets another writer into the directory if what is built on this storage fails."""
+        """Releases the directory to other writers if the block raises."""
         try:
             yield
         except BaseException:
@@ -694,7 +692,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             raise
 
     def lay_out_anew(self, num_lanes: int) -> None:
-        """Makes a directory for another number of lanes, if nothing was ever written to it."""
+        """Recreates the directory for another number of lanes, if nothing was ever written to it."""
         directory, layout = self.directory, self.layout
         if directory is None or directory.description.histories:
             return
@@ -710,7 +708,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             directory.flush(self.episodes)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Flushes the rows of a directory, and lets another writer in."""
+        """Flushes the rows of a directory, and releases it to other writers."""
         if (directory := self.directory) is not None and directory.is_writer:
             directory.close(self.episodes)  # type: ignore[arg-type]
 
@@ -741,10 +739,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.read_state(state_dict)
 
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
-        """Returns the fields `[N, ...]` of a saved state, which share its memory; none if it has no rows.
+        """Returns the fields `[N, ...]` of a saved state, sharing its memory; empty if it has no rows.
 
-        Next observations that are not stored in the rows are not among them, and of stacks only the
-        newest frames are.
+        Next observations that are not stored in the rows are left out, and stacks are reduced to their
+        newest frame.
 
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
@@ -752,14 +750,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return self._saved_rows(state_dict).fields
 
     def _saved_rows(self, state: Any) -> SavedRows:
-        """Returns what was saved, all of it checked."""
+        """Returns the saved rows, fully checked."""
         saved, own = SavedRows(state, self.max_size), self.layout
         if saved.layout is not None:
             if not (is_restacked := saved.is_restacked(own)):
                 self._check_layout(saved.layout)
             if saved.layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_WRITER)
-            # Of a directory, with its spare steps.
+            # A directory has spare steps, too.
             num_slots = self.max_size if self.files is None else len(self.rows)  # type: ignore[arg-type]
             saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
             if is_restacked:
@@ -767,7 +765,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return saved
 
     def _check_layout(self, layout: Layout) -> None:
-        """Raises a ValueError if saved rows are others than those of this storage."""
+        """Raises a ValueError if saved rows have other fields than this storage."""
         own, declared = self.layout, self._declared
         fits = declared.are_of(layout) if own is None else layout.declared == own.declared
         if not fits:
@@ -780,10 +778,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked, into rows of the same layout and number.
+        """Loads a checked state into rows of the same layout and number.
 
         Raises:
-            RuntimeError: it is not told where in a directory the rows are to lie.
+            RuntimeError: the state does not say in which slots of a directory the rows go.
             OSError: the disk is full. Nothing has changed then.
         """
         saved = self._saved_rows(state)
@@ -809,19 +807,19 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._bump_mutation_revision()
 
     def _put(self, saved: SavedRows, table: RowTable, *, progress: bool) -> None:
-        """Copies saved rows to where they are to lie."""
+        """Copies saved rows to their slots."""
         if saved.layout is None:
             return
         if table is self.table:
             if self.share_next and saved.rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
-                # What is loaded are the rows of this storage themselves.
+                # The state aliases the rows of this storage.
                 saved.copy()
             if self.episodes is not None:
                 self.forget_links(self.episodes.num_slots_reached)
         saved.put(self.layout.framed, table, self.device, progress=progress)  # type: ignore[union-attr]
 
     def _replace(self, saved: SavedRows, *, progress: bool) -> None:
-        """Puts other rows in the place of those of a directory, at once."""
+        """Replaces the rows of a directory atomically."""
         moved: Moved = saved.moved  # type: ignore[assignment]
         layout: Layout = self.layout  # type: ignore[assignment]
 
@@ -839,13 +837,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if self.rows is None:
                 raise RuntimeError(_NO_SHARED_LAYOUT)
             self.share_memory_()
-        # Views are made again from the rows, or they would be sent one by one.
+        # Views are rebuilt from the rows: they would be sent one by one.
         state: dict[str, Any] = super().__getstate__()
         state["_storage"] = state["table"] = None
         if self.stacks is not None:
             state["stacks"] = None if self.files is not None else self.stacks.past
         if self.files is not None:
-            # A directory has one writer, so a copy reads what it writes.
+            # A directory has one writer, so a copy is a reader.
             state["files"] = self.files.description.identity, self.files.fetch_every
             state |= {"rows": None, "episodes": None, "_side": None}
         return state

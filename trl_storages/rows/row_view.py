@@ -1,4 +1,4 @@
-"""A batch before it is one: the drawn rows, as transforms show them.
+"""A lazy batch: the drawn rows, as transforms present them.
 
 Letters: B samples of a batch, n further rows of each.
 """
@@ -20,8 +20,8 @@ __all__ = ["RowView", "Rule", "joined"]
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-#: How an entry is seen, given how all were seen before, and what that takes; without a rule it was set
-#: for one batch.
+#: How an entry is computed: its rule, how all entries were computed before it, and the keys it reads.
+#: Without a rule, the entry was set for one batch.
 _Light: TypeAlias = "tuple[Rule | None, _Lights, Collection[NestedKey]]"
 _Lights: TypeAlias = Mapping[NestedKey, _Light]
 
@@ -29,20 +29,19 @@ _AS_STORED: _Lights = {}
 
 
 class RowView:
-    """The rows that were drawn, as the transforms that have run so far show them.
+    """The rows that were drawn, as presented by the transforms that have run so far.
 
-    Entries are read and set as those of a dictionary, and an entry that is replaced before anybody has
-    asked for it is never worked out. `at` looks at further rows in the same light, such as those of an
-    n-step window: a reward that is read ten steps after a sampled row is the one for the goal that
-    this row was given.
+    Entries are read and set as in a dictionary; one that is replaced before it is read is never
+    computed. `at` applies the same rules to further rows, such as those of an n-step window: a reward
+    that is read ten steps after a sampled row is the one for the goal that this row was given.
 
     Args:
         stored: the rows.
         drawn: key -> `[*B, ...]` what the sampler drew, on `stored.device`.
-        lights: how entries are seen, as further rows of another view.
+        lights: the rules for entries, for further rows of another view.
 
     Attributes:
-        slots: `[*B]` int64 where the rows lie, on the device of the storage.
+        slots: `[*B]` int64 slots of the rows, on the device of the storage.
         device: where entries are.
     """
 
@@ -54,13 +53,13 @@ class RowView:
     ) -> None:
         self.slots, self.device = stored.slots, stored.device
         self._stored = stored
-        # What was set or worked out.
+        # Entries that were set or computed.
         self._entries: dict[NestedKey, torch.Tensor] = {} if drawn is None else dict(drawn)
-        # Those that are seen otherwise than they are stored.
+        # The rules for entries that are not read as stored.
         self._lights = lights
-        # The rows that lend what lies under `next`, where these are others.
+        # The rows that supply the entries under `next`, if they are others.
         self._following: RowView | None = None
-        # Why further rows can't be looked at, where they can't.
+        # Why further rows can't be read; None if they can.
         self._obstacle: str | None = None
 
     @property
@@ -79,8 +78,8 @@ class RowView:
         """Returns an entry, `[*B, ...]`.
 
         Raises:
-            KeyError: there is none; the message lists those that are there.
-            RuntimeError: it was set for the sampled rows, and these are others.
+            KeyError: no such entry; the message lists the existing ones.
+            RuntimeError: it was set for the sampled rows only, and these are further rows.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -99,7 +98,7 @@ class RowView:
             return self._following[key]
         seen = RowView(self._stored, None, before)
         for found, value in rule(seen, key).items():
-            # What was set or defined since stays.
+            # Keep what was set or defined since.
             if self._lights.get(found) is light:
                 self._entries[found] = value
         return self._entries[key]
@@ -119,14 +118,14 @@ class RowView:
     def define(
         self, keys: Collection[NestedKey], rule: Rule, *, reads: Collection[NestedKey] = ()
     ) -> None:
-        """Shows entries in another light, for these rows and for further ones.
+        """Defines entries by a rule, for these rows and for further ones.
 
         Args:
             keys: the entries.
-            rule: returns one of them when it is asked for, and perhaps others that come along. It is
-                given rows as they are seen now, these or further ones `[n, B]` of each sample, to which
-                what is known of the samples broadcasts; and which entry is asked for.
-            reads: entries that it asks for, so that those of further rows are gathered together.
+            rule: called with a view of rows as they are now, and the entry to compute; returns that
+                entry, and others if they come for free. The rows are these, or further ones `[n, B]`,
+                to which values `[B]` of the samples broadcast.
+            reads: entries that the rule reads, so that those of further rows are gathered in one call.
         """
         light = rule, self._lights, reads
         self._lights = lights = {**self._lights}
@@ -136,20 +135,20 @@ class RowView:
                 del self._entries[key]
 
     def is_defined(self, key: NestedKey) -> bool:
-        """Returns whether an entry is seen in another light than it is stored in."""
+        """Returns whether an entry was set or defined, rather than read as stored."""
         return key in self._lights
 
     # Further rows
 
     def at(self, slots: torch.Tensor, keys: Collection[NestedKey] = ()) -> RowView:
-        """Looks at further rows as these are seen.
+        """Returns a view of further rows under the same rules.
 
         Args:
             slots: `[B]` or `[n, B]` int64: rows of each sample, on the device of the storage.
-            keys: entries that are wanted for certain, so that what they take is gathered together.
+            keys: entries that will be read, so that their fields are gathered in one call.
 
         Raises:
-            RuntimeError: a transform has run that shows the sampled rows only.
+            RuntimeError: a transform has run that works on the sampled rows only.
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
@@ -157,15 +156,15 @@ class RowView:
         return RowView(stored, None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
-        """Lets what lies under `next` be that of other rows.
+        """Takes the entries under `next` from other rows.
 
         Args:
             slots: `[*B]` int64, a row for each of these.
-            reason: why no further rows can be looked at after that, as the message of the error.
+            reason: why further rows can't be read after that, as the error message.
 
         Raises:
             RuntimeError: as `at`.
-            KeyError: something was set under `next` that the rows do not hold.
+            KeyError: an entry under `next` was set for the sampled rows.
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
@@ -184,7 +183,7 @@ class RowView:
     # The batch
 
     def tensordict(self) -> TensorDictBase:
-        """Returns all entries, as a TensorDict of batch size B in memory of its own."""
+        """Returns all entries as a TensorDict of batch size B in new memory."""
         self._work_out()
         return self._stored.tensordict(self._entries)
 
@@ -198,11 +197,11 @@ class RowView:
         for key in self._lights:
             if key not in self._entries:
                 self._entries[key] = self[key]
-        # Rules may hold these rows, whose memory would wait for the garbage collector then.
+        # Rules may refer to this view: break the cycle, or its memory waits for the garbage collector.
         self._lights, self._following = _AS_STORED, None
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Lets a function of batches change all entries; further rows are out of sight then.
+        """Applies a function of batches to all entries; further rows can't be read after that.
 
         Args:
             function: takes the batch and returns it, such as a transform of TorchRL's.
@@ -214,14 +213,14 @@ class RowView:
         )
 
     def _become(self, batch: TensorDictBase) -> None:
-        """Takes a batch, in which all entries are, for what is seen of the rows."""
+        """Replaces all entries by those of a batch."""
         stored = self._stored
         self._stored = BatchedFields(stored.storage, stored.slots, stored.device)
         self._stored.batch, self._entries = batch, {}
 
 
 def _stored_for(keys: Collection[NestedKey], lights: _Lights) -> set[NestedKey]:
-    """Returns what is read of the rows themselves for entries that are seen in such lights."""
+    """Returns the stored fields that are read for entries under such rules."""
     found: set[NestedKey] = set()
     for key in keys:
         if (light := lights.get(key)) is None:
@@ -236,10 +235,10 @@ def joined(views: Sequence[RowView], order: torch.Tensor) -> TensorDict | None:
 
     Args:
         views: the rows, gathered, `[b]` each.
-        order: `[B]` int64, which of the rows, one view after another, stands where.
+        order: `[B]` int64, the number of each sample's row among the concatenated views.
 
     Returns:
-        TensorDict `[B]`, or None if fields or entries of one are others than those of the first.
+        TensorDict `[B]`, or None if the views differ in fields or entries.
     """
     pieces = [view._stored.packed() for view in views]
     if pieces[0] is None:

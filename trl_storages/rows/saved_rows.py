@@ -1,6 +1,6 @@
-"""Rows as they are saved: what is checked of them, and how they are copied to where they are to lie.
+"""Saved rows: checks them, and copies them to their new slots.
 
-Letters: N rows, S words of 8 bytes of what is next of a row, n live rows, E lanes (environments).
+Letters: N rows, S 8-byte words of the next observations of a row, n live rows, E lanes (environments).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Moved", "SavedRows", "named_entries", "table_of"]
 
-_PIECE = 1 << 24  # bytes that are loaded at once
+_PIECE = 1 << 24  # bytes loaded at a time
 _NAME, _KEYS = "the saved PackedStorage", ("layout", "_storage", "initialized", "_len")
 _OPTIONAL = ("moved", "side", "past")
 _HINT = "the size of the storage must be that of the saved one"
 
 
 class Moved(NamedTuple):
-    """Rows that are loaded to other slots than those that they were saved from."""
+    """Where saved rows go that are loaded into other slots."""
 
     episodes: EpisodeIndex
-    """Of the rows, where they are to lie."""
+    """Index of the rows in their new slots."""
     saved: EpisodeIndex
-    """Of the rows, where they were saved."""
+    """Index of the rows in their saved slots."""
     num_slots_saved: int
-    """As many as were saved."""
+    """Number of slots that were saved."""
     old: torch.Tensor
-    """`[n]` int64, the slots of the live rows as they were saved."""
+    """`[n]` int64, the saved slots of the live rows."""
     new: torch.Tensor
-    """`[n]` int64, where they are to lie."""
+    """`[n]` int64, their new slots."""
     write_count: int
     """Rows written, as TorchRL's writers count them."""
     trajectories: np.ndarray
@@ -53,18 +53,18 @@ class Moved(NamedTuple):
 
 
 class SavedRows:
-    """Rows that were saved, or that there were none.
+    """The rows of a saved state, if it has any.
 
     Args:
-        state: what `PackedStorage.state_dict` returned, and `moved` if they are to lie elsewhere.
-        max_size: N of the storage that takes them.
+        state: what `PackedStorage.state_dict` returned, with `moved` if rows go to other slots.
+        max_size: N of the storage that loads them.
 
     Attributes:
         layout: of the rows; None if there are none.
-        moved: where they are to lie; None where they were.
+        moved: their new slots; None keeps the saved ones.
 
     Raises:
-        KeyError, TypeError, ValueError: the state is damaged, or of more rows.
+        KeyError, TypeError, ValueError: the state is damaged, or has more rows.
     """
 
     def __init__(self, state: Any, max_size: int) -> None:
@@ -84,10 +84,10 @@ class SavedRows:
         self.layout = Layout.from_json(self._saved["layout"])
 
     def take(self, num_slots: int, num_lanes: int) -> None:
-        """Checks the rows, and takes them.
+        """Checks the rows and keeps them.
 
         Args:
-            num_slots: as many as must have been saved, unless the rows are moved.
+            num_slots: how many must have been saved, unless the rows are moved.
             num_lanes: E.
 
         Raises:
@@ -100,9 +100,9 @@ class SavedRows:
         shape = num_slots, layout.stored_words  # type: ignore[union-attr]
         #: `[*, W]` int64, as they are stored.
         self.rows = saved.tensor("_storage", torch.int64, shape, _HINT)
-        #: `[*, S]` int64, next observations that lie in no row; None where all are stored.
+        #: `[*, S]` int64, next observations that are in no row; None if rows hold their own.
         self.side: torch.Tensor | None = None
-        #: Frames of rows that were evicted, as `Stacks.past`; None where rows have no stacks.
+        #: Frames of evicted rows, as `Stacks.past`; None if rows have no stacks.
         self.past: torch.Tensor | None = None
         if sharing is not None:
             SavedState(self._state, _NAME, (*_KEYS, "side"), _OPTIONAL)
@@ -121,17 +121,17 @@ class SavedRows:
 
     @property
     def fields(self) -> dict[NestedKey, torch.Tensor]:
-        """The fields `[N, ...]` of the rows, which share their memory; none if there are no rows.
+        """The fields `[N, ...]` of the rows, sharing their memory; empty if there are no rows.
 
-        Next observations that are not stored in the rows are not among them, and of stacks only the
-        newest frames are.
+        Next observations that are not stored in the rows are left out, and stacks are reduced to their
+        newest frame.
         """
         if self.layout is None:
             return {}
         return tensors_of(self.layout.framed.stored_tensordict(self.rows))
 
     def is_restacked(self, wanted: Layout | None) -> bool:
-        """Whether the rows are as wanted, but for stacks of frames that one of the two stores whole."""
+        """Whether the rows differ from `wanted` only in that one of the two stores stacks whole."""
         layout = self.layout
         if layout is None or wanted is None or self.moved is None:
             return False
@@ -139,13 +139,13 @@ class SavedRows:
         return are_others and layout.described == wanted.described
 
     def restack(self, wanted: Layout) -> None:
-        """Lays the rows out with stacks of frames, if they were saved without, or the other way.
+        """Converts the rows from whole stacks to single frames, or the other way round.
 
         Args:
-            wanted: the layout of the storage that takes them, with the same fields.
+            wanted: the layout of the storage that loads them, with the same fields.
 
         Raises:
-            ValueError: stacks do not continue one another, so that no frame can be stored once.
+            ValueError: stacks do not continue one another, so that frames can't be stored once.
         """
         layout, episodes = Layout(wanted.declared, wanted.nested), self.moved.saved  # type: ignore[union-attr]
         slots = self.moved.old.cpu()  # type: ignore[union-attr]
@@ -177,14 +177,14 @@ class SavedRows:
     def _reader(
         self, episodes: EpisodeIndex
     ) -> Callable[[torch.Tensor], dict[NestedKey, torch.Tensor]]:
-        """Returns what reads the fields `[B, ...]` of rows as they are seen, on the CPU."""
+        """Returns a function that reads the fields `[B, ...]` of rows, with whole stacks, on the CPU."""
         layout: Layout = self.layout  # type: ignore[assignment]
         side = None if self.side is None else SideTable.of(self.side.cpu())
         rows = self.rows.cpu()
         if not layout.stacks:
             table = table_of(layout, rows, side, episodes)
             return lambda slots: layout.views(table.pick(slots))
-        # Where there are spare rows, the past is put among them.
+        # `take_past` writes to the spare rows, if there are any.
         rows = rows.clone()
         table, stacks = (
             table_of(layout.framed, rows, side, episodes),
@@ -194,18 +194,18 @@ class SavedRows:
         return lambda slots: layout.views(stacks.gather(table, slots, None))
 
     def copy(self) -> None:
-        """Takes memory of its own, as what is saved may be what is overwritten."""
+        """Copies the rows, as they may alias the memory that loading overwrites."""
         self.rows = self.rows.clone()
         self.side = None if self.side is None else self.side.clone()
 
     def put(self, layout: Layout, table: RowTable, device: torch.device, *, progress: bool) -> None:
-        """Copies the rows to where they are to lie.
+        """Copies the rows to their new slots.
 
         Args:
-            layout: of rows as the table takes them, with the same fields.
-            table: where they go.
+            layout: of the rows of the table, with the same fields.
+            table: writes them.
             device: of the table.
-            progress: whether to show how far it is.
+            progress: whether to show progress.
         """
         moved: Moved = self.moved  # type: ignore[assignment]
         saved = self.layout.framed  # type: ignore[union-attr]
@@ -219,7 +219,7 @@ class SavedRows:
 
 
 def _are_same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether tensors are the same bit for bit."""
+    """Returns whether tensors are bitwise equal."""
     one, another = (it.contiguous().view(-1).view(torch.uint8) for it in (value, other))
     return torch.equal(one, another)
 
@@ -231,21 +231,21 @@ def named_entries(
     episodes: EpisodeIndex,
     table: RowTable | None = None,
 ) -> torch.Tensor:
-    """Returns the entries that the rows of a directory name, `[*, S]` int64.
+    """Returns the side table of a directory up to the last entry that rows refer to, `[*, S]` int64.
 
     Args:
         layout: of the rows.
         rows: as they are stored.
         values: of the side table.
         episodes: of the rows.
-        table: of the rows, where another process writes them; None where this one does.
+        table: of the rows, if another process writes them; None if this one does.
     """
     sharing, num_lanes = layout.framed.sharing, episodes.num_envs
     headers, words = sharing.headers(rows), sharing.shared_words  # type: ignore[union-attr]
     named = (headers >> ENTRY_BIT).clamp(NUM_TIPS * num_lanes, len(values) - 1)
     values = values[: int(named.max()) + 1, :words].clone()
     if table is not None:
-        # The tips may be of further rows by now.
+        # The writer may have moved the tips on to later rows.
         newest = episodes.newest_slots()[episodes.ring.fill > 0]
         tips = tips_of(headers[newest], newest % num_lanes, num_lanes)
         values[tips] = table.pick(newest)[:, :words]
@@ -259,9 +259,9 @@ def table_of(
     episodes: EpisodeIndex | None,
     commits: Commits | None = None,
 ) -> RowTable:
-    """Returns what copies rows of a layout, of which an index says how they follow one another.
+    """Returns the table that copies rows of a layout in and out.
 
-    The others are as in `SharedTable`.
+    `episodes` says which row follows which. The other arguments are as in `SharedTable`.
     """
     kernels = backend(rows.device)
     if layout.sharing is None:

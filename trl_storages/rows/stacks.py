@@ -1,7 +1,7 @@
-"""Rows that hold single frames, seen with the stacks that these make up.
+"""Assembles stacks of frames from rows that hold single frames.
 
-Letters: N rows, D steps of the past, E lanes (environments), W words of a row as it is seen, B any shape
-of slots, L lanes and S steps written now.
+Letters: N rows, D steps of the past, E lanes (environments), W words of a row with whole stacks, F words
+of the frames of a row, B any shape of slots, L lanes and S steps written now.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _WORD = 8  # bytes
 
 
 class Evicted(NamedTuple):
-    """Frames of rows that a write evicts, while those that stay need them."""
+    """Frames of evicted rows that the remaining rows still need."""
 
     places: torch.Tensor
-    """`[n]` int64, the rows of the past where they go."""
+    """`[n]` int64, the rows of the past that store them."""
     frames: torch.Tensor
-    """`[n, F]` int64, one after another."""
+    """`[n, F]` int64, concatenated."""
 
 
 class Stacks:
-    """Puts stacks together from the rows of a lane, and from the frames before its oldest one.
+    """Assembles stacks from the rows of a lane, and from the frames before its oldest row.
 
-    The past of a lane are the D = k - 1 steps before its oldest live row. They lie in the ring where it
-    has spare steps, as that of a directory has; otherwise in a table, step s of lane l in row
+    The past of a lane is the D = k - 1 steps before its oldest live row. It stays in the ring if that
+    has spare steps, as in a directory; otherwise it is in a table, step s of lane l in row
     `(s % D) * E + l`.
 
     Args:
         layout: of rows that have stacks.
         episodes: the index of the rows.
         rows: `[N, *]` int64 as they are stored.
-        past: `[D * E, F]` int64, that of other rows in a ring without spare steps; None is empty.
+        past: `[D * E, F]` int64, an existing past, for a ring without spare steps; None is empty.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Stacks:
     ) -> None:
         self._layout, self._episodes, self._rows = layout, episodes, rows
         places = {field.key: place for place, field in enumerate(layout.fields)}
-        # Where each frame lies in a framed row, in a stored one, in one of the past, and where frames lie
-        # one after another; and its bytes.
+        # Byte offsets of each frame in a framed row, a stored row, a row of the past and in concatenated
+        # frames; and its size in bytes.
         self._kept: list[tuple[int, int, int, int, int]] = []
         fields, offset, is_in_ring = [], 0, episodes.spare_steps > 0
         for key, stack in layout.stacks.items():
@@ -83,16 +83,16 @@ class Stacks:
         if rows.is_shared():  # type: ignore[no-untyped-call]
             past.share_memory_()  # type: ignore[no-untyped-call]
         self._past, self._is_in_ring = past, is_in_ring
-        # Those at the root come first.
+        # Stacks at the root come first.
         self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
         self._table = backend(rows.device).FrameTable(rows, past, self._fields)
-        # Each of these, and what lies under `next` of it; and where in a row with single
-        # frames the newest one of that begins, and how many bytes it takes.
+        # Each stack and its twin under `next`; and the offset and size in bytes of the twin's newest
+        # frame in a framed row.
         self._pairs = [(key, next_key(key)) for key in layout.stacks if key[0] != "next"]
         twins = [key if twin not in layout.stacks else twin for key, twin in self._pairs]
         frames = map(layout.framed.field, twins)
         self._newest = [(frame.start_byte, frame.num_bytes) for frame in frames]
-        # The stacks that were wanted last, and how the table is asked for them.
+        # The stacks that were requested last, with the arguments for the table.
         self._wanted: tuple[Any, ...] = ((), None, (), (), ())
 
     @staticmethod
@@ -116,9 +116,9 @@ class Stacks:
         Args:
             table: of the rows, with their newest frames.
             slots: `[*B]` int64.
-            following: `[*B]` int64, the rows that lend what lies under `next`; None are the rows
+            following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows
                 themselves.
-            pin_memory: whether the new memory is such that a GPU reads it by itself.
+            pin_memory: whether the new memory is pinned.
 
         Returns:
             `[*B, W]` int64 in new memory.
@@ -143,7 +143,7 @@ class Stacks:
         keys: Collection[NestedKey],
         following: torch.Tensor | None = None,
     ) -> dict[NestedKey, torch.Tensor]:
-        """Gathers some stacks, together in less time than one by one.
+        """Gathers some stacks in one call, which is faster than one by one.
 
         Args:
             table: as in `gather`.
@@ -170,7 +170,7 @@ class Stacks:
         following: torch.Tensor | None,
         targets: Mapping[NestedKey, torch.Tensor],
     ) -> None:
-        """Copies stacks to where they are wanted, the bytes of each row one after another."""
+        """Copies stacks to `targets`, `[n, bytes]` uint8 each."""
         keys = tuple(targets)
         if self._wanted[0] != keys:
             of = [f for f, pair in enumerate(self._pairs) if not targets.keys().isdisjoint(pair)]
@@ -189,15 +189,15 @@ class Stacks:
     # Writing
 
     def find_breaks(self, rows: NewRows, block: Block) -> torch.Tensor | None:
-        """Finds rows whose stacks can't be put together from single frames; see `FrameTable`."""
+        """Finds rows whose stacks can't be assembled from single frames; see `FrameTable`."""
         return self._table.find_breaks(self._episodes.ring, rows, block)
 
     def evicted(self, rows: NewRows, block: Block) -> Evicted | None:
-        """Returns the frames that become the past with a write; None if there are none, or they stay.
+        """Returns the frames that a write turns into the past; None if there are none to move.
 
         Args:
-            rows: that are written, with their newest frames.
-            block: which of them are which steps.
+            rows: to write, with their newest frames.
+            block: maps rows to lanes and steps.
         """
         if self._is_in_ring:
             return None
@@ -216,7 +216,7 @@ class Stacks:
         stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
         frames = self._frames(stored, 1)
         if (is_new := ahead >= 0).any():
-            # More is written at once than finds room.
+            # More is written than fits, so that some of the evicted rows are new ones.
             at = np.broadcast_to(np.arange(len(lane))[:, None], which.shape)[which]
             number = torch.from_numpy((at * num_steps + ahead)[is_new]).to(device)
             number = number if order is None else order.reshape(-1)[number]
@@ -225,12 +225,12 @@ class Stacks:
         return Evicted(self._places(step, of_lane), frames)
 
     def _steps_before(self, tails: np.ndarray) -> np.ndarray:
-        """Returns the D steps before steps `[L]`, `[L, D]`, the last one first."""
+        """Returns `[L, D]`, the D steps before each of the steps `[L]`, the latest first."""
         found: np.ndarray = tails[:, None] - 1 - np.arange(self._layout.past_steps)
         return found
 
     def _places(self, steps: np.ndarray, lanes: np.ndarray) -> torch.Tensor:
-        """Returns the rows of the past of steps of lanes, `[n]`."""
+        """Returns the rows of the past that hold steps of lanes, `[n]`."""
         num_lanes = self._episodes.num_envs
         places = steps % (len(self._past) // num_lanes) * num_lanes + lanes
         return torch.from_numpy(places).to(self._past.device)
@@ -244,7 +244,7 @@ class Stacks:
         return frames
 
     def keep(self, evicted: Evicted) -> None:
-        """Takes frames into the past."""
+        """Stores frames in the past."""
         into, source = self._past.view(torch.uint8), evicted.frames.view(torch.uint8)
         for _, _, to, start, size in self._kept:
             into[evicted.places, to : to + size] = source[:, start : start + size]
@@ -262,15 +262,15 @@ class Stacks:
         return past
 
     def take_past(self, past: torch.Tensor, saved: EpisodeIndex) -> None:
-        """Takes over a past that was saved, of the rows of another index."""
+        """Loads a saved past, that of the rows of another index."""
         places, rows = self._before(saved)
         self.keep(Evicted(places, past[rows]))
 
     def take_past_of(self, oldest: torch.Tensor, lanes: torch.Tensor) -> None:
-        """Takes the frames before the oldest rows of lanes from the stacks of these.
+        """Stores the frames before the oldest rows of lanes, taken from the stacks of these rows.
 
         Args:
-            oldest: `[L, W]` int64, the rows as they are seen.
+            oldest: `[L, W]` int64, the rows with whole stacks.
             lanes: `[L]` int64.
         """
         size = len(oldest), self._layout.past_steps, self._past_shape[1]
@@ -287,7 +287,7 @@ class Stacks:
         self.keep(Evicted(places, frames.reshape(-1, size[2])))
 
     def _before(self, saved: EpisodeIndex) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of the past, and those of the one of an index which are saved for them."""
+        """Returns the rows of the past, and the rows of a saved past that correspond to them."""
         num_lanes = self._episodes.num_envs
         step, old = (self._steps_before(it.host_tails) for it in (self._episodes, saved))
         lanes = np.broadcast_to(np.arange(num_lanes)[:, None], step.shape)
@@ -295,7 +295,7 @@ class Stacks:
         return self._places(step.reshape(-1), lanes.reshape(-1)), rows.to(self._past.device)
 
     def mover(self, kept: Kept) -> Callable[[], None]:
-        """Returns what sets the past right once only some rows are kept, from step 0 on."""
+        """Returns a function that updates the past when the kept rows are renumbered from step 0."""
         episodes, num_past = self._episodes, self._layout.past_steps
         bounds = zip(episodes.host_tails.tolist(), episodes.host_steps.tolist(), strict=True)
         frames = torch.zeros_like(self._past)
@@ -318,11 +318,11 @@ class Stacks:
 
 
 def framed_rows(layout: Layout, rows: NewRows) -> NewRows:
-    """Returns rows that are to be written as those with single frames, if the layout has stacks.
+    """Reduces rows to write to single frames, if the layout has stacks.
 
     Args:
-        layout: of the rows as they are seen.
-        rows: these; they become `seen` of what is returned.
+        layout: of the rows with whole stacks.
+        rows: with whole stacks; they become `seen` of the result.
     """
     if not layout.stacks:
         return rows

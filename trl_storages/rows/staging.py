@@ -1,4 +1,4 @@
-"""Rows that are about to be written, laid out in a block of their own.
+"""Prepares rows to be written.
 
 Letters: n rows, W words of 8 bytes a row, E environments.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "rows_of_flags", "stage"]
 
-# NumPy has none of these, but integers of their size.
+# Dtypes that NumPy lacks, with integers of the same size that carry their bits.
 _UNKNOWN_TO_NUMPY = {
     torch.bfloat16: torch.int16,
     torch.complex32: torch.int32,
@@ -44,15 +44,15 @@ def stage(
     strict: bool = True,
     done: torch.Tensor | None = None,
 ) -> NewRows:
-    """Returns the rows that entries make up, to be written.
+    """Returns entries as rows to write.
 
     Args:
         layout: of a row.
         entries: key -> tensor `[*batch_size, *shape]`, on any device.
         batch_size: of the entries, n rows in all.
-        device: where the rows are wanted.
-        strict: whether an entry that is not in the layout is an error; it is left out otherwise.
-        done: n bool, which rows end their episodes; None where no lane is written.
+        device: of the storage that the rows go to.
+        strict: raise on an entry that is not in the layout; False drops it.
+        done: n bool, which rows end their episodes; None if no lane is written.
 
     Raises:
         KeyError, TypeError, ValueError: an entry does not fit the layout.
@@ -71,14 +71,14 @@ def rows_of(
     done: torch.Tensor | None = None,
     is_plain: bool = False,
 ) -> NewRows:
-    """Returns the rows that fields make up.
+    """Returns fields as rows to write.
 
     Args:
-        new_rows: makes them.
+        new_rows: class of the rows.
         layout: of a row.
         fields: `[*batch_size, *shape]` in the order of the layout, as `Layout.fit` returns them.
         batch_size: of the fields, n rows in all.
-        device: where the rows are wanted.
+        device: of the storage that the rows go to.
         done: as in `stage`.
         is_plain: whether fields and flags are known to be `plain`.
     """
@@ -91,7 +91,7 @@ def rows_of(
 
 
 def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
-    """Returns n rows of which nothing is known but which of them end their episodes."""
+    """Returns n rows without fields, with only the flags that end episodes."""
     [done], places = plain([done]), np.zeros((0, 2), np.int64)
     return backend(device).NewRows([], places, num_rows, 0, done, device)
 
@@ -110,33 +110,33 @@ class StepBlock:
         self._words = torch.zeros(num_envs, layout.num_words, dtype=torch.int64, device=device)
         #: Key -> `[E, *shape]`.
         self.views = layout.views(self._words)
-        #: The same to put values into: arrays on the CPU, tensors elsewhere.
+        #: The same for assignment: arrays on the CPU, tensors elsewhere.
         self.columns: dict[NestedKey, Any] = self.views
         #: Whether the columns are arrays.
         self.is_on_host = device.type == "cpu"
         if self.is_on_host:
-            # To put a value into an array takes a fifth of the time.
+            # Assignment to an array takes a fifth of the time.
             self.columns = {key: as_array(view) for key, view in self.views.items()}
-        #: The L environments that made a transition; None where these are all.
+        #: The L environments that made a transition; None for all of them.
         self.lanes: list[int] | None = None
         self._rows_here = self._rows(device)
 
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
-        """Puts the values of a field of some environments to where they belong."""
+        """Sets the values of a field, for some environments."""
         self.columns[key][which] = as_array(values) if self.is_on_host else values
 
     def rows(self, device: torch.device) -> NewRows:
-        """Returns what is in the block when it is written.
+        """Returns the rows of the block, with the values that it has when they are written.
 
         Args:
-            device: where the rows are wanted.
+            device: of the storage that the rows go to.
         """
         if device == self.device and self.lanes is None:
             return self._rows_here
         return self._rows(device)
 
     def tensordict(self) -> TensorDict:
-        """Returns the transitions as a TensorDict `[L]` in memory of its own."""
+        """Returns the transitions as a TensorDict `[L]` in new memory."""
         words = self._words.clone() if self.lanes is None else self._words[self.lanes]
         return self.layout.tensordict(words)
 
@@ -149,7 +149,7 @@ class StepBlock:
 
 
 def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
-    """Sees a tensor on the CPU as an array, to copy its bits; one elsewhere is brought there."""
+    """Returns a tensor as an array of its bits: a view on the CPU, a copy from other devices."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype in _UNKNOWN_TO_NUMPY:
@@ -158,14 +158,14 @@ def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
 
 
 def pairs_of(layout: Layout, keys: Iterable[NestedKey]) -> np.ndarray:
-    """Returns which fields say what a step began with, and which what it led to.
+    """Pairs the fields from before a step with those from after it.
 
     Args:
         layout: of the rows.
-        keys: of what a step began with; those whose twin under `next` is of another kind are left out.
+        keys: of fields from before a step; skipped if the twin under `next` has another dtype or shape.
 
     Returns:
-        `[p, 2]` int64: the place of a field among those of a row, and that of its twin.
+        `[p, 2]` int64: the number of a field among those of a row, and that of its twin.
     """
     places = {key: place for place, key in enumerate(layout.keys)}
     described = layout.described

@@ -23,7 +23,7 @@ class StockRows(SavedPart):
     """A storage of TorchRL's own that holds a TensorDict, or nothing yet.
 
     Args:
-        storage: it.
+        storage: the storage to save.
     """
 
     def __init__(self, storage: TensorStorage) -> None:
@@ -41,7 +41,7 @@ class StockRows(SavedPart):
         if layout is not None:
             found = tensors_of(storage._storage)
             for place, field in enumerate(layout.fields):
-                # Those of files are of a class of their own.
+                # Memory-mapped tensors are of a subclass.
                 fields[str(place)] = found[field.key].as_subclass(torch.Tensor)
         json = None if layout is None else layout.to_json()
         return {"layout": json, "fields": fields, "_len": storage._len}
@@ -51,7 +51,7 @@ class StockRows(SavedPart):
         self.read_state(state_dict)
 
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
-        """Returns the fields `[N, ...]` of a saved state; none if it has no rows.
+        """Returns the fields `[N, ...]` of a saved state; empty if it has no rows.
 
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
@@ -76,7 +76,7 @@ class StockRows(SavedPart):
         }
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Loads a checked state."""
         storage, fields = self._rows, self.read_state(state)
         if fields:
             if not storage.initialized:
@@ -89,7 +89,7 @@ class StockRows(SavedPart):
 
 
 def rows_part(storage: Storage) -> SavedPart:
-    """Returns a storage of anybody's as a part that can be saved."""
+    """Returns any storage as a part that can be saved."""
     if isinstance(storage, PackedStorage):
         return storage
     if isinstance(storage, TensorStorage) and (

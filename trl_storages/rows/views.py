@@ -1,4 +1,4 @@
-"""Fields of rows, seen as tensors that share their memory, and as TensorDicts of these.
+"""Views of the fields of rows, as tensors and as TensorDicts.
 
 Letters: B any leading shape.
 """
@@ -26,11 +26,11 @@ _dtype_of = attrgetter("dtype")
 
 
 class Views:
-    """Sees the fields of rows as tensors that share their memory.
+    """Makes views of the fields of rows.
 
     Args:
-        fields: in the order in which they lie in a row.
-        row_nbytes: of a row.
+        fields: in the order of a row.
+        row_nbytes: bytes a row.
         nested: as in `Layout`.
     """
 
@@ -38,7 +38,7 @@ class Views:
         self._row_nbytes = row_nbytes
         self._tree = _tree_of(tuple(field.key for field in fields), nested)
         self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
-        # The fields that are no vectors, by their place among all.
+        # The fields that are not vectors, by their position.
         self._shapes = [
             (place, field.shape)
             for place, field in enumerate(fields)
@@ -47,7 +47,7 @@ class Views:
         self._stacked = [(place, field) for place, field in enumerate(fields) if field.stack]
 
     def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
-        """Returns how a row of elements of one dtype is split into fields that follow one another.
+        """Returns how a row, viewed as one dtype, is split into adjacent fields.
 
         Returns:
             the dtype, the sizes of the parts of a row, and which of them are the fields.
@@ -55,7 +55,7 @@ class Views:
         dtype = run[0].dtype
         sizes, places, end = [], [], 0
         for field in run:
-            # What lies around fields is a part as well, but an empty part takes as long as a field.
+            # A gap between fields is a part too; an empty one is skipped, as it costs as much as a field.
             if field.start > end:
                 sizes.append(field.start - end)
             places.append(len(sizes))
@@ -96,13 +96,13 @@ def nest(
 
 
 class _Tree(NamedTuple):
-    """The entries of a TensorDict, by where their tensors stand in a list."""
+    """The entries of a TensorDict, by the positions of their tensors in a list."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
     nested: tuple[tuple[str, _Tree], ...]
     further: torch.Size
-    """The batch dimensions which it has beyond those of the outermost."""
+    """Batch dimensions beyond those of the outermost TensorDict."""
 
 
 @lru_cache(maxsize=1024)
