@@ -1,4 +1,4 @@
-"""How steps become rows: which lane a row is for, whether it continues that lane, and the writer."""
+"""Writes steps as rows: assigns rows to lanes, and finds where they do not continue them."""
 
 from trl_storages.writing.counting import num_slots
 from trl_storages.writing.gaps import OnGap

@@ -1,4 +1,4 @@
-"""Checks what comes to be written, and says what to pass instead.
+"""Checks data before it is written, with errors that say what to pass instead.
 
 Letters: L lanes written now, T steps of each.
 """
@@ -33,8 +33,8 @@ def check_storage(storage: Any) -> None:
     """Checks that lanes of steps can be written to a storage.
 
     Raises:
-        TypeError: it keeps no tensors on a device.
-        ValueError: it has more dimensions than one, or rows without an episode index.
+        TypeError: it does not hold tensors on a device.
+        ValueError: it has more than one dimension, or rows without an episode index.
     """
     if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
         raise TypeError(
@@ -63,7 +63,7 @@ def num_steps_of(
         data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
         lanes: the L lanes; None is all of them.
         num_envs: how many there are.
-        traj_key: by which flat batches find their lanes.
+        traj_key: assigns the rows of flat batches to lanes.
 
     Raises:
         ValueError: the batch has another shape.
@@ -104,7 +104,7 @@ def num_steps_of(
 def end_flags(
     entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, num_rows: int
 ) -> torch.Tensor:
-    """Returns n bool, which rows end their episodes, in any shape.
+    """Returns n bool of any shape, which rows end their episodes.
 
     Args:
         entries: of the rows.
@@ -146,9 +146,9 @@ def _one_for_all(key: NestedKey) -> str:
 
 
 def check_flags(layout: Layout, rows: NewRows) -> None:
-    """Checks that rows are `done` where they are `terminated` or `truncated`, of all or of one agent.
+    """Checks that rows are `done` where they are `terminated` or `truncated`, for all or per agent.
 
-    Rows that are on a GPU already are not looked at: that would wait for it.
+    Rows on a GPU are not checked: that would synchronize with it.
 
     Raises:
         ValueError: some are not.
@@ -158,7 +158,7 @@ def check_flags(layout: Layout, rows: NewRows) -> None:
 
 
 def check_flags_of(entries: Mapping[NestedKey, torch.Tensor]) -> None:
-    """Checks the same of rows for a storage of TorchRL's."""
+    """Checks the same for rows that go to one of TorchRL's own storages."""
     for key, done_key in done_beside(entries).items():
         flag, done = entries[key], entries[done_key]
         # Tensors of a simulated device (a subclass) have no value to read.

@@ -15,19 +15,19 @@ __all__ = ["warn_of_lost_ends", "with_next"]
 def with_next(
     entries: dict[NestedKey, torch.Tensor], layout: Layout | None
 ) -> dict[NestedKey, torch.Tensor] | None:
-    """Returns entries that lack next observations with observations in the place of these.
+    """Fills in missing next observations with the observations of the same rows.
 
-    They stand there until the rows come that follow, and for good where an episode ends.
+    They stay until the following row is written; at the end of an episode, for good.
 
     Args:
-        entries: of rows that are to be written.
-        layout: of the rows that are stored; None if there are none yet.
+        entries: of rows to write.
+        layout: of the stored rows; None if there are none yet.
 
     Returns:
-        None if nothing is lacking, or something else.
+        None if no entry is missing, or others than next observations are.
 
     Raises:
-        KeyError: next observations are lacking, and the rows do not share them.
+        KeyError: next observations are missing, and the rows do not share them.
     """
     missing = () if layout is None else [key for key in layout.keys if key not in entries]
     if layout is None or not missing:
@@ -44,7 +44,7 @@ def with_next(
 
 
 def warn_of_lost_ends() -> None:
-    """Warns that the observations that episodes end with are not among what is written."""
+    """Warns that the final observations of episodes are not written."""
     warn_caller(
         "next observations are left out of what is written, as by a collector with compact_obs=True: the "
         "last row of each episode shows its own observation as the next one, and what is bootstrapped "

@@ -1,4 +1,4 @@
-"""A writer whose counters are those that TorchRL asks for, for a storage with an episode index."""
+"""Keeps the counters that TorchRL reads from a writer, for a storage with an episode index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CountingWriter", "num_slots"]
 
 
 class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
-    """Counts rows in 64 bits, as a month of training may write more than 32 can say.
+    """Counts rows in 64 bits, as a month of training may overflow 32.
 
     Args:
         track_generations: as in TorchRL's `RoundRobinWriter`.
@@ -58,15 +58,15 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
 
     @_cursor.setter
     def _cursor(self, value: int) -> None:
-        # The episode index says where it is; TorchRL keeps a number besides.
+        # TorchRL keeps its own number, but the episode index has the true one.
         RoundRobinWriter._cursor.fset(self, value)
 
     @property
     def tracks_generations(self) -> bool:
-        """Whether the rows that a slot ever held are counted.
+        """Whether the rows that each slot has held are counted.
 
-        TorchRL's buffers ask for it between a draw and the gather. They have handed their sampler the
-        storage as it is, so this is where a sampler is refused that was wrong about its lanes.
+        TorchRL's buffers read it between the draw and the gather, after their sampler has seen the
+        storage. So this is where a sampler that is wrong about the lanes is refused.
         """
         if self._storage is not None:
             check_draws(self._storage, self)
@@ -74,17 +74,17 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
         return found
 
     def _mark_update_entities(self, index: torch.Tensor) -> None:
-        # As TorchRL does, without what it adds for compiled writers.
+        # As in TorchRL, without its support for compiled writers.
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
     def _count(self, lanes: Lanes = None) -> None:
-        """Tells a storage what it does not see itself of rows that were written to some lanes."""
+        """Updates the counters of a storage after rows were written to some lanes."""
         storage, episodes = self._storage, self._storage.episodes
         if isinstance(storage, PackedStorage):
             storage._bump_mutation_revision()
         else:
-            # Known to the host without waiting for the device, as TorchRL would.
+            # The host knows these, where TorchRL would wait for the device.
             storage._len = num_slots(storage, episodes)
             storage._set_last_cursor(episodes.newest_slot(lanes))
 
@@ -93,6 +93,6 @@ def num_slots(storage: Storage, episodes: EpisodeIndex) -> int:
     """Returns what a storage counts as its length, with the rows of an episode index."""
     if isinstance(storage, PackedStorage):
         return len(episodes)
-    # TorchRL's storages read the slots below their length only; lanes of unequal fill reach beyond the
-    # number of rows.
+    # TorchRL's storages read only slots below their length, and lanes of unequal fill reach slots
+    # beyond the number of rows.
     return int(episodes.host_fill.max()) * episodes.num_envs

@@ -1,4 +1,4 @@
-"""Notices rows that do not begin where the row before them in their lane led to.
+"""Finds rows that do not continue the row before them in their lane.
 
 Letters: L lanes written now, T steps of each.
 """
@@ -37,9 +37,9 @@ _REMEDY = (
 
 
 class GapWatch:
-    """Finds gaps: rows whose observation is not, bit for bit, the next one of the row before.
+    """Finds gaps: rows whose observation is not bitwise the next observation of the row before.
 
-    Rows after a `done`, and rows that are known to begin an episode, are no gaps.
+    Rows after a `done`, and rows that are known to begin an episode, are not gaps.
 
     Args:
         on_gap: "warn" (once) before the row is written, "cut" begins an episode with it, "ignore"
@@ -48,8 +48,8 @@ class GapWatch:
             `continued_keys`.
 
     Raises:
-        ValueError: `on_gap` is something else.
-        TypeError: `on_gap` is no name, or `observation_keys` is not a sequence of keys.
+        ValueError: `on_gap` is unknown.
+        TypeError: `on_gap` is not a string, or `observation_keys` is not a sequence of keys.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class GapWatch:
             self.observation_keys = arguments.keys("observation_keys", observation_keys)
         #: Whether the warning was given.
         self.has_warned = False
-        #: Whether torn episodes are still to be warned of.
+        #: Whether to warn of torn episodes, until that is done once.
         self.warns_of_tears = self.on_gap == "warn"
-        # Gaps in rows on a GPU, heard of at a later write.
+        # Gaps in rows on a GPU, reported at a later write.
         self._late: DeferredError | None = None
-        # Of the layout of the rows before.
+        # Cache: the compared fields of the last layout.
         self._pairs: tuple[Layout, np.ndarray] | None = None
 
     @property
@@ -74,7 +74,7 @@ class GapWatch:
         return self.on_gap == "cut" or (self.on_gap == "warn" and not self.has_warned)
 
     def compared(self, keys: Collection[NestedKey]) -> list[NestedKey]:
-        """Returns which of the entries of a row are compared.
+        """Returns the keys of the entries that are compared.
 
         Raises:
             KeyError: one of `observation_keys`, or what lies under `next` of it, is missing.
@@ -94,11 +94,11 @@ class GapWatch:
     def values(
         self, entries: Mapping[NestedKey, torch.Tensor], stored: Collection[NestedKey] | None
     ) -> dict[NestedKey, torch.Tensor]:
-        """Returns those of the entries that are compared.
+        """Returns the entries that are compared.
 
         Args:
-            entries: of rows that are to be written.
-            stored: which of them are stored; None is all.
+            entries: of rows to write.
+            stored: keys of those that are stored; None for all.
 
         Raises:
             KeyError: as `compared`.
@@ -114,16 +114,16 @@ class GapWatch:
         layout: Layout,
         block: Block,
     ) -> torch.Tensor | None:
-        """Finds the gaps among rows that are to be written; see `kernels.host.Ring`.
+        """Finds the gaps among rows to write; see `kernels.host.Ring`.
 
         Args:
-            storage: where the rows before them are.
-            rows: of which at least those fields are known that are compared.
+            storage: holds the rows before them.
+            rows: with at least the fields that are compared.
             layout: of these rows.
-            block: which of them are which steps.
+            block: maps rows to lanes and steps.
 
         Returns:
-            `[L, T]` bool; None may stand for none.
+            `[L, T]` bool; may be None if there are none.
         """
         pairs, ring = self.pairs(layout), storage.episodes.ring
         if not len(pairs):
@@ -139,7 +139,7 @@ class GapWatch:
         return found
 
     def pairs(self, layout: Layout) -> np.ndarray:
-        """Returns which fields of rows are compared; see `pairs_of`.
+        """Returns the pairs of fields that are compared; see `pairs_of`.
 
         Raises:
             KeyError: as `compared`.
@@ -151,7 +151,7 @@ class GapWatch:
     def _rows_before(
         self, storage: Storage, layout: Layout, lanes: Sequence[int] | None
     ) -> RowTable:
-        """Returns the newest rows of the lanes `[L, W]`, for a storage of TorchRL's."""
+        """Returns the newest rows of the lanes `[L, W]`, from one of TorchRL's own storages."""
         episodes: EpisodeIndex = storage.episodes
         newest, before = episodes.newest_slots(lanes), {}
         for key in self.compared(layout.keys):
@@ -163,7 +163,7 @@ class GapWatch:
     def warn(self, gaps: Sequence[torch.Tensor]) -> None:
         """Warns of gaps in rows that are about to be written, if there are any.
 
-        On a GPU this is late: nothing waits for the device, and a later call of `warn_late` warns.
+        On a GPU the warning is left to a later call of `warn_late`, to avoid synchronization.
 
         Args:
             gaps: `[L, T]` bool each, rows that are gaps.
@@ -181,7 +181,7 @@ class GapWatch:
             self.has_warned = True
 
     def warn_of_tears(self) -> None:
-        """Warns that episodes are torn to pieces, in rows that are about to be written."""
+        """Warns that rows about to be written tear episodes apart."""
         self.warns_of_tears = False
         warn_caller(
             "trajectories that go on side by side are written to one lane, and each is cut where "
@@ -191,7 +191,7 @@ class GapWatch:
         )
 
     def warn_late(self) -> None:
-        """Warns of gaps in rows that were written to a GPU, as far as the device has come."""
+        """Warns of gaps in rows that were written to a GPU, as far as it has checked them."""
         if self._late is not None and self.is_looking and self._late.pop():
             self.has_warned = True
             warn_caller(

@@ -1,4 +1,4 @@
-"""What a writer remembers of each lane, and where that cuts an episode.
+"""The writer's state of each lane, and the cuts of episodes that follow from it.
 
 Letters: E lanes (environments), L lanes written now, T steps of each.
 """
@@ -23,44 +23,44 @@ _MANY = 256
 
 
 class LaneNotes:
-    """Remembers which trajectory each lane holds, when it was written last, and by which process.
+    """Tracks which trajectory each lane holds, and when and by which process it was last written.
 
-    An episode that was going on when a directory was closed, or its writer killed, goes on if the next
-    row of its lane shows what its last row led to. Otherwise the environment was reset in between, and
-    the next row begins another one.
+    An episode that was open when a directory was closed, or its writer killed, continues if the next row
+    of its lane begins with the next observation of its last row. Otherwise the environment was reset in
+    between, and the next row begins a new episode.
 
     Args:
         episodes: the index of the lanes.
-        are_reopened: whether their rows were there when a directory was opened.
+        are_reopened: whether their rows come from a directory that was opened.
     """
 
     def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
         self._episodes = episodes
-        #: `[E]` bool, of which it is not known whether their episode goes on; None if there is none.
+        #: `[E]` bool, lanes whose open episode may not continue; None if there are none.
         self.unsure: torch.Tensor | None = (
             episodes.is_open if are_reopened and episodes.is_open.any() else None
         )
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
         if self.trajectory.device.type == "cpu":
-            #: The same as an array, as a directory is told of it.
+            #: The same as an array, for the directory.
             self.numbers = self.trajectory.numpy()
-        # When each lane was written last, in rows written.
+        # The write count at each lane's last write.
         self._written_at = np.zeros(episodes.num_envs, np.int64)
-        #: `[E]` int64, which process wrote last to each lane; None if one writes all.
+        #: `[E]` int64, the process that last wrote to each lane; None with a single process.
         self.process: torch.Tensor | None = None
-        # The newest trajectories that were left for others before they ended, with their lanes.
+        # The latest (lane, trajectory) pairs that were interrupted by another trajectory.
         self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
 
     def share_memory_(self) -> None:
-        """Moves to memory that other processes see what they must know."""
+        """Moves the state that other processes need to shared memory."""
         self.trajectory.share_memory_()  # type: ignore[no-untyped-call]
         if self.process is None:
             size = (self._episodes.num_envs,)
             self.process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
 
     def routes(self, steps: Steps) -> list[Block]:
-        """Gives rows of several lanes each to one, by their trajectories.
+        """Assigns the rows of a flat batch to lanes, by their trajectories.
 
         Raises:
             ValueError: more trajectories run side by side than there are lanes.
@@ -82,7 +82,7 @@ class LaneNotes:
     def cut(self, steps: Steps, block: Block) -> Block:
         """Cuts where a row can't continue the row before it in its lane.
 
-        That is one of another trajectory, or of another process, which has environments of its own.
+        That is where the trajectory changes, or the process, as each has environments of its own.
         """
         if steps.trajectory is not None:
             now = block.arranged(steps.trajectory)
@@ -93,12 +93,12 @@ class LaneNotes:
         return block
 
     def cut_where_reset(self, block: Block, gap: torch.Tensor | None, *, is_known: bool) -> Block:
-        """Cuts where an episode does not go on that was there when a directory was opened.
+        """Cuts where an open episode of a reopened directory does not continue.
 
         Args:
             block: as `cut` returned it.
-            gap: `[L, T]` bool, rows that do not show what the row before them led to; None for none.
-            is_known: whether rows tell that; otherwise no episode goes on.
+            gap: `[L, T]` bool, rows that do not continue the row before them; None for none.
+            is_known: whether gaps can be found; otherwise no episode continues.
         """
         unsure = self.unsure[block.which]  # type: ignore[index]
         if is_known:
@@ -106,30 +106,31 @@ class LaneNotes:
         return self._cut_first(block, unsure)
 
     def may_begin(self, block: Block) -> torch.Tensor:
-        """Returns where steps may begin an episode by that, `[L, T]` bool."""
+        """Returns the steps that may begin an episode for that reason, `[L, T]` bool."""
         unsure = self.unsure[block.which].unsqueeze(1)  # type: ignore[index]
         return unsure & (torch.arange(block.num_steps) == 0)
 
     def settle(self, blocks: Iterable[Block]) -> None:
-        """Notes of steps that count: of their lanes it is known whether episodes go on."""
+        """Marks the lanes of committed steps as no longer unsure."""
         for block in blocks:
             self.unsure[block.which] = False  # type: ignore[index]
         if not self.unsure.any():  # type: ignore[union-attr]
             self.unsure = None
 
     def _cut_first(self, block: Block, begins: torch.Tensor) -> Block:
-        """Cuts off the first rows of some of the lanes, `[L]` bool."""
+        """Cuts before the first row of some of the lanes, `[L]` bool."""
         cut = torch.zeros(len(begins), block.num_steps, dtype=torch.bool)
         cut[:, 0] = begins
         return block.cut_at(cut.to(self._episodes.device))
 
     def tears(self, steps: Steps, block: Block) -> bool:
-        """Whether a trajectory goes on that was left for another one, which has not ended either.
+        """Whether a trajectory resumes that another one had interrupted before its end.
 
-        Such trajectories run side by side, in a lane too few. Those of a GPU are not waited for.
+        Such trajectories run side by side, so that there are too few lanes. False on a GPU, where
+        looking would synchronize.
 
         Args:
-            steps: that are about to be written.
+            steps: about to be written.
             block: some of them, as `cut` returned it.
         """
         if steps.trajectory is None or block.cut is None or block.cut.device.type != "cpu":
@@ -139,7 +140,7 @@ class LaneNotes:
             return False
         is_open = self._episodes.is_open[block.which].unsqueeze(1)
         if not is_open.any():
-            # Maybe another collector, which numbers its own.
+            # It may be another collector with a numbering of its own.
             self._left.clear()
         done = block.arranged(steps.rows.done.reshape(-1))  # type: ignore[union-attr]
         goes_on = torch.cat([is_open, ~done[:, :-1]], 1)[lane, step]
@@ -156,7 +157,7 @@ class LaneNotes:
         return False
 
     def note(self, steps: Steps, block: Block, write_count: int) -> None:
-        """Remembers that steps were written, as the last ones of so many rows."""
+        """Records steps that were written, with the write count after them."""
         if len(self._written_at) > 1:
             self._written_at[block.which] = write_count
         if steps.trajectory is not None:
@@ -164,7 +165,7 @@ class LaneNotes:
         if self.process is not None:
             self.process[block.which] = os.getpid()
             if steps.trajectory is not None:
-                # Others may write before this process does so again.
+                # Other processes may write to the lane before this one does again.
                 goes_on = self._episodes.is_open[block.which]
                 number = torch.arange(len(self.trajectory))[block.which][goes_on]
                 left = self.trajectory[number]

@@ -1,4 +1,4 @@
-"""Finds the lane of each row of a flat batch by the trajectory that it is of.
+"""Assigns the rows of a flat batch to lanes by their trajectories.
 
 Letters: N rows, E lanes, U trajectories among the rows, L lanes that get S rows each.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["Block", "route"]
 
-# `[L]` lanes, and `[L, S]` which rows they get, in the order of time.
+# `[L]` lanes, and `[L, S]` numbers of the rows that they get, in time order.
 Block = tuple[np.ndarray, np.ndarray]
 
 
@@ -21,25 +21,25 @@ def route(
     is_open: np.ndarray,
     last_written: np.ndarray,
 ) -> list[Block]:
-    """Gives each trajectory of a flat batch to one lane.
+    """Assigns each trajectory of a flat batch to one lane.
 
-    A trajectory goes on in the lane that holds it. A new one goes to a lane whose episode is over, else
-    to the one that was longest not written. Of several lanes that are over, it is the one of the
-    trajectory before it in the batch while that has no more than its share of the rows, then the one
-    with the fewest: so a batch `[E, T]` that was made flat fills the lanes as `[E, T]` does.
+    A trajectory continues in the lane that holds it. A new one goes to a lane whose episode has ended,
+    else to the least recently written lane. Among ended lanes, it goes to that of the preceding
+    trajectory in the batch while that lane has at most its share of the rows, else to the one with the
+    fewest rows: so a flattened batch `[E, T]` fills the lanes as `[E, T]` does.
 
     Args:
-        trajectories: `[N]` integers, one number a trajectory; the rows of each in the order of time.
+        trajectories: `[N]` integers, one number a trajectory; the rows of each in time order.
         done: `[N]` bool, the episode ends with this row.
         held: `[E]` the number of the last trajectory of each lane.
-        is_open: `[E]` bool, whether it goes on.
-        last_written: `[E]` when each lane was written last, by any clock.
+        is_open: `[E]` bool, whether its episode is open.
+        last_written: `[E]` when each lane was last written, by any clock.
 
     Returns:
-        which rows go to which lanes: a block for each number of rows that lanes get.
+        lanes and their rows, one block for each distinct number of rows that lanes get.
 
     Raises:
-        ValueError: more trajectories go on after the batch than there are lanes.
+        ValueError: more trajectories stay open after the batch than there are lanes.
 
     >>> from numpy import array
     >>> two = {"held": array([0, 0]), "is_open": array([False, False]), "last_written": array([0, 0])}
@@ -48,7 +48,7 @@ def route(
            [2, 3]]))]
     """
     number, first, of_row = np.unique(trajectories, return_index=True, return_inverse=True)
-    # Trajectories are counted in the order in which they appear.
+    # Rank trajectories by their first appearance.
     order = first.argsort()
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
@@ -60,7 +60,7 @@ def route(
         raise ValueError(_too_many(num_open, len(held)))
     lane, place = _lanes(number, size, goes_on, held, is_open, last_written)
 
-    # The rows of each lane: trajectories by their place in it, and then by time.
+    # Order the rows of each lane by the place of their trajectory in it, then by time.
     turn = np.empty(len(number), np.int64)
     turn[np.lexsort((np.arange(len(number)), place, lane))] = np.arange(len(number))
     rows = turn[unit].argsort(kind="stable")
@@ -81,26 +81,26 @@ def _lanes(
     is_open: np.ndarray,
     last_written: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `[U]` the lane of each trajectory, and `[U]` its place there.
+    """Returns the lane of each trajectory `[U]`, and its place there `[U]`.
 
     Args:
         number: `[U]` the numbers of the trajectories.
         size: `[U]` their rows in the batch.
-        goes_on: `[U]` bool, whether they have not ended with these.
-        held: as in `route`, as all that follow.
+        goes_on: `[U]` bool, whether they are still open after these.
+        held: as in `route`.
         is_open: likewise.
         last_written: likewise.
     """
     num_envs, share = len(held), -(-int(size.sum()) // len(held))
     holders = {int(held[lane]): lane for lane in np.flatnonzero(is_open)[::-1].tolist()}
     rows = [0] * num_envs
-    # Lanes whose episode would be cut, and those whose last trajectory is known.
+    # Lanes whose open episode would be cut, and those that already have a last trajectory.
     is_cut, is_taken, is_held = is_open.tolist(), [False] * num_envs, [False] * num_envs
     lanes, places = np.full(len(number), -1), np.ones(len(number), np.int64)
     for at, name in enumerate(number.tolist()):
         lane = holders.get(name)
         if lane is not None:
-            # First of all: it goes on from the row before.
+            # It continues the lane's newest row, so it comes first.
             lanes[at], places[at] = lane, 0
             rows[lane] += int(size[at])
             is_cut[lane] = False
@@ -109,7 +109,7 @@ def _lanes(
     before = -1
     for at, (num_rows, is_last) in enumerate(zip(size.tolist(), goes_on.tolist(), strict=True)):
         if lanes[at] < 0:
-            # A trajectory that ended may come before one that goes on, if this is a new one too.
+            # An ended trajectory may precede one that stays open, if that one is new too.
             barred = is_taken if is_last else is_held
             free = [lane for lane in range(num_envs) if not barred[lane]]
             if not free:

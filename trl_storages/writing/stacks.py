@@ -1,4 +1,4 @@
-"""Checks that stacks of frames can be put together again from the newest frame of each.
+"""Checks that stacks of frames can be reassembled from their newest frames.
 
 Letters: L lanes written now, T steps of each.
 """
@@ -20,28 +20,28 @@ _KINDS = 4
 def checked_stacks(
     storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool | torch.Tensor
 ) -> Block:
-    """Returns steps with stacks that continue one another.
+    """Checks that stacks continue one another, and cuts where they may not.
 
     Args:
-        storage: where they are to be written.
+        storage: that they are written to.
         steps: rows.
         block: those of some lanes.
-        cuts: whether an episode begins with a stack that does not continue the one before; `[L, T]` says
-            so of each step.
+        cuts: whether a stack that does not continue the one before begins an episode; `[L, T]` bool for
+            each step.
 
     Raises:
-        ValueError: a stack does not continue the one before it in its lane, or begins an episode with
-            other frames than its padding.
+        ValueError: a stack does not continue the one before it in its lane, or an episode begins with
+            earlier frames that are not the padding.
     """
     layout, stacks = steps.layout, storage.stacks
     rows = steps.rows.seen
     if stacks is None:
-        # Nothing is written yet, so that there is nothing to continue.
+        # Nothing is written yet, so there is nothing to continue.
         words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)  # type: ignore[union-attr]
         stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
     breaks = stacks.find_breaks(rows, block)  # type: ignore[arg-type]
     if breaks is not None and steps.rows.is_compact:
-        # What comes next is not known yet.
+        # The next observations are not known yet.
         breaks = torch.where(breaks % _KINDS == NOT_SHIFTED, 0, breaks)
     if breaks is None or not bool(breaks.any()):
         return block

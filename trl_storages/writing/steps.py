@@ -1,4 +1,4 @@
-"""What is about to be written: rows made of a TensorDict.
+"""Turns a TensorDict into rows to write.
 
 Letters: n rows.
 """
@@ -37,26 +37,26 @@ class Steps(NamedTuple):
     """n rows that may be written."""
 
     rows: NewRows
-    """Of a storage of TorchRL's what is compared only."""
+    """For one of TorchRL's own storages, only the compared fields."""
     layout: Layout | None
-    """Of these rows; None where nothing of them is known."""
+    """Of these rows; None if they have no fields."""
     trajectory: torch.Tensor | None = None
     """`[n]` int64 on the device of the index."""
     data: TensorDictBase | None = None
-    """`[n]`, for a storage of TorchRL's own."""
+    """`[n]`, for one of TorchRL's own storages."""
 
 
 class _Known(NamedTuple):
-    """What was found out of steps that fit, and holds of all that are of the same structure."""
+    """What holds for all steps of the same structure, found once."""
 
     layout: Layout
     structure: Structure | None
-    """Of their fields in the order of the layout, `done`, and the trajectories, if there are any."""
+    """Of the fields in layout order, `done`, and the trajectories if there are any."""
     is_compact: bool
 
 
 class Fields:
-    """Which entries of a TensorDict are stored, and which tell how steps belong together.
+    """Which entries of a TensorDict are stored, and which ones tell episodes apart.
 
     Args:
         keys: entries to store; None stores all.
@@ -67,21 +67,21 @@ class Fields:
     def __init__(
         self, keys: list[NestedKey] | None, done_key: NestedKey, traj_key: NestedKey
     ) -> None:
-        #: What it was made of.
+        #: The arguments.
         self.wanted = keys, done_key, traj_key
         self.keys, self.done_key, self.traj_key = self.wanted
-        # Of the last steps: as a rule the next ones are of the same structure.
+        # From the last steps, as the next ones usually have the same structure.
         self._known: _Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy finds out for itself.
+        # A cache, rebuilt in the copy.
         return self.__dict__ | {"_known": None}
 
     def steps(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
-        """Finds out how `data` of any batch size becomes rows, and changes nothing.
+        """Returns `data` of any batch size as rows to write; changes nothing.
 
         Raises:
-            KeyError, TypeError, ValueError: it does not fit the storage, or is no steps.
+            KeyError, TypeError, ValueError: it does not fit the storage, or does not consist of steps.
         """
         if not isinstance(storage, PackedStorage):
             return self._steps_of_stock(data, storage, gaps)
@@ -98,7 +98,7 @@ class Fields:
     def _alike(
         self, data: TensorDictBase, storage: PackedStorage
     ) -> tuple[_Known, Sequence[torch.Tensor]] | None:
-        """Returns the tensors that make steps up, if they are of the structure of the last ones."""
+        """Returns the tensors of steps if they have the structure of the last ones, else None."""
         known = self._known
         if known is None or known.structure is None or known.layout is not storage.layout:
             return None
@@ -108,7 +108,7 @@ class Fields:
     def _fitted(
         self, data: TensorDictBase, storage: PackedStorage
     ) -> tuple[_Known, Sequence[torch.Tensor]]:
-        """Checks steps of a structure that is not known, and returns the tensors that make them up."""
+        """Checks steps of a new structure, and returns their tensors."""
         entries = self.entries(data, storage)
         refuse_padding(entries)
         done = end_flags(entries, self.done_key, data.numel())
@@ -122,13 +122,13 @@ class Fields:
         tensors = [*fields, done]
         if (trajectory := entries.get(self.traj_key)) is not None:
             tensors.append(trajectory)
-        # Whether some are padding is not told by what they are like.
+        # The structure does not tell whether a mask marks padding.
         structure = None if MASK in entries else Structure.of(data, tensors)
         self._known = _Known(layout, structure, repeated is not None)
         return self._known, tensors
 
     def _steps_of_stock(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
-        """Does the same for a storage of TorchRL's own."""
+        """Does the same for one of TorchRL's own storages."""
         entries, device, num_rows = (
             self.entries(data, storage),
             storage.episodes.device,
@@ -147,21 +147,21 @@ class Fields:
         return Steps(rows, layout, trajectory, stored)
 
     def entries(self, data: TensorDictBase, storage: Storage) -> dict[NestedKey, torch.Tensor]:
-        """Returns the tensors of `data`, at least those that are stored and those that are looked at."""
+        """Returns the tensors of `data`, at least those that are stored or checked."""
         if self.keys is None:
-            # TorchRL's own storages take other things than tensors too.
+            # TorchRL's own storages also take entries that are not tensors.
             entries = tensors_of(data, strict=isinstance(storage, PackedStorage))
-            # Replay buffers set it on the data that they have written.
+            # Replay buffers set it on data that they have written.
             entries.pop(INDEX, None)
             return entries
         if not isinstance(data, TensorDict):
-            # To stack what is not wanted takes time, or cannot be done.
+            # Stacking unwanted entries of a lazy stack is slow, or impossible.
             wanted = [*self.keys, self.done_key, self.traj_key, MASK]
             data = data.select(*wanted, strict=False)
         return tensors_of(data, strict=False)
 
     def stored(self, data: TensorDictBase) -> TensorDictBase:
-        """Returns what of `data` a storage of TorchRL's stores."""
+        """Returns the entries of `data` that one of TorchRL's own storages stores."""
         if self.keys is not None:
             return data.select(*self.keys)
         return data.exclude(INDEX) if INDEX in data.keys() else data  # noqa: SIM118
@@ -172,12 +172,12 @@ class Fields:
         entries: Mapping[NestedKey, torch.Tensor],
         storage: PackedStorage,
     ) -> tuple[Layout, NewRows]:
-        """Returns what is stored of `data` as rows of which no lane is written, and their layout.
+        """Returns the stored entries of `data` as rows for a write in place, and their layout.
 
         Args:
             data: of any batch size.
             entries: of it, as `entries` finds them.
-            storage: where they go.
+            storage: that they are written to.
         """
         layout, fields = self._fit(data, entries, storage)
         rows = storage.new_rows(layout, fields, data.batch_size)
@@ -200,7 +200,7 @@ class Fields:
 
 
 def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tensor | None:
-    """Returns the numbers of trajectories as `[n]` int64 where the index is, if there are any."""
+    """Returns trajectory numbers as `[n]` int64 on the device of the index, if there are any."""
     for numbers in trajectory:
         return numbers.to(storage.episodes.device).reshape(-1).long()
     return None

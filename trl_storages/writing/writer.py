@@ -42,7 +42,7 @@ _NO_EPISODES = (
     "write the rows anew with extend(). Nothing was changed."
 )
 
-#: Takes the slots of rows that were written.
+#: Called with the slots of the rows that were written.
 Then = Callable[[torch.Tensor], object]
 
 
@@ -58,9 +58,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
     `[E]`. Flat rows `[N]` of several environments, such as `data.reshape(-1)`, find their lanes by
     `traj_key`. The storage gets an `EpisodeIndex` as its attribute `episodes`.
 
-    A row goes on where its lane stands, unless the row before it was `done` or was of another
-    trajectory. Where its observation is not that row's next one, environments were reset without a
-    word, or another stream began: see `on_gap`.
+    A row continues its lane's episode, unless the row before it was `done` or of another trajectory. If
+    its observation is not that row's next observation, the environment was reset without a `done`, or
+    another stream began: see `on_gap`.
 
     Args:
         num_envs: E, the lanes of the ring, one for each environment whose steps are written.
@@ -70,15 +70,15 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         keys: entries to store, the others are left out; None stores all.
         track_generations: as in TorchRL's `RoundRobinWriter`.
         on_gap: what happens to a row that does not begin, bit for bit, with the next observation of
-            the row before it: "warn" says so once, before the row is stored as its continuation; "cut"
-            begins an episode with it; "ignore" does not look. Rows on a GPU are warned of a little
-            later, so that nothing waits for it.
+            the row before it: "warn" warns once and stores the row as its continuation; "cut" begins an
+            episode with it; "ignore" does not check. For rows on a GPU the warning comes a little later,
+            to avoid synchronization.
         observation_keys: entries that are compared with what lies under `next`; None compares
             `observation`, or, where that is missing, all that have a twin under `next` (other than
             the desired goal, rewards and flags).
 
     Raises:
-        ValueError: `num_envs` is below 1, `on_gap` is something else, or `observation_keys` are not
+        ValueError: `num_envs` is below 1, `on_gap` is unknown, or `observation_keys` are not
             stored.
         TypeError: `observation_keys` is not a sequence of keys.
 
@@ -105,7 +105,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         track_generations = arguments.flag("track_generations", track_generations)
         super().__init__(track_generations=track_generations)
-        # How many buffers have registered it with its storage.
+        # Number of buffers that registered it with its storage.
         self._num_registered = 0
         self.num_envs = num_envs
         self.done_key = arguments.key("done_key", done_key)
@@ -115,15 +115,15 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
-        # Whether it was said that rows come without the observations that episodes end with.
+        # Whether the warning about missing final observations was given.
         self._has_warned_of_ends = False
-        # Slots of rows that were written by writes which failed, and that nobody has heard of.
+        # Slots of rows from failed writes, which samplers have not been told of.
         self._untold: list[torch.Tensor] = []
-        # Whether the storage is ours, whose rows are copied together with the index.
+        # Whether it is a PackedStorage, whose rows are copied together with the index.
         self._is_packed = False
-        # What the attributes say of entries.
+        # `Fields` of the attributes, made anew when these change.
         self._asked = Fields(self.keys, self.done_key, self.traj_key)
-        # The layout of steps that were found to be complete, and the last such step.
+        # The layout that `append` takes, and the last step that it wrote.
         self._taken: Layout | None = None
         self._last = Steps(None, None)  # type: ignore[arg-type]
 
@@ -138,14 +138,14 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             )
 
     def register_storage(self, storage: Storage) -> None:
-        """Gives `storage` its episode index.
+        """Registers `storage`, and gives it an episode index.
 
         Raises:
-            TypeError: the storage keeps no tensors on a device.
-            ValueError: the storage has more dimensions than one, fewer rows than lanes, an index of
-                another number of lanes, or rows without an index; or its buffer has a sampler or a sample
-                unit of TorchRL's that can't be right over the lanes; or TorchRL's `ReplayBufferEnsemble`
-                joins it with others.
+            TypeError: the storage does not hold tensors on a device.
+            ValueError: the storage has more than one dimension, fewer rows than lanes, an index of
+                another number of lanes, or rows without an index; or its buffer has a sampler or sample
+                unit of TorchRL's that would be wrong over the lanes; or TorchRL's
+                `ReplayBufferEnsemble` joins it with others.
         """
         check_storage(storage)
         index = known_episodes(storage)
@@ -175,12 +175,12 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     @property
     def _directory(self) -> Directory | None:
-        """The files of the rows, None in memory."""
+        """The directory of the rows; None in memory."""
         storage = self._storage
         return storage.directory if isinstance(storage, PackedStorage) else None
 
     def _take_up(self) -> None:
-        """Goes on from what was committed to the directory."""
+        """Restores the state that was committed to the directory."""
         state = self._directory.state  # type: ignore[union-attr]
         self._lanes.trajectory.copy_(torch.from_numpy(state.trajectories))
         self._write_count = state.write_count
@@ -211,20 +211,20 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
         Args:
             data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows `[N]` for
-                several lanes that hold `traj_key` may be of any trajectories: each goes on in its
-                lane, and a new one begins in a lane whose episode is over, else in the one that was
-                longest not written, whose episode is cut.
+                several lanes that hold `traj_key` may be of any trajectories: each continues in its
+                lane, and a new one begins in a lane whose episode has ended, else in the least recently
+                written lane, whose episode is cut.
             lanes: the L distinct lanes that are written; None is all of them.
-            then: called with the slots, as a part of the write: after an interrupt all of it is done, or
+            then: called with the slots as part of the write: an interrupt leaves all of it done, or
                 nothing.
 
         Returns:
-            int64 slots of the batch size of `data`, in its order; -1 for rows that found no room
-            because more than the whole ring was written at once.
+            int64 slots of the batch size of `data`, in its order; -1 for rows that did not fit because
+            more than the whole ring was written.
 
         Raises:
             ValueError: the batch does not match the lanes, more trajectories run side by side than there
-                are lanes, or a row is `terminated` or `truncated`, not `done`. Nothing is written then.
+                are lanes, or a row is `terminated` or `truncated` but not `done`. Nothing is written.
             KeyError: `done_key` is missing. Nothing is written then.
         """
         arguments.steps("data", data)
@@ -237,7 +237,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return self._write(self._steps(data), [Block(num_steps, named)], shape, then)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether `append` takes rows of just this layout."""
+        """Whether `append` takes rows of exactly this layout."""
         if layout is self._taken and layout is self._storage.layout:
             return True
         others = (self.traj_key, default_keys.MASK)
@@ -246,7 +246,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return self._taken is not None and self._storage.layout is layout
 
     def append(self, block: StepBlock, then: Then) -> torch.Tensor:
-        """Writes one step that is laid out already.
+        """Writes one step that is already laid out as rows.
 
         Args:
             block: a step of L lanes, of the layout of the storage, as `takes` says.
@@ -258,13 +258,13 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._prepare()
         rows = block.rows(self._storage.device)
         if self._last.rows is not rows:
-            # Those of the steps before, as a rule.
+            # Usually the rows are those of the last step.
             self._last = Steps(rows, block.layout)
         one = _ONE_STEP if block.lanes is None else Block(1, block.lanes)
         return self._write(self._last, [one], None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
-        """Whether rows `[N]` say by their trajectories alone which of several lanes they are for."""
+        """Whether rows `[N]` are assigned to lanes by their trajectories alone."""
         return (
             lanes is None
             and data.ndim == 1
@@ -273,7 +273,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         )
 
     def _prepare(self) -> None:
-        """Does what earlier writes have left to be done."""
+        """Completes what earlier writes left undone, and checks that the storage is writable."""
         self.gaps.warn_late()
         while self._untold:
             self._mark_update_entities(self._untold[-1])
@@ -297,12 +297,12 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return steps
 
     def _checked(self, steps: Steps, block: Block, gaps: list[torch.Tensor]) -> Block:
-        """Finds out all about steps that must be known before they are written.
+        """Checks steps before they are written, and cuts episodes where they do not continue.
 
         Args:
-            steps: that are written.
+            steps: about to be written.
             block: some of them.
-            gaps: gets `[L, T]` bool, rows to be warned of.
+            gaps: appended to, `[L, T]` bool, rows to warn of.
         """
         lanes, watch = self._lanes, self.gaps
         cuts = watch.on_gap == "cut"
@@ -335,9 +335,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
         Args:
             steps: n rows.
-            blocks: which of them go where.
-            shape: in which the slots are wanted; None is `[n]`.
-            then: called with the slots, as a part of the write.
+            blocks: map rows to lanes and steps.
+            shape: of the slots that are returned; None is `[n]`.
+            then: called with the slots as part of the write.
         """
         storage, lanes, watch = self._storage, self._lanes, self.gaps
         count = self._write_count_value.get_obj().value + steps.rows.num_rows
@@ -347,7 +347,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 watch.warn_of_tears()
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
         if is_one and storage.looks(blocks[0].num_steps):
-            # As a rule there is no gap, and nothing else to be known before.
+            # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
@@ -362,18 +362,18 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             watch.warn(gaps)
         evicted: list[Evicted] = []
         if self._is_packed:
-            # There may be no space for them.
+            # Allocate first, as that may fail.
             storage.lay_out(steps.layout)
             storage.make_room(steps.rows.num_rows)
             if storage.stacks is not None:
-                # The frames of rows that steps evict, while those that stay need them.
+                # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
         append = partial(self._append, steps, blocks, evicted, shape, count, then)
         return self._append_whole(append)  # type: ignore[return-value]
 
     def _append_whole(self, append: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Writes steps that were checked as a whole, also where an interrupt comes in between."""
+        """Writes checked steps all or nothing, even if an interrupt comes in between."""
         counters = self._storage.episodes.counters()
         try:
             return append()
@@ -382,10 +382,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if complete(error, append, recount):
                 raise
             if self._directory is None:
-                # What was overwritten is gone: the rows stay, and samplers hear of them later.
+                # What was overwritten is gone: keep the rows, and tell samplers of them later.
                 self._untold.append(self._episodes.slots_after(counters))
             else:
-                # Marks may be missing that a later commit would count on.
+                # Roll back: a later commit would rely on marks that may be missing.
                 recount()
                 self._storage.files.go_back()
                 self._take_up()
@@ -401,10 +401,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         then: Then | None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
-        """Writes steps that were checked; done once more from the beginning, it leads to the same.
+        """Writes checked steps. Idempotent: it may be repeated from the beginning.
 
         Returns:
-            the slots; None if there is a gap between what `pairs` names. Nothing is written then.
+            the slots; None if there is a gap in the fields `pairs`. Nothing is written then.
         """
         rows, storage, is_packed = steps.rows, self._storage, self._is_packed
         episodes, directory = storage.episodes, storage.directory if is_packed else None
@@ -425,7 +425,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 return None
             is_over = is_over or block.num_steps > episodes.steps_per_lane
             self._lanes.note(steps, block, count)
-        # The names of attributes are looked at when they are set.
+        # Bypass the property: setting attributes is checked, which takes time.
         self._write_count_value.get_obj().value = count
         if directory is not None:
             directory.seal(episodes, blocks, count, self._lanes.numbers)
@@ -440,7 +440,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             room = episodes.steps_per_lane
             marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
         self._bump_generation(marked, marked)
-        # TorchRL's samplers by priority, and ours on a device of their own, hear of rows by this alone.
+        # This alone tells TorchRL's prioritized samplers, and ours on another device, of new rows.
         self._mark_update_entities(marked)
         if shape is not None and len(shape) != 1:
             slots = slots.view(shape)  # type: ignore[union-attr]
@@ -449,8 +449,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return slots
 
     def _put(self, steps: Steps, block: Block) -> None:
-        """Writes rows that are not copied together with the index."""
-        # If they do not fit the storage, nothing has changed. Only the newest find room.
+        """Writes rows to one of TorchRL's own storages."""
+        # If they do not fit the storage, nothing has changed. Only the newest rows fit into the ring.
         room = self._episodes.steps_per_lane
         slots = self._episodes.next_slots(block.num_steps, block.lanes)[:, -room:].reshape(-1)
         places = torch.arange(steps.rows.num_rows) if block.order is None else block.order
@@ -458,9 +458,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
 
     def share_memory_(self) -> EpisodeWriter:
-        """Moves what is known of the episodes to memory that other processes see.
+        """Moves the episode index and the state of lanes to shared memory.
 
-        Each of them then writes whole segments: where the writing process changes, episodes are cut.
+        Each process then writes whole segments: episodes are cut where the writing process changes.
 
         Raises:
             RuntimeError: as the storage's own `share_memory_`.
@@ -488,9 +488,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             int64 slots `[B]`.
 
         Raises:
-            TypeError: `data` is no TensorDict.
+            TypeError: `data` is not a TensorDict.
             IndexError: a slot holds no row. Nothing is written then.
-            RuntimeError: the rows are in a directory, where none is ever changed.
+            RuntimeError: the rows are in a directory or have stacks, and can't be changed in place.
             ValueError: there are more or fewer rows than slots, or an episode would end elsewhere
                 than it does. Nothing is written then.
         """
@@ -534,7 +534,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         """
         episodes, storage = self._episodes, self._storage
         data = storage._storage
-        # Writers may be told not to store the flag.
+        # `keys` may leave the flag out.
         if not len(episodes) or data.get(self.done_key, None) is None:
             return
         slots = episodes.slots_by_age(torch.arange(len(episodes), device=episodes.device))
@@ -553,12 +553,12 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         *,
         then: Then,
     ) -> torch.Tensor:
-        """Forgets every row but the last `keep_steps` of each lane.
+        """Evicts all but the last `keep_steps` rows of each lane.
 
         Args:
             keep_steps: how many steps stay.
             empty_write_count: whether to count writes from zero again.
-            then: called with the slots of the kept rows, as a part of it.
+            then: called with the slots of the kept rows, as part of the restart.
 
         Returns:
             int64 slots where the kept rows are now.
@@ -574,7 +574,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return finish(partial(self._restart, kept, move, empty_write_count, then))
 
     def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
-        """Forgets all but the newest rows where none is ever moved."""
+        """Evicts all but the newest rows in a directory, where rows are never moved."""
         episodes = self._episodes
         directory: Directory = self._directory  # type: ignore[assignment]
         directory.begin_history()
@@ -617,7 +617,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             self._episodes.clear()
 
     def _forget_links(self) -> None:
-        """Forgets what rows share, before the index forgets the rows."""
+        """Clears the links between rows, before the index drops the rows."""
         if isinstance(self._storage, PackedStorage):
             self._storage.forget_links(self._episodes.num_slots_reached)
 
@@ -632,8 +632,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of another kind of writer, size or number of
-                lanes, or damaged.
+            KeyError, TypeError, ValueError: it is from another kind of writer, or of another size or
+                number of lanes, or damaged.
         """
         self.read_state(state_dict)
 
@@ -646,7 +646,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if isinstance(state_dict, Mapping) and "episodes" not in state_dict:
             raise ValueError(_NO_EPISODES)
         keys = ("_cursor", "_write_count", "episodes", "last_trajectory")
-        # Of a writer that counts generations.
+        # Only in the state of a writer that counts generations.
         more = ("_generation",) if self.tracks_generations else ()
         saved = SavedState(state_dict, "the saved EpisodeWriter", keys, more)
         index = self._episodes.read_state(saved["episodes"])
@@ -666,10 +666,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         return index
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked.
+        """Loads a checked state.
 
         Raises:
-            RuntimeError: its rows are not those of the directory that they must be in.
+            RuntimeError: its rows are not those of the directory.
         """
         if (directory := self._directory) is not None:
             cursors = self._episodes.read_state(state["episodes"]).host_steps
@@ -681,7 +681,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
-        self._lanes.unsure = None  # they are no longer the rows that were there
+        self._lanes.unsure = None  # the rows of the reopened directory are replaced
         if len(self._episodes):
             self._count()
 
