@@ -1,4 +1,4 @@
-"""Everything that is gymnasium's own: spaces, and the steps of a plain loop with its autoresets."""
+"""Support for gymnasium: spaces, and the steps of a plain loop with its autoreset modes."""
 
 from trl_storages.gym.fields import transition_fields
 from trl_storages.gym.recorder import GymRecorder

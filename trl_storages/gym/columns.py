@@ -1,4 +1,4 @@
-"""From what an environment loop holds (arrays, tensors, numbers, lists) to columns of tensors.
+"""Converts the values of an environment loop (arrays, tensors, numbers, lists) to columns of tensors.
 
 Letters: E environments. A column is `[E, *shape]`; a single environment's value has no leading
 dimension and becomes a column `[1, *shape]`.
@@ -13,7 +13,7 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict
 
 __all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor", "environments"]
 
-#: TorchRL's table, and the unsigned integers that it leaves out.
+#: TorchRL's table, with the unsigned integers that it lacks.
 NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
     **numpy_to_torch_dtype_dict,
     np.dtype(np.uint16): torch.uint16,
@@ -28,10 +28,10 @@ _REALS: frozenset[type] = frozenset({float, np.float64, np.float32})
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """Returns `value` as a tensor that shares its memory wherever that is possible.
+    """Returns `value` as a tensor, sharing its memory if possible.
 
     Raises:
-        TypeError: its dtype has no tensor, as that of strings and other objects.
+        TypeError: tensors lack its dtype, such as that of strings and other objects.
     """
     if isinstance(value, torch.Tensor):
         return value.detach() if value.requires_grad else value
@@ -42,14 +42,14 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
 
 class Column:
-    """Reads one field of all environments, checked, and without a copy where that is possible.
+    """Reads and checks one field of all environments, without a copy if possible.
 
     Args:
-        dtype: of the column. Arrays and tensors of another dtype are taken if it holds their
-            values exactly, plain Python numbers and lists if they are of its kind.
-        shape: of one environment's value. For `[1]` a value may also have no dimension.
+        dtype: of the column. Arrays and tensors of another dtype are accepted if it holds their
+            values exactly, plain Python numbers and lists if they are of the same kind.
+        shape: of one environment's value. For `[1]` a value may also be a scalar.
         num_envs: E.
-        lossy: take any real dtype.
+        lossy: accept any real dtype.
     """
 
     __slots__ = (
@@ -67,15 +67,15 @@ class Column:
         self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
     ) -> None:
         self._dtype = dtype
-        #: Of arrays that need no conversion; None if NumPy does not know it.
+        #: Dtype of arrays that need no conversion; None if NumPy lacks it.
         self.numpy_dtype = TORCH_TO_NUMPY.get(dtype)
         self._shape = tuple(shape)
         self._num_envs = num_envs
         self._vector = (num_envs, *shape)
         self._is_lossy = lossy
-        #: Of arrays that NumPy converts as they are put, whatever is lost.
+        #: Dtypes of arrays that NumPy converts on assignment, even with a loss.
         self.real_dtypes: frozenset[Any] = _REAL_DTYPES if lossy else frozenset()
-        #: Types of plain numbers that may be written as they are, without the leading dimension.
+        #: Types of scalars that may be assigned as they are, without the leading dimension.
         self.numbers: frozenset[type] = frozenset()
         if self._shape == (1,):
             self.numbers = _REALS if lossy else _FLAGS if dtype is torch.bool else frozenset()
@@ -106,7 +106,7 @@ class Column:
             rows = np.asarray(value)
             if rows.dtype != self.numpy_dtype:
                 self._check_dtype(rows.dtype, value, name + label)
-                # Of the plain numbers: NumPy raises where one of them is out of range.
+                # From the plain numbers, as NumPy then raises if one is out of range.
                 rows = np.asarray(
                     value if not hasattr(value, "dtype") and not self._is_lossy else rows,
                     dtype=self.numpy_dtype,
@@ -166,7 +166,7 @@ class Column:
 
 
 def environments(number: int) -> str:
-    """Returns so many environments, in words.
+    """Returns a number of environments in words.
 
     >>> environments(1), environments(2)
     ('1 environment', '2 environments')
@@ -175,11 +175,11 @@ def environments(number: int) -> str:
 
 
 def _share(array: NDArray[Any]) -> torch.Tensor:
-    # PyTorch has no read-only tensors and warns of them.
+    # PyTorch has no read-only tensors, and warns if it is given a read-only array.
     if not array.flags.writeable:
         array = array.copy()
     try:
         return torch.from_numpy(array)
     except ValueError:
-        # Steps that tensors don't know: negative ones, a foreign byte order.
+        # Tensors lack negative strides and foreign byte orders.
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))

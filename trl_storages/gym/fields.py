@@ -1,4 +1,4 @@
-"""Which fields a transition has, read off gymnasium spaces or TorchRL specs."""
+"""Derives the fields of a transition from gymnasium spaces or TorchRL specs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,12 +56,12 @@ def transition_fields(
     entry is called `observation` where there is none.
 
     Args:
-        observation_space: what one environment observes: a gymnasium space, nested `Dict`s
-            included, or TorchRL's `env.observation_spec`, whose leading dimensions (if it is a
-            batch of environments) are left out.
+        observation_space: of one environment: a gymnasium space, nested `Dict`s included, or
+            TorchRL's `env.observation_spec`, whose leading dimensions (for a batch of environments)
+            are dropped.
         action_space: likewise; a spec has the same leading dimensions as the observation's.
-        info_keys: further entries. A mapping from key to space or spec gives their fields; of a
-            mere sequence of keys nothing is known before the first step, so they have none.
+        info_keys: further entries. A mapping from key to space or spec gives their fields; with a
+            plain sequence of keys they are unknown until the first step, so they have none here.
 
     Returns:
         Mapping from key to the dtype and the shape of a single transition: observations at the
@@ -95,7 +95,7 @@ def transition_fields(
                     f"name its entries, as in ({name!r}, ...)"
                 )
             infos += _group(space, name, 0).items()
-    # The fields that every transition has come first, so that no entry can take their place.
+    # The fields of every transition come first, so that no entry can replace them.
     fields: dict[NestedKey, Field] = dict(OUTCOME_FIELDS)
     for key, field in (
         *observations.items(),
@@ -118,7 +118,7 @@ def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
 
 
 def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field]:
-    """Fields of an observation, an action or an info; a TorchRL composite names its own."""
+    """Returns the fields of an observation, action or info; a TorchRL composite has its own keys."""
     if isinstance(space, TensorSpec):
         entries = (
             space.items(include_nested=True, leaves_only=True)
@@ -130,7 +130,7 @@ def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field
         raise TypeError(
             f"the space of {key!r} must be a gymnasium space or a TorchRL spec, got {space!r}"
         )
-    # The entries of a dictionary of observations stand at the root, as TorchRL has them.
+    # The entries of a dictionary of observations are at the root, as in TorchRL.
     is_root = key == OBSERVATION and isinstance(space, gymnasium.spaces.Dict)
     prefix = () if is_root else key_path(key)
     found = leaves(space, f"the space of {key!r}", prefix)

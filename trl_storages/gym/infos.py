@@ -1,9 +1,9 @@
-"""What a step's infos say about each environment, in the three forms that gymnasium has.
+"""Reads the infos of a step for each environment, in the three forms that gymnasium has.
 
-- of a single environment: a dictionary;
-- of a vector: a dictionary of arrays `[E, ...]`, dictionaries likewise, each beside a mask
-  `_name` that says for which environments it holds; `final_obs` is an array of objects;
-- of a vector under `gymnasium.wrappers.vector.DictInfoToList`: a list of dictionaries.
+- for a single environment: a dictionary;
+- for a vector: a dictionary of arrays `[E, ...]` or of such dictionaries, each with a mask
+  `_name` that says for which environments it is set; `final_obs` is an array of objects;
+- for a vector under `gymnasium.wrappers.vector.DictInfoToList`: a list of dictionaries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ _MISSING = object()
 
 
 def final_observation(infos: Any, lane: int, *, is_vector: bool, needed: bool) -> Any:
-    """Returns the true last observation of an environment, None if the infos don't hold it.
+    """Returns the true last observation of an environment; None if the infos lack it.
 
     Raises:
-        ValueError: they don't, and it is needed.
+        ValueError: they lack it, and it is needed.
     """
     found = _lane_value(infos, ("final_obs",), lane, is_vector)
     found = None if found is _MISSING else found
@@ -44,15 +44,15 @@ def info_values(
     num_envs: int,
     is_vector: bool,
 ) -> Any:
-    """Returns an info entry of the environments `lanes`, of L of them.
+    """Returns an info entry of the L environments `lanes`.
 
     Args:
-        infos: those of the step.
-        path: where in the infos the entry is.
+        infos: of the step.
+        path: of the entry in the infos.
         lanes: the L environments.
-        ended: those of them that have been reset in the same step: their infos are in
-            `final_info`, as the others are those of the reset. But what the loop itself put beside
-            the infos of a vector, so that no mask is with it, is of the step.
+        ended: those of them that were reset in the same step: the infos of their step are in
+            `final_info`, and those at the top level are of the reset. But what the loop itself added
+            to the infos of a vector, which has no mask, is of the step.
         num_envs: E.
         is_vector: whether the infos are of a vector of environments.
 
@@ -90,7 +90,7 @@ def info_values(
 
 
 def _whole(infos: Any, path: tuple[str, ...], lanes: Sequence[int], num_envs: int) -> Any:
-    """The entry of all `lanes` at once, or _MISSING unless it is there for each of them."""
+    """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
     value = infos
     for name in path:
         if not isinstance(value, Mapping) or name not in value:
@@ -99,7 +99,7 @@ def _whole(infos: Any, path: tuple[str, ...], lanes: Sequence[int], num_envs: in
         if mask is not None and not mask.all() and not mask[list(lanes)].all():
             return _MISSING
         value = value[name]
-    # What the environments filled in themselves (object arrays, lists) goes one by one.
+    # Object arrays and lists, filled by the environments, are read one environment at a time.
     if not getattr(value, "shape", ()) or value.dtype == object:
         return _MISSING
     return value if len(lanes) == num_envs else value[list(lanes)]
@@ -121,7 +121,7 @@ def _lane_value(infos: Any, path: tuple[str, ...], lane: int, is_vector: bool) -
 
 
 def _row(value: Any, lane: int) -> Any:
-    """The row of one environment, of dictionaries of columns too."""
+    """Returns the row of one environment, also from dictionaries of columns."""
     if isinstance(value, Mapping):
         return {name: _row(entry, lane) for name, entry in value.items()}
     if not hasattr(value, "__getitem__"):

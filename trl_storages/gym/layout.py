@@ -1,4 +1,4 @@
-"""Where the arguments of a step, nested as they may be, hold the fields of a transition."""
+"""Maps the arguments of a step, which may be nested, to the fields of a transition."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Leaf(NamedTuple):
-    """Where a value goes, now and one step later, and what messages call it."""
+    """The keys of a value, now and one step later, and its label in messages."""
 
     key: NestedKey
     next_key: NestedKey
@@ -48,14 +48,14 @@ def tree_of(keys: Iterable[NestedKey], *, skip: int = 0) -> dict[str, Any]:
     """Returns the tree of the keys: dictionaries, with a `Leaf` for each key.
 
     Args:
-        keys: those of the leaves, none the beginning of another one.
-        skip: how many names the labels leave out.
+        keys: of the leaves, none a prefix of another.
+        skip: how many leading names the labels leave out.
 
     >>> tree_of(["speed", ("goals", "last")])["goals"]["last"].label
     "['goals']['last']"
     """
     keys = list(keys)
-    # A mere array may stand for a dictionary with an observation only.
+    # A plain array may stand for a dictionary with only an observation.
     skip = 1 if keys == [OBSERVATION] else skip
     paths = [(key, key_path(key)) for key in keys]
     return nested(
@@ -65,7 +65,7 @@ def tree_of(keys: Iterable[NestedKey], *, skip: int = 0) -> dict[str, Any]:
 
 
 def nested_keys(value: Any, prefix: tuple[str, ...] = ()) -> list[NestedKey]:
-    """Returns the keys of all values in nested dictionaries; of another value, the prefix.
+    """Returns the keys of all values in nested dictionaries; for any other value, the prefix.
 
     Raises:
         TypeError: a name is not a string.
@@ -75,24 +75,24 @@ def nested_keys(value: Any, prefix: tuple[str, ...] = ()) -> list[NestedKey]:
 
 
 class TreeReader:
-    """Reads nested dictionaries that must have just the keys of a tree.
+    """Reads nested dictionaries that must have exactly the keys of a tree.
 
     Args:
-        tree: the keys that there must be.
+        tree: the required keys.
     """
 
     def __init__(self, tree: Tree) -> None:
-        # Names, and which of them stand for dictionaries; None of a mere value.
+        # The names, and which of them are dictionaries; None for a plain value.
         self._names: list[str] | None = None
         self._below: list[tuple[int, TreeReader]] = []
-        #: The leaves, in the order of what is read.
+        #: The leaves, in the order in which values are read.
         self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
         if isinstance(tree, dict):
             self._names = [*tree]
             branches = [TreeReader(branch) for branch in tree.values()]
             self.leaves = [leaf for branch in branches for leaf in branch.leaves]
             below = [(at, it) for at, it in enumerate(branches) if it._names is not None]
-            # From the last one on, so that places stay what they are while these are read.
+            # Last first, so that splicing in nested values does not shift the remaining positions.
             self._below = below[::-1]
 
     def read(self, values: Any, argument: str) -> list[Any]:
@@ -101,11 +101,11 @@ class TreeReader:
         Raises:
             KeyError: an entry is missing.
             TypeError: a value is not a dictionary where the tree has one.
-            ValueError: there are entries that the tree does not have.
+            ValueError: there are entries that the tree lacks.
         """
         if self._names is None:
             return [values]
-        # To ask for a mapping takes longer than to read one.
+        # An isinstance check against Mapping takes longer than the reading.
         if type(values) is not dict or len(values) != len(self._names):
             self._check(values, argument)
         try:
@@ -118,7 +118,7 @@ class TreeReader:
         return found
 
     def _check(self, values: Any, argument: str) -> None:
-        """Raises the error that says why values are not a mapping with just the keys of the tree."""
+        """Raises the error for values that are not a mapping with exactly the keys of the tree."""
         names: list[str] = self._names  # type: ignore[assignment]
         if not isinstance(values, Mapping):
             raise TypeError(
@@ -146,12 +146,12 @@ class StepLayout(NamedTuple):
     pairs: Sequence[tuple[NestedKey, NestedKey]]
     """The keys of each observation, now and one step later."""
     places: Sequence[tuple[NestedKey, Column, str, str]]
-    """Where each value of a step goes, in the order of reading, and what messages call it."""
+    """Key, column, argument and label of each value of a step, in the order of reading."""
 
 
 def entries(observations: Any) -> Any:
-    """Returns the observations as a dictionary, named as TorchRL's environments name them."""
-    # To ask for a mapping takes longer than to read one.
+    """Returns the observations as a dictionary, with the names of TorchRL's environments."""
+    # An isinstance check against Mapping takes longer than the reading.
     if type(observations) is not dict and not isinstance(observations, Mapping):
         return {"observation": observations}
     if "state" in observations and "observation" not in observations:
@@ -166,12 +166,12 @@ def layout_of(
 ) -> StepLayout:
     """Returns the layout of known fields.
 
-    An observation is what is there now and one step later; the rest, infos aside, is the action.
+    Keys that also exist under `next` are observations; the rest, infos aside, are actions.
     """
     at_root = [key for key in fields if key_path(key)[0] != "next" and key not in info_keys]
     pairs = [(key, next_key(key)) for key in at_root if next_key(key) in fields]
     actions = [key for key in at_root if next_key(key) not in fields]
-    # "action" itself is the argument; a TorchRL spec may have actions of other names.
+    # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
     is_plain = all(key_path(key)[0] == "action" for key in actions)
     columns = {key: Column(*field, num_envs, lossy=key == REWARD) for key, field in fields.items()}
     seen = TreeReader(tree_of(key for key, _ in pairs))
@@ -191,10 +191,10 @@ def layout_of(
 
 
 def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[NestedKey, Field]:
-    """Returns the fields of a first step, without its infos, with the dtypes it came with.
+    """Returns the fields of a first step without its infos, with the dtypes of its values.
 
     Raises:
-        TypeError: a value is not made of numbers.
+        TypeError: a value is not numeric.
         ValueError: two entries have the same key.
     """
     fields = dict(OUTCOME_FIELDS)

@@ -1,4 +1,4 @@
-"""From one step of a plain gymnasium loop to the transitions to store.
+"""Turns steps of a plain gymnasium loop into transitions to store.
 
 Letters: E environments, L of them that made a transition in this step.
 """
@@ -35,18 +35,18 @@ from trl_storages.saved import SavedPart, SavedState
 __all__ = ["GymRecorder", "Memory"]
 
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
-# The dtype of nothing.
+# A dtype that matches no array.
 _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
-# Values of a step before observations and actions: two flags and the reward.
+# The number of values before observations and actions: two flags and the reward.
 _OUTCOMES = 3
 
 
 class Memory(NamedTuple):
-    """What a recorder knows of the loop once a step is written."""
+    """The state of a recorder once a step is written."""
 
     layout: StepLayout | None
-    """Where the arguments hold the fields; None until the first step."""
+    """How the arguments map to fields; None until the first step."""
     ended: NDArray[np.bool_]
     """`[E]` whether the next step of an environment only resets it."""
     last: LastBits | None
@@ -56,18 +56,18 @@ class Memory(NamedTuple):
 class GymRecorder(SavedPart):
     """Turns the steps of a gymnasium loop into transitions, whatever its autoreset mode.
 
-    With the mode `SameStep` an environment that ended has been reset already: its true last
-    observation is taken from the infos. With `NextStep` the step after the last one only resets
-    the environment, and is left out for it. With `Disabled`, everything is taken as it is given.
-    None is for loops that reset by themselves: so is everything then too, but a step of a vector
-    that seems to be gymnasium's own reset raises an error, until the loop has shown what it does.
+    With the mode `SameStep` an environment that ended has already been reset: its true last
+    observation is taken from the infos. With `NextStep` the step after the end only resets the
+    environment, and is skipped for it. With `Disabled`, everything is taken as given. None is for
+    loops that reset by themselves: everything is taken as given too, but a step of a vector that
+    looks like gymnasium's own reset raises an error, until the loop has shown that it resets itself.
 
     Args:
         num_envs: E, the number of environments; a single one may also come without the
             leading dimension.
         fields: of a transition, from `transition_fields`. None takes them from the first step.
-        choices: of discrete actions, from `choices_of`, so that others are refused.
-        autoreset_mode: that of the environments, `env.metadata["autoreset_mode"]`: gymnasium's
+        choices: of discrete actions, from `choices_of`; other actions are refused.
+        autoreset_mode: of the environments, `env.metadata["autoreset_mode"]`: gymnasium's
             `AutoresetMode` or its value.
         info_keys: entries of the infos to keep, under the key given; `"force"` and
             `("next", "force")` are both the infos' `force`, kept at the root and beside
@@ -96,14 +96,14 @@ class GymRecorder(SavedPart):
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = arguments.keys("info_keys", info_keys)
         self._given, self._choices = fields, choices or {}
-        #: Where the arguments hold the fields; None until the first step.
+        #: How the arguments map to fields; None until the first step.
         self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
         self._watch = ResetWatch(num_envs)
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
-        # Where the next step is gathered.
+        # Gathers the next step.
         self._desk: _Desk | None = None
 
     def rows(
@@ -118,28 +118,28 @@ class GymRecorder(SavedPart):
     ) -> tuple[TensorDict, Tensor | None] | None:
         """Returns the transitions of one step.
 
-        Arrays, tensors, numbers or lists, all `[E, ...]` or, of a single environment, all without
-        the leading dimension; observations and actions may be nested dictionaries. The arguments
-        are copied, and never altered.
+        The arguments are arrays, tensors, numbers or lists, all `[E, ...]` or, for a single
+        environment, all without the leading dimension; observations and actions may be nested
+        dictionaries. They are copied, and never modified.
 
         Args:
-            observations: what was seen before the step.
-            actions: what was done.
+            observations: from before the step.
+            actions: that were taken.
             rewards: of any real dtype.
             terminateds: bool, whether the step led to a terminal state.
-            truncateds: bool, whether the episode was broken off.
+            truncateds: bool, whether the episode was truncated.
             infos: a dictionary (of arrays), a list of dictionaries, or None.
             next_observations: what `step` returned.
 
         Returns:
             TensorDict `[L]` of the transitions, and the `[L]` int64 numbers of their environments,
-            None where these are all. None instead of the pair where no environment is left.
+            None for all. None instead of the pair if no environment made a transition.
 
         Raises:
             KeyError: an observation or an info lacks an entry.
-            TypeError: a dtype is another one, or not that of numbers.
-            ValueError: a shape is another one, a last observation is missing from the infos, or the
-                step only resets an environment and no mode says so. Nothing is remembered then.
+            TypeError: a dtype is wrong, or not numeric.
+            ValueError: a shape is wrong, a last observation is missing from the infos, or the step
+                only resets an environment and no mode says so. The state is unchanged then.
         """
         step, memory = self.read(
             (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
@@ -157,12 +157,11 @@ class GymRecorder(SavedPart):
 
         Args:
             step: the arguments of `rows`, in their order.
-            rows: how transitions are wanted if they have just these fields; None if they may lie in
-                any order.
+            rows: the layout of transitions, used if they have exactly these fields; None for any.
 
         Returns:
-            the transitions, until the next step is read, None if there are none; and what to `remember`
-            once they are written, None if that is known.
+            the transitions, valid until the next step is read, None if there are none; and what to
+            `remember` once they are written, None if that has not changed.
         """
         observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         infos = {} if infos is None else infos
@@ -194,7 +193,7 @@ class GymRecorder(SavedPart):
             desk.check.look(lanes)
         finals = self._reset_already(done) if is_end else []
         if finals:
-            # In the place of the first observations of the new episodes.
+            # Replace the first observations of the new episodes.
             for lane in finals:
                 ended_with = last_observations(
                     layout, infos, lane, is_vector=is_vector, needed=True
@@ -225,10 +224,10 @@ class GymRecorder(SavedPart):
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
 
     def _desk_for(self, layout: StepLayout, rows: Layout | None, value: Any) -> _Desk:
-        """Returns where the values of a step go, on the device of one of them."""
+        """Returns the desk for the values of a step, on the device of `value`."""
         device = value.device if isinstance(value, Tensor) else _CPU
         desk = self._desk
-        # Layouts are looked at by themselves: to compare those of many fields takes time.
+        # By identity: comparing layouts of many fields takes time.
         if (
             desk is None
             or desk.layout is not layout
@@ -243,18 +242,18 @@ class GymRecorder(SavedPart):
         return self.__dict__ | {"_desk": None}
 
     def remember(self, memory: Memory | None) -> None:
-        """Takes over what is known once a step is written, if `read` said so."""
+        """Updates the state after a step is written, with what `read` returned."""
         if memory is not None:
             self.layout, self._ended, self._watch.last = memory
 
     def reset(self, lanes: Any = None) -> None:
-        """Forgets which environments ended, as after a `reset` of the environments by hand.
+        """Forgets which environments ended, for use after a manual `reset` of the environments.
 
         Args:
-            lanes: those that were reset: numbers, or `[E]` bool; None for all.
+            lanes: that were reset: numbers, or `[E]` bool; None for all.
 
         Raises:
-            ValueError: there is no such environment.
+            ValueError: no such environment.
         """
         which = np.asarray(self._all_lanes if lanes is None else lanes)
         size = self.num_envs
@@ -276,20 +275,20 @@ class GymRecorder(SavedPart):
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is of another number of environments, or damaged.
+            KeyError, TypeError, ValueError: it has another number of environments, or is damaged.
         """
         saved = SavedState(state_dict, "the saved recorder", ("ended",))
         hint = "one for each environment"
         saved.tensor("ended", torch.bool, (self.num_envs,), hint)
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Loads a checked state."""
         self._watch.forget()
         self._ended = state["ended"].cpu().numpy().copy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
-        """Whether the arguments have a leading dimension, as the flags tell most surely."""
-        # NumPy takes long to count the dimensions of what may be no array.
+        """Whether the arguments have a leading dimension; the flags are the surest sign."""
+        # np.ndim is slow for values that are not arrays.
         kind = type(terminateds)
         if kind is bool or not (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
             if self.num_envs > 1:
@@ -318,7 +317,7 @@ class GymRecorder(SavedPart):
     def _infos(
         self, infos: Any, lanes: list[int], finals: list[int], is_vector: bool
     ) -> dict[NestedKey, Any]:
-        """Returns the entries of the infos that are kept, of some environments."""
+        """Returns the entries of the infos to keep, for some environments."""
         size = self.num_envs
         return {
             key: info_values(
@@ -330,7 +329,7 @@ class GymRecorder(SavedPart):
     def _plan(
         self, observations: Any, actions: Any, found: Mapping[NestedKey, Any], is_vector: bool
     ) -> StepLayout:
-        """The layout of the fields given, or of those of this first step."""
+        """Returns the layout of the given fields, or of those of this first step."""
         if self._given is None:
             fields = learn_fields(observations, actions, is_vector=is_vector)
         else:
@@ -344,7 +343,7 @@ class GymRecorder(SavedPart):
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
-    # Names in any case, of members and of values, as of all other choices.
+    # Names of members or values, in any case, as for all other choices.
     known = {item.value.lower(): item for item in AutoresetMode}
     found = known.get(mode.lower().replace("_", "")) if isinstance(mode, str) else None
     if found is None:
@@ -361,13 +360,13 @@ def _info_path(key: NestedKey) -> tuple[str, ...]:
 
 
 class _Desk:
-    """Where a step is gathered.
+    """Gathers the values of a step.
 
     Args:
         layout: of the transitions.
-        rows: how they are wanted, if they have just these fields.
+        rows: the layout of the rows, used if it has exactly these fields.
         num_envs: E.
-        device: where they are gathered.
+        device: of the gathered values.
         choices: of discrete actions.
     """
 
@@ -383,14 +382,14 @@ class _Desk:
         known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
-        #: Rows of a step.
+        #: The rows of a step.
         self.block = block = StepBlock(known, num_envs, device)
-        #: Looks at the values of a step; None where that would wait for a device.
+        #: Checks the values of a step; None if that would synchronize with a device.
         self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
         #: `[E, 1]` which episodes end.
         self.ends = block.columns[DONE]
         self._flags = [block.columns[key] for key in (TERMINATED, TRUNCATED)]
-        # Where each value of a step goes, without and with the leading dimension.
+        # The target of each value of a step, without and with the leading dimension.
         self._targets = [
             [_Target.of(block, is_vector, *place) for place in layout.places]
             for is_vector in (False, True)
@@ -399,10 +398,10 @@ class _Desk:
         self._kinds = [[it.kind for it in both[_OUTCOMES:]] for both in self._targets]
 
     def put(self, values: list[Any], is_vector: bool) -> bool:
-        """Puts the values of a step to where they belong.
+        """Copies the values of a step to their columns.
 
         Args:
-            values: in the order of the layout's places; those of another kind are replaced.
+            values: in the order of the layout's places; those that need conversion are replaced.
             is_vector: whether they have the leading dimension.
 
         Returns:
@@ -412,7 +411,7 @@ class _Desk:
             TypeError, ValueError: as `Column.read`.
         """
         targets = self._targets[is_vector]
-        # Observations and actions are of the right kind as a rule, and looked at all at once.
+        # Observations and actions usually have the right kind, and are checked all at once.
         some = targets[:_OUTCOMES] if self._are_alike(values, is_vector) else targets
         for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(some):
             value = values[at]
@@ -427,16 +426,16 @@ class _Desk:
             column[...] = value
         terminated, truncated = self._flags
         if len(self.ends) == 1:
-            # Of one flag Python knows sooner than NumPy.
+            # For a single flag, Python is faster than NumPy.
             self.ends[...] = is_end = terminated.item() or truncated.item()
             return bool(is_end)
         if self.block.is_on_host:
-            # NumPy counts in a tenth of the time that it takes to look for any.
+            # NumPy's count_nonzero takes a tenth of the time of any().
             return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
         return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
 
     def _are_alike(self, values: Sequence[Any], is_vector: bool) -> bool:
-        """Whether all observations and actions are arrays of just the right dtypes and shapes."""
+        """Whether all observations and actions are arrays of exactly the right dtypes and shapes."""
         try:
             return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds[is_vector]
         except AttributeError:
@@ -444,17 +443,17 @@ class _Desk:
 
 
 class _Target(NamedTuple):
-    """Where a value of a step goes, and which ones are copied there as they are."""
+    """The column of a value of a step, and which values are copied there as they are."""
 
     column: Any
     kind: tuple[Any, tuple[int, ...]]
     """Dtype and shape of arrays."""
     dtypes: frozenset[Any]
-    """Others that NumPy converts, whatever is lost."""
+    """Other dtypes that NumPy converts, even with a loss."""
     numbers: frozenset[type]
-    """Types of plain numbers."""
+    """Types of scalars."""
     read: Callable[[Any], Any]
-    """Makes a column of another value, or raises the error that says what is wrong with it."""
+    """Converts any other value to a column, or raises the error that says what is wrong with it."""
 
     @classmethod
     def of(
@@ -466,7 +465,7 @@ class _Target(NamedTuple):
         argument: str,
         label: str,
     ) -> _Target:
-        """Describes where a field goes, of a layout's places."""
+        """Returns the target of one of a layout's places."""
         into = block.columns[key]
         if block.is_on_host and not is_vector:
             into = into[0, ...]
@@ -478,7 +477,7 @@ class _Target(NamedTuple):
             found = column.read(value, argument, label, is_vector)
             return (as_array(found) if block.is_on_host else found).reshape(shape)
 
-        # Tensors are looked at one by one, as they may need gradients.
+        # Tensors always go through `read`, as they may require gradients.
         dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
         dtypes = column.real_dtypes if block.is_on_host else frozenset()
         numbers = frozenset() if is_vector else column.numbers
@@ -486,6 +485,6 @@ class _Target(NamedTuple):
 
 
 def _host(flags: Any) -> NDArray[np.bool_]:
-    """Returns `[E]` flags in memory of their own."""
+    """Returns a copy of flags as an `[E]` array."""
     found: NDArray[np.bool_] = as_array(flags).reshape(-1).copy()
     return found

@@ -1,4 +1,4 @@
-"""Notices loops whose environments reset themselves otherwise than the storage was told.
+"""Detects loops whose environments are reset in another way than the storage was told.
 
 Letters: E environments.
 """
@@ -18,24 +18,24 @@ from trl_storages.rows import as_array
 
 __all__ = ["LastBits", "ResetWatch", "check_last_observations", "last_observations"]
 
-#: The bits of the observations that episodes ended with, by environment.
+#: The bytes of the last observations of episodes, by environment.
 LastBits = dict[int, list[bytes]]
 
 
 def last_observations(
     layout: StepLayout, infos: Any, lane: int, *, is_vector: bool, needed: bool
 ) -> Iterator[tuple[NestedKey, torch.Tensor]]:
-    """Yields the entries of the last observation of an environment that ended, checked.
+    """Yields the checked entries of the last observation of an environment that ended.
 
     Args:
         layout: of the transitions.
         infos: those of the step.
-        lane: of which environment.
+        lane: the environment.
         is_vector: whether the infos are of a vector of environments.
-        needed: whether the infos must hold it; otherwise nothing is yielded where they don't.
+        needed: whether the infos must hold it; if False, nothing is yielded if they don't.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no observation, or missing.
+        KeyError, TypeError, ValueError: it is not an observation, or missing.
     """
     given = final_observation(infos, lane, is_vector=is_vector, needed=needed)
     if given is None:
@@ -50,7 +50,7 @@ def last_observations(
 def check_last_observations(
     columns: Mapping[NestedKey, Any], layout: StepLayout, infos: Any, is_vector: bool
 ) -> None:
-    """Refuses first observations of new episodes in the place of last ones, where infos tell.
+    """Refuses next observations that are the first of a new episode, if the infos show it.
 
     Args:
         columns: the transitions of a step, `[E, ...]`.
@@ -59,7 +59,7 @@ def check_last_observations(
         is_vector: whether the infos are of a vector of environments.
 
     Raises:
-        ValueError: an episode ended with another observation than the next one that was given.
+        ValueError: the last observation in the infos is not the next observation that was given.
     """
     for lane in np.flatnonzero(as_array(columns[DONE])).tolist():
         last = last_observations(layout, infos, lane, is_vector=is_vector, needed=False)
@@ -74,11 +74,11 @@ def check_last_observations(
 
 
 class ResetWatch:
-    """Notices the steps in which a vector of environments only resets some of them.
+    """Detects steps in which a vector of environments only resets some of them.
 
     With gymnasium's next-step autoreset, the step after a done one has no reward and no flag, and
-    starts from exactly the observation that the episode ended with. A loop that resets by itself goes
-    on from another observation; once it did, nobody looks any more.
+    starts from exactly the observation that the episode ended with. A loop that resets by itself
+    continues from another observation; once one has, the check is over.
 
     Args:
         num_envs: E.
@@ -86,8 +86,8 @@ class ResetWatch:
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
-        #: What the episodes that ended with the last step ended with, by environment; None once
-        #: nobody looks any more.
+        #: The last observations of the episodes that ended in the last step, by environment; None once
+        #: the check is over.
         self.last: LastBits | None = {}
 
     def look(
@@ -95,14 +95,14 @@ class ResetWatch:
         columns: Mapping[NestedKey, Any],
         pairs: Sequence[tuple[NestedKey, NestedKey]],
     ) -> LastBits | None:
-        """Compares the beginnings of episodes with the ends before them.
+        """Compares the first observations of episodes with the last ones before them.
 
         Args:
             columns: the transitions of a step, `[E, ...]`.
             pairs: the keys of the observations, now and one step later.
 
         Returns:
-            what is `last` once the step is written.
+            the value of `last` once the step is written.
 
         Raises:
             ValueError: the step only resets an environment.
@@ -112,7 +112,7 @@ class ResetWatch:
         ended = np.flatnonzero(as_array(columns[DONE])).tolist()
         if not (self.last or ended):
             return self.last
-        # Bit by bit: NumPy does that in a tenth of the time that torch takes to compare.
+        # Bytes are compared, in a tenth of the time that a comparison takes in torch.
         before = [as_array(columns[key]) for key, _ in pairs]
         after = [as_array(columns[key]) for _, key in pairs]
         if self.last:
@@ -135,13 +135,13 @@ class ResetWatch:
             )
             return None
         ends = {lane: _bits(after, lane) for lane in ended}
-        # Where a step changes nothing, nothing can be told.
+        # A step that changes nothing says nothing about resets.
         return {lane: end for lane, end in ends.items() if end != _bits(before, lane)}
 
     def _seems_reset(
         self, before: Sequence[np.ndarray], rewards: np.ndarray, ended: Sequence[int]
     ) -> bool:
-        """Returns whether no environment that ended shows that it was reset already."""
+        """Returns whether no environment that ended has shown that it was already reset."""
         several = self._num_envs > 1
         for lane, last in (self.last or {}).items():
             if _bits(before, lane) != last:
@@ -151,7 +151,7 @@ class ResetWatch:
         return True
 
     def forget(self) -> None:
-        """Forgets what episodes ended with."""
+        """Drops the last observations of episodes."""
         if self.last:
             self.last = {}
 

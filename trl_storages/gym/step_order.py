@@ -1,4 +1,4 @@
-"""What is answered to a step that comes as another library takes it."""
+"""Explains the expected arguments when a step comes in another library's order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_storages.other_names import STEP_NAMES
 
 __all__ = ["STEP", "says_its_order"]
 
-#: What a step is made of, in the order in which `record` takes it: gymnasium's, around the outcome.
+#: The parts of a step in the order in which `record` takes them: gymnasium's, around the outcome.
 STEP = (
     "observations",
     "actions",
@@ -25,9 +25,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def says_its_order(method: Method) -> Method:
-    """Makes a method that writes a step say what it takes, where other arguments came.
+    """Makes a method that writes a step explain its arguments when it is given wrong ones.
 
-    Nothing is looked at before the method has raised an error of its own.
+    Arguments are examined only after the method has raised an error.
 
     Args:
         method: takes a `STEP`, or one TensorDict.

@@ -1,4 +1,4 @@
-"""Values of a step that have the right dtype and shape, and can't be right: actions and rewards.
+"""Finds actions and rewards that have the right dtype and shape but invalid values.
 
 Letters: E environments.
 """
@@ -21,7 +21,7 @@ __all__ = ["Choices", "ValueCheck", "choices_of"]
 
 
 class Choices(NamedTuple):
-    """Which values a discrete action has: `number` from `first` on, each of `[*shape]`."""
+    """The values of a discrete action: `number` of them from `first` on, each a number or `[*shape]`."""
 
     first: Any
     number: Any
@@ -47,7 +47,7 @@ def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, 
                 choices[unravel_key(key)] = Choices(int(space.start), int(space.n))
             case spaces.MultiDiscrete():
                 choices[unravel_key(key)] = Choices(space.start, space.nvec)
-            # Which is a Categorical, too.
+            # Before Categorical, its base class.
             case MultiCategorical():
                 choices[unravel_key(key)] = Choices(0, space.nvec.numpy())
             case Categorical():
@@ -56,12 +56,12 @@ def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, 
 
 
 class ValueCheck:
-    """Looks at the actions and rewards of each step where it is gathered.
+    """Checks the actions and rewards of each step in the arrays that gather it.
 
-    On the host only: to look at values on a device would wait for it.
+    On the host only, as reading values on a device would synchronize.
 
     Args:
-        columns: key -> `[E, *shape]` arrays that each step is gathered in.
+        columns: key -> `[E, *shape]` arrays that gather each step.
         choices: of the discrete actions.
     """
 
@@ -80,15 +80,15 @@ class ValueCheck:
         self._has_warned = False
 
     def look(self, lanes: Sequence[int]) -> None:
-        """Checks a step, and warns once of rewards that are no finite numbers.
+        """Checks a step, and warns once of rewards that are not finite.
 
         Args:
             lanes: the environments that made a transition.
 
         Raises:
-            ValueError: an action is none that there is.
+            ValueError: an action is not in its space.
         """
-        # Of the few numbers of a step Python knows the least and the largest before NumPy has begun.
+        # For the few numbers of a step, Python finds minimum and maximum faster than NumPy.
         if self._is_single:
             for action, low, high in self._actions:
                 if not low <= action.item() <= high:
@@ -108,7 +108,7 @@ class ValueCheck:
                 self._warn(lanes)
 
     def _refuse(self, lanes: Sequence[int]) -> None:
-        """Raises if an environment that made a transition took an action that there is not."""
+        """Raises if an environment that made a transition took an action outside its space."""
         for key, choices in self._choices.items():
             (first, number), taken = choices, self._columns[key][lanes]
             strange = np.argwhere((taken < first) | (taken >= first + number))
@@ -136,12 +136,12 @@ class ValueCheck:
 
 
 def _each(column: NDArray[Any]) -> list[NDArray[Any]]:
-    """Returns views `[E]` of all numbers of a column `[E, *shape]`."""
+    """Returns a view `[E]` for each element of a column `[E, *shape]`."""
     places = np.ndindex(*column.shape[1:])
     return [np.moveaxis(column, 0, -1)[place] for place in places]
 
 
 def _limits(choices: Choices) -> list[tuple[int, int]]:
-    """Returns the first and the last choice of each number of an action."""
+    """Returns the first and the last choice for each element of an action."""
     first, number = np.broadcast_arrays(*choices)
     return [*zip(first.ravel().tolist(), (first + number - 1).ravel().tolist(), strict=True)]
