@@ -1,4 +1,4 @@
-"""Transitions out of dictionaries of arrays, by the names that datasets use."""
+"""Turns dictionaries of arrays, with the names that datasets use, into transitions."""
 
 from trl_storages.arrays.transitions import Transitions, steps_of
 

@@ -1,4 +1,4 @@
-"""What datasets call the entries of a transition, and where their episodes end, and why.
+"""The names of datasets for the entries of a transition, and how their flags end episodes.
 
 Letters: N rows.
 """
@@ -44,25 +44,25 @@ _ROLES: dict[str, tuple[str, ...]] = {
 }
 #: Name -> role.
 ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
-# TorchRL has what a step led to under "next", its flags too.
+# TorchRL keeps the outcome of a step under "next", its flags included.
 ROLE_OF |= {
     f"next{between}{name}": role
     for role in ("terminals", "timeouts", "dones")
     for name in _ROLES[role]
     for between in "_/"
 }
-# What these hold is no flag.
+# Roles whose entries are not flags.
 _VALUES = ("observations", "next_observations", "actions", "rewards")
-# Words in names of entries that may tell where episodes end.
+# Words in the names of entries that may mark the ends of episodes.
 _OF_ENDS = {
     *("end", "ends", "first", "last", "final", "done", "dones", "reset", "resets", "step", "mask"),
     *("terminal", "terminals", "terminated", "timeout", "timeouts", "truncated", "truncation"),
     *("episode", "episodes", "traj", "trajectory", "path", "valid"),
 }
-# Without the needed ones nothing can be stored.
+# The roles that must be present.
 _NEEDED = ("observations", "actions")
 _GOALS = {"achieved_goals": ACHIEVED_GOAL, "desired_goals": DESIRED_GOAL}
-# D4RL's files describe there how they came about.
+# D4RL's files describe their origin there.
 _LEFT_OUT = ("metadata",)
 
 Values = Any
@@ -70,25 +70,25 @@ Values = Any
 
 
 class Entries(NamedTuple):
-    """The entries of a dataset, by what they are for."""
+    """The entries of a dataset by role."""
 
     observations: dict[NestedKey, Values]
     next_observations: dict[NestedKey, Values]
-    """By the key of the observation; empty where the next row holds them."""
+    """By the key of the observation; empty if the following row holds them."""
     actions: dict[NestedKey, Values]
     rewards: Values | None
     flags: dict[str, Values]
-    """What says where episodes end, by role."""
+    """Flags that mark the ends of episodes, by role."""
     others: dict[NestedKey, Values]
     names: dict[str, str]
-    """What the data call each role that is there."""
+    """The name that the data use for each role present."""
 
 
 def as_dictionary(argument: str, data: Any) -> Mapping[str, Any]:
-    """Returns arrays that come in a dictionary, or in a TensorDict, as a dictionary.
+    """Returns a dictionary of arrays from a dictionary or a TensorDict.
 
     Raises:
-        TypeError: they come otherwise, or are transitions in TorchRL's form.
+        TypeError: `data` is neither, or holds transitions in TorchRL's form.
     """
     found = arguments.mapping(argument, data, "a dictionary of arrays")
     if isinstance(data, TensorDictBase):
@@ -104,16 +104,16 @@ def as_dictionary(argument: str, data: Any) -> Mapping[str, Any]:
 
 
 def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
-    """Sorts entries by their names.
+    """Sorts entries into roles by their names.
 
     Args:
         data: name -> array, or a dictionary of them.
-        argument: what messages call the data.
+        argument: the name of the data in messages.
 
     Raises:
         KeyError: there are no observations or actions; the message lists what there is.
-        TypeError: a name is not a string, or an entry no array of numbers.
-        ValueError: two entries are for the same.
+        TypeError: a name is not a string, or an entry is not an array of numbers.
+        ValueError: two entries have the same role.
 
     >>> entries = sort_entries({"obs": np.zeros(2), "acts": np.ones(2), "infos/x": np.ones(2)}, "data")
     >>> list(entries.observations), list(entries.actions), list(entries.others)
@@ -154,7 +154,7 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
     label = f"{argument}[{names['actions']!r}]"
     actions = _leaves((ACTION,), roles.pop("actions"), label)
     if "step_types" in roles:
-        # Members of an enumeration, which are integers.
+        # They may be members of an integer enumeration.
         roles["step_types"] = [int(value) for value in roles["step_types"]]
     flags = {role: _array(value, f"{argument}[{names[role]!r}]") for role, value in roles.items()}
     _sort_goals(others, observations, after)
@@ -162,12 +162,12 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
 
 
 def may_be_flags(data: Mapping[str, Any]) -> list[str]:
-    """Returns the names of all entries but those that are known to be no flags."""
+    """Returns the names of all entries that are not known to be something other than flags."""
     return sorted((name for name in data if ROLE_OF.get(name) not in _VALUES), key=str)
 
 
 def likely_ends(data: Mapping[str, Any]) -> list[str]:
-    """Returns the names that sound as if their entries tell where episodes end.
+    """Returns the names that suggest that their entries mark the ends of episodes.
 
     >>> likely_ends({"rewards": 0, "is_last": 0, "infos/episode_ids": 0, "speed": 0})
     ['infos/episode_ids', 'is_last']
@@ -184,7 +184,7 @@ def _observations(value: Any, label: str) -> dict[NestedKey, Values]:
 def _sort_goals(
     others: dict[NestedKey, Any], observations: dict[NestedKey, Any], after: dict[NestedKey, Any]
 ) -> None:
-    """Moves goals to the observations, and puts what is called `next_...` under "next"."""
+    """Moves goals to the observations, and entries named `next_...` under "next"."""
     for key in list(others):
         if not isinstance(key, str):
             continue
@@ -233,7 +233,7 @@ class Ends(NamedTuple):
     terminated: np.ndarray
     truncated: np.ndarray
     leads_nowhere: np.ndarray
-    """Whether the following row is of another episode, or there is none."""
+    """Whether the following row belongs to another episode, or there is none."""
 
     @property
     def done(self) -> np.ndarray:
@@ -245,11 +245,11 @@ class Ends(NamedTuple):
 def ends_of(
     flags: Mapping[str, np.ndarray], ends: np.ndarray | None, num_rows: int, *, has_rewards: bool
 ) -> Ends:
-    """Reads flags by their role.
+    """Combines flags by their role.
 
-    `terminals` are terminal states, but for OGBench's data (which have `masks`, or `valids`, or neither
-    rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are ends of either
-    kind where other flags tell terminal states apart, and terminal states where none do.
+    `terminals` are terminal states, except in OGBench's data (recognized by `masks`, by `valids`, or by
+    having neither rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are
+    ends of either kind if other flags mark terminal states, and terminal states if none do.
 
     Args:
         flags: role -> `[N]` bool; of step types int64.
@@ -276,11 +276,11 @@ def ends_of(
     truncated = timeouts | (steps == _TIMEOUT)
     leads_nowhere = marked | terminated | truncated
     if masks is not None:
-        # An episode may go on behind a goal that was reached.
+        # An episode may continue after its goal is reached.
         leads_nowhere = leads_nowhere if leads_nowhere.any() else ~masks
         terminated = terminated | ~masks
     if valids is not None:
-        # The row behind an end shows what the end led to, and is no step itself.
+        # The row after an end holds its next observation, and is not a step itself.
         leads_nowhere = ~valids
         marked = marked | ~valids
     leads_nowhere = leads_nowhere.copy()
@@ -289,14 +289,14 @@ def ends_of(
 
 
 def whole_rows(ends: Ends, kept: np.ndarray) -> tuple[np.ndarray, Ends]:
-    """Leaves out rows, and ends the episodes that end with one of them a row earlier.
+    """Drops rows; an episode that ends with a dropped row ends with the last kept row before it.
 
     Args:
         ends: of N rows.
         kept: `[N]` bool.
 
     Returns:
-        int64 numbers of the rows that are kept, and all N rows' ends.
+        int64 numbers of the kept rows, and the ends of all N rows.
     """
     at = np.arange(len(kept))
     before = np.maximum.accumulate(np.where(kept, at, -1))[~kept & ends.done]
@@ -307,7 +307,7 @@ def whole_rows(ends: Ends, kept: np.ndarray) -> tuple[np.ndarray, Ends]:
 
 
 def last_rows(done: np.ndarray) -> np.ndarray:
-    """Returns for each of n rows the number of the last row of its episode, `[n]` int64.
+    """Returns the number of the last row of each row's episode, `[n]` int64.
 
     >>> last_rows(np.array([False, True, False, False])).tolist()
     [1, 1, 3, 3]
@@ -318,10 +318,10 @@ def last_rows(done: np.ndarray) -> np.ndarray:
 
 
 def as_flags(name: str, value: Any, num_rows: int) -> np.ndarray:
-    """Returns flags, False or True or 0 or 1 of any dtype, as `[N]` bool.
+    """Returns flags, bool or 0 and 1 of any dtype, as `[N]` bool.
 
     Raises:
-        ValueError: there is not one for each of N rows, or one is another number.
+        ValueError: there is not one for each of N rows, or one is neither 0 nor 1.
     """
     array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.size != num_rows:

@@ -1,4 +1,4 @@
-"""Transitions that a dictionary of arrays describes.
+"""Transitions from a dictionary of arrays.
 
 Letters: N rows of the arrays, n transitions.
 """
@@ -44,37 +44,37 @@ GoalOf = Callable[[Any], torch.Tensor]
 
 
 class _Column(NamedTuple):
-    """A field of the transitions, and where its values are."""
+    """A field of the transitions, and the array with its values."""
 
     values: Any
     is_next: bool
-    """Whether the value of a transition is in the following row."""
+    """Whether a transition's value is in the following row."""
     field: Field
 
 
 class Transitions:
-    """Sees arrays of N rows as n transitions, block by block.
+    """Reads arrays of N rows as n transitions, block by block.
 
-    Where the arrays do not hold the next observations, they are those of the following row. The last row
-    of an episode then leads nowhere, and makes no transition of its own: the episode ends with the row
-    before it. Only if the state was terminal it is kept, for its reward, with its own observation in the
-    place of the next one, which nothing bootstraps from.
+    If the arrays lack next observations, these are the observations of the following rows. The last row
+    of an episode then has none, and is dropped: the episode ends with the row before it. Only a terminal
+    row is kept, for its reward, with its own observation as the next one, from which nothing bootstraps.
 
     Args:
         data: name -> `[N, ...]` array, as `sort_entries` knows them.
-        ends: `[N]` bool, where episodes end, or the name of the entry that says so, under whatever
-            name; None looks for entries of known names.
-        argument: what messages call the data.
-        float_dtype: what float64 entries become; None leaves them.
-        goal_fn: what goal an observation has reached, for data without goals. The goal of a transition
-            then is what its episode reached last, and rewards that are missing are NaN (`has_rewards`).
-        fields: of the rows that are to be written, as far as known: values are reshaped to theirs by
-            dimensions of size 1, and rewards are rounded to theirs.
+        ends: `[N]` bool, where episodes end, or the name of any entry that holds it; None looks for
+            entries of known names.
+        argument: the name of the data in messages.
+        float_dtype: converts float64 entries; None leaves them.
+        goal_fn: returns the goal that an observation has reached, for data without goals. The desired
+            goal of a transition is then the last goal reached in its episode, and missing rewards are
+            NaN (`has_rewards`).
+        fields: of the rows to write, as far as known: values are reshaped to theirs if only dimensions
+            of size 1 differ, and rewards are cast to their dtype.
 
     Raises:
         KeyError: an entry is missing; the message lists what there is.
-        TypeError: an entry holds no numbers.
-        ValueError: lengths differ, two entries are for the same, or no transition is left.
+        TypeError: an entry is not numeric.
+        ValueError: lengths differ, two entries have the same role, or no transition is left.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Transitions:
             else as_flags(f"{argument}[{entries.names[role]!r}]", value, num_rows)
             for role, value in entries.flags.items()
         }
-        #: Whether anything tells where episodes end.
+        #: Whether the data mark the ends of episodes.
         self.has_ends = ends is not None or bool(flags)
         #: Whether the data hold rewards.
         self.has_rewards = entries.rewards is not None
@@ -138,10 +138,10 @@ class Transitions:
         }
 
     def _lay_out(self, entries: Entries) -> None:
-        """Finds the columns of the transitions."""
+        """Sets up the columns of the transitions."""
         after = dict(entries.next_observations)
         if after and DESIRED_GOAL in entries.observations:
-            # The goal of an episode stays what it is.
+            # A desired goal without a next value does not change within the episode.
             after.setdefault(DESIRED_GOAL, entries.observations[DESIRED_GOAL])
         if after and (missing := [key for key in entries.observations if key not in after]):
             raise KeyError(
@@ -183,7 +183,7 @@ class Transitions:
         self._columns[key] = _Column(values, is_next, (dtype, shape))
 
     def _choose_rows(self, ends: Ends, kept: np.ndarray) -> None:
-        """Finds the rows that are transitions, among those that are kept."""
+        """Selects the rows that are transitions, among the kept ones."""
         has_following = any(column.is_next for column in self._columns.values())
         if has_following:
             kept = kept & (~ends.leads_nowhere | ends.terminated)
@@ -204,13 +204,13 @@ class Transitions:
 
     @property
     def longest_episode(self) -> int:
-        """How many transitions the longest episode has."""
+        """Number of transitions in the longest episode."""
         ends = np.flatnonzero(self.done)
         bounds = np.concatenate([[-1], ends, [len(self) - 1]])
         return int(np.diff(bounds).max())
 
     def block(self, start: int, stop: int) -> TensorDict:
-        """Returns transitions from `start` to before `stop` as a TensorDict `[stop - start]`."""
+        """Returns the transitions from `start` up to `stop` (exclusive) as a TensorDict."""
         which = slice(start, stop)
         steps = TensorDict({}, batch_size=[len(self._rows[which])])
         for key, column in self._columns.items():
@@ -232,8 +232,8 @@ class Transitions:
         return self.block(0, len(self))
 
     def _set_goals(self, steps: TensorDict, last: np.ndarray) -> None:
-        """Sets the goals that were reached, and for each episode the last one."""
-        # A block has many rows of few episodes.
+        """Sets the achieved goals, and the last one of each episode as its desired goal."""
+        # Computed once per episode, as a block has many rows of few episodes.
         ends, of_row = np.unique(last, return_inverse=True)
         outcomes = TensorDict({}, batch_size=[len(ends)])
         for key, column in self._columns.items():
@@ -267,12 +267,12 @@ class Transitions:
 def steps_of(
     argument: str, value: Any, fields: Mapping[NestedKey, Field] | None = None
 ) -> TensorDictBase:
-    """Returns steps that come as a TensorDict, or as a dictionary of the arrays of a dataset.
+    """Returns steps given as a TensorDict, or as a dictionary of a dataset's arrays.
 
     Args:
-        argument: what messages call them.
-        value: what came.
-        fields: of the rows, where they are known.
+        argument: the name of the steps in messages.
+        value: the steps.
+        fields: of the rows, if known.
 
     Raises:
         KeyError, TypeError, ValueError: as in `Transitions`.

@@ -1,4 +1,4 @@
-"""Storages out of datasets: arrays (D4RL, OGBench, garage), Minari, and what other buffers hold."""
+"""Storages from datasets: arrays (D4RL, OGBench, garage), Minari, and other libraries' buffers."""
 
 from trl_storages.datasets.from_arrays import from_arrays
 from trl_storages.datasets.from_minari import from_minari

@@ -1,4 +1,4 @@
-"""A new storage that takes in transitions, block by block.
+"""Makes a storage and fills it with transitions, block by block.
 
 Letters: E lanes (environments).
 """
@@ -32,22 +32,22 @@ __all__ = [
     "info_at",
 ]
 
-#: A class of ready-made storages, or a function that is called like one.
+#: A class of ready-made storages, or a function with the same arguments.
 Recipe = Callable[..., ReplayStorage]
 
-# Rows that are written at once: few calls, and little memory beside the rows.
+# Rows written at a time: few calls, and little extra memory.
 _BLOCK = 1 << 16
 
 
 class Block(NamedTuple):
-    """Steps that are written at once."""
+    """Steps that are written in one call."""
 
     read: Callable[[], TensorDict]
     lanes: Lanes = None
 
 
 def blocks_of(transitions: Transitions, lanes: Lanes = None) -> list[Block]:
-    """Cuts transitions into blocks."""
+    """Splits transitions into blocks."""
     return [
         Block(partial(transitions.block, start, start + _BLOCK), lanes)
         for start in range(0, len(transitions), _BLOCK)
@@ -55,7 +55,7 @@ def blocks_of(transitions: Transitions, lanes: Lanes = None) -> list[Block]:
 
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Returns numbers of episodes that are of about a block together."""
+    """Groups the numbers of episodes, each group with about a block of steps."""
     groups: list[list[int]] = []
     num_steps = _BLOCK
     for number, length in enumerate(lengths):
@@ -68,7 +68,7 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def info_at(argument: str, infos: Any, key: NestedKey) -> Any:
-    """Returns an entry of the infos of a step, or of an episode.
+    """Returns an entry of the infos of a step or an episode.
 
     Raises:
         KeyError: it is missing; the message lists what there is.
@@ -97,20 +97,20 @@ def filled(
     options: Mapping[str, Any],
     progress: bool,
 ) -> ReplayStorage:
-    """Makes a storage, and writes blocks into it. After an error in that its files are deleted.
+    """Makes a storage and writes blocks to it. If writing fails, its files are deleted.
 
     Args:
         recipe: called with the specs of observations and actions, and with options.
-        transitions: of which the fields are taken.
+        transitions: determine the fields.
         blocks: all of the data.
-        num_rows: of all of the data; `storage_size` where that is not among the options.
-        longest_episode: rows of the longest episode.
+        num_rows: of all of the data; the default of `storage_size`.
+        longest_episode: number of rows in the longest episode.
         num_envs: E.
         options: of the recipe.
-        progress: whether to show how much is written.
+        progress: whether to show progress.
 
     Raises:
-        TypeError: the recipe makes no `ReplayStorage`.
+        TypeError: the recipe does not make a `ReplayStorage`.
         ValueError: the longest episode does not fit, or the storage holds rows already.
     """
     progress = arguments.flag("progress", progress)
@@ -164,7 +164,7 @@ def filled(
     except BaseException:
         storage.close(keep=False)
         raise
-    # Whatever is written next is no continuation of the data.
+    # Later writes do not continue the data.
     storage.end_episodes()
     return storage
 
@@ -178,7 +178,7 @@ def _check_signature(recipe: Recipe, specs: Sequence[Any], options: Mapping[str,
             inspect.signature(recipe).bind_partial(*specs, **options)
             return
         except ValueError:
-            return  # Of functions that are not written in Python nothing is known.
+            return  # Functions not written in Python have no signature to check.
         except TypeError as error:
             reason = str(error)
     name = getattr(recipe, "__name__", type(recipe).__name__)
@@ -190,7 +190,7 @@ def _check_signature(recipe: Recipe, specs: Sequence[Any], options: Mapping[str,
 
 
 def _relabel_of(storage: ReplayStorage) -> GoalRelabel | None:
-    """Returns what knows the rewards of desired goals, if the storage has it."""
+    """Returns the transform that computes rewards of desired goals, if the storage has one."""
     relabels = (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel))
     for part in relabels:
         if part.reward_fn is not None and part.goal_key in (None, DESIRED_GOAL):

@@ -1,4 +1,4 @@
-"""A storage out of arrays, as D4RL, OGBench, garage and others keep them.
+"""Makes a storage from arrays, as in D4RL, OGBench, garage and others.
 
 Letters: N rows of the arrays, T steps of a path, B batch, G goal size.
 """
@@ -34,45 +34,46 @@ def from_arrays(
     progress: bool = False,
     **options: Any,
 ) -> ReplayStorage:
-    """Makes a storage of the transitions of a dataset, with its episodes.
+    """Makes a storage from the transitions and episodes of a dataset.
 
     Entries are known by the names of D4RL, OGBench, Minari, garage and others: `observations` (an array
     or a dictionary), `actions`, `rewards`, `next_observations`, flags of ends (`terminals`, `timeouts`,
     `terminations`, `truncations`, `dones`, `masks`, `valids`), goals (`achieved_goals`,
     `desired_goals`). All other entries with one row for each step are stored under their own names,
-    `infos/qpos` as `("infos", "qpos")`, but for D4RL's `metadata`.
+    `infos/qpos` as `("infos", "qpos")`, except D4RL's `metadata`.
 
-    Without `next_observations` they are those of the following row: the last row of an episode then only
-    says what the row before it led to. A last row that is terminal stays, for its reward.
+    Without `next_observations`, these are the observations of the following rows: the last row of an
+    episode only supplies the next observation of the row before. A terminal last row stays, for its
+    reward.
 
-    Rows whose `valids` are 0 are no steps: the episode ends with the row before, which led to what they
-    observed.
+    Rows whose `valids` are 0 are not steps: the episode ends with the row before, whose next observation
+    they hold.
 
-    Of OGBench's data, `terminals` mark where episodes end, and `masks` which states are terminal; data
-    of other origin whose `terminals` are no terminal states need `ends="terminals"`.
+    In OGBench's data, `terminals` mark the ends of episodes, and `masks` the terminal states; data of
+    other origin whose `terminals` are not terminal states need `ends="terminals"`.
 
     Args:
         data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each
-            episode, where observations may be one more than actions.
-        ends: `[N]` bool, where episodes end, or the name of an entry that says so; None looks for the
-            names above, and warns if there are none. Of a single trajectory it is `np.zeros(N)`.
-        recipe: class of the storage, such as `HERReplayStorage`. It is given specs of the data, and
+            episode, which may have one observation more than actions.
+        ends: `[N]` bool, where episodes end, or the name of an entry that holds it; None looks for the
+            names above, and warns if there are none. For a single trajectory pass `np.zeros(N)`.
+        recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (or a dictionary of them) have
-            reached, for hindsight over data without goals. The desired goal of a transition then is
-            what its episode reached last. Rewards that are missing are what the recipe's `reward_fn`
-            says of that goal, and NaN if the recipe has none.
-        float_dtype: what float64 entries become, such as `torch.float32`; None leaves them.
-        progress: whether to show how much is written.
-        **options: of the recipe. `storage_size` is the number of transitions unless given; with a smaller
-            one the last ones stay.
+            reached, for hindsight over data without goals. The desired goal of a transition is then the
+            last goal reached in its episode. Missing rewards are computed for that goal by the recipe's
+            `reward_fn`, and are NaN if the recipe has none.
+        float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
+        progress: whether to show progress.
+        **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
+            keeps the last ones.
 
     Returns:
         the storage.
 
     Raises:
         KeyError: an entry is missing; the message lists what there is.
-        TypeError: an entry holds no numbers.
+        TypeError: an entry is not numeric.
         ValueError: lengths differ, an episode does not fit into `storage_size`, or `path` holds rows.
             Nothing is written then.
 
@@ -112,19 +113,19 @@ def _warn_of_no_ends(data: Mapping[str, Any]) -> None:
 
 
 def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
-    """Joins episodes.
+    """Concatenates episodes.
 
     Args:
         paths: dictionaries of `[T, ...]` arrays, also nested; observations may be `[T + 1, ...]`,
-            with what the last step led to.
+            with the final observation.
 
     Returns:
-        the same entries of all `[N, ...]`, and `[N]` bool, where the episodes end.
+        the entries of all episodes `[N, ...]`, and `[N]` bool, where the episodes end.
 
     Raises:
-        TypeError: one is no dictionary.
-        KeyError: one has other entries than the first.
-        ValueError: there is none.
+        TypeError: an episode is not a dictionary.
+        KeyError: an episode has other entries than the first.
+        ValueError: there are no episodes.
 
     >>> data, ends = join_paths([{"obs": [1, 2, 3], "acts": [0, 0]}, {"obs": [5, 6], "acts": [1]}])
     >>> data["obs"].tolist(), data["next_obs"].tolist(), ends.tolist()
@@ -157,7 +158,7 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def _steps_of(path: Mapping[str, Any], number: int) -> tuple[dict[tuple[str, ...], Any], int]:
-    """Returns the entries of an episode, one row a step, and T."""
+    """Returns the entries of an episode, with one row for each step, and T."""
     found = dict(leaves(path, "each episode of data"))
     for key, value in found.items():
         if not (hasattr(value, "__len__") and getattr(value, "ndim", True)):

@@ -1,4 +1,4 @@
-"""A storage out of a Minari dataset.
+"""Makes a storage from a Minari dataset.
 
 Letters: T steps of an episode.
 """
@@ -31,15 +31,15 @@ def from_minari(
     progress: bool = False,
     **options: Any,
 ) -> ReplayStorage:
-    """Makes a storage of a Minari dataset, with its episodes.
+    """Makes a storage from a Minari dataset, with its episodes.
 
     Args:
-        dataset: a `minari.MinariDataset`, or the name of one that is on this machine.
+        dataset: a `minari.MinariDataset`, or the name of a local one.
         recipe: as in `from_arrays`.
         float_dtype: likewise.
         progress: likewise.
-        **options: of the recipe. `info_keys` names the infos to store, as for `record`; those of the
-            resets are left out.
+        **options: of the recipe. `info_keys` names the infos to store, as for `record`; the infos of
+            resets are dropped.
 
     Returns:
         the storage.
@@ -83,7 +83,7 @@ def from_minari(
 
 
 def minari_module(what: str) -> Any:
-    """Returns the module, with all that `what` needs.
+    """Imports Minari, with everything that the function `what` needs.
 
     Raises:
         ImportError: Minari is not installed.
@@ -98,7 +98,7 @@ def minari_module(what: str) -> Any:
 
 
 def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
-    """Returns an episode of Minari as `join_paths` takes it.
+    """Returns a Minari episode in the form that `join_paths` takes.
 
     Raises:
         KeyError: an info is missing.
@@ -112,6 +112,6 @@ def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
     }
     for key in info_keys:
         values = info_at("dataset", episode.infos, key)
-        # The first are those of the reset.
+        # Skip the infos of the reset, which come first.
         path["/".join(key_path(key))] = values[len(values) - len(episode.rewards) :]
     return path

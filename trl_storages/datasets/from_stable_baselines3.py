@@ -1,4 +1,4 @@
-"""A storage of what a replay buffer of Stable-Baselines3 holds.
+"""Makes a storage from a replay buffer of Stable-Baselines3.
 
 Letters: T steps of each environment, E environments.
 """
@@ -33,28 +33,28 @@ def from_stable_baselines3(
     progress: bool = False,
     **options: Any,
 ) -> ReplayStorage:
-    """Makes a storage of what a buffer of Stable-Baselines3 holds, one lane for each environment.
+    """Makes a storage from a replay buffer of Stable-Baselines3, with one lane for each environment.
 
-    The rows of a lane are those of its environment in the order of time, and episodes end as they did:
-    a `done` that is no timeout is terminal. A buffer with `optimize_memory_usage=True` does not know
-    which ends are timeouts, nor what a last step led to: its own observation stands there.
+    A lane holds the rows of its environment in time order, with the same episodes: a `done` that is not
+    a timeout is terminal. A buffer with `optimize_memory_usage=True` does not know which ends are
+    timeouts, nor the final observations: the last step of an episode gets its own observation as next.
 
     Args:
         buffer: `ReplayBuffer`, `DictReplayBuffer` or `HerReplayBuffer`.
         recipe: as in `from_arrays`.
         float_dtype: likewise.
         progress: likewise.
-        **options: of the recipe. `storage_size` counts over all environments, and is what the buffer
-            holds unless given. `info_keys` are taken from the infos of a
+        **options: of the recipe. `storage_size` counts over all environments, by default the number of
+            transitions in the buffer. `info_keys` are read from the infos of a
             `HerReplayBuffer(copy_info_dict=True)`.
 
     Returns:
         the storage.
 
     Raises:
-        KeyError: there is no such info.
-        TypeError: it is no such buffer.
-        ValueError: the buffer is empty, or as in `from_arrays`.
+        KeyError: no such info.
+        TypeError: it is not such a buffer.
+        ValueError: the buffer is empty; otherwise as in `from_arrays`.
     """
     if missing := [name for name in _PARTS if not hasattr(buffer, name)]:
         raise TypeError(
@@ -94,22 +94,22 @@ def from_stable_baselines3(
 
 
 def _order(buffer: Any) -> np.ndarray:
-    """Returns the places of the T steps, the oldest first."""
+    """Returns the positions of the T steps, oldest first."""
     if not buffer.full:
         return np.arange(buffer.pos)
     order = np.arange(buffer.pos, buffer.pos + buffer.buffer_size) % buffer.buffer_size
-    # What the newest step led to lies where the oldest began.
+    # The next observation of the newest step overwrote the observation of the oldest one.
     found: np.ndarray = order[1:] if _is_compact(buffer) else order
     return found
 
 
 def _is_compact(buffer: Any) -> bool:
-    """Whether the next observations are those of the following place."""
+    """Whether next observations are stored as the observations of the following position."""
     return getattr(buffer, "next_observations", None) is None
 
 
 def _lane(buffer: Any, order: np.ndarray, lane: int, infos: list[NestedKey]) -> dict[str, Any]:
-    """Returns what the buffer holds of an environment, by the names of `Transitions`."""
+    """Returns the entries of one environment, by the names that `Transitions` knows."""
 
     def taken(values: Any, places: np.ndarray = order) -> Any:
         if isinstance(values, Mapping):
@@ -123,7 +123,7 @@ def _lane(buffer: Any, order: np.ndarray, lane: int, infos: list[NestedKey]) -> 
     if not _is_compact(buffer):
         data["next_observations"] = taken(buffer.next_observations)
     else:
-        # An end of which nobody knows what it led to leads to where it began.
+        # The final observation of an episode is unknown: use the last step's own observation.
         following = np.where(data["dones"] != 0, order, (order + 1) % buffer.buffer_size)
         data["next_observations"] = taken(buffer.observations, following)
     if infos and getattr(buffer, "infos", None) is None:

@@ -1,4 +1,4 @@
-"""A Minari dataset out of a storage.
+"""Writes a storage as a Minari dataset.
 
 Letters: T steps of an episode.
 """
@@ -45,19 +45,19 @@ def to_minari(
     progress: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Writes the stored episodes as a Minari dataset, lane by lane, the oldest first.
+    """Writes the stored episodes as a Minari dataset, lane by lane, oldest first.
 
-    An episode that was cut, or is running, is truncated there, and one that lost its beginning starts
-    later. What is stored beside observations, actions, rewards and flags becomes infos, which are zero
-    for the resets.
+    An episode that was cut, or is still open, is truncated, and one that has lost its first steps starts
+    later. Fields other than observations, actions, rewards and flags become infos, with zeros for the
+    resets.
 
     Args:
-        storage: whose rows are written as they were stored.
+        storage: whose rows are written as stored.
         dataset_id: the name of the dataset, such as "pointmaze/mine-v0".
-        observation_space: of the environment; None takes unbounded boxes of what is stored.
-        action_space: likewise; actions that are single integers have none but a given one.
-        progress: whether to show how much is written.
-        **metadata: as in `minari.create_dataset_from_buffers`: env, algorithm_name, author, ... Pictures
+        observation_space: of the environment; None uses unbounded boxes of the stored dtypes and shapes.
+        action_space: likewise; it must be given for scalar integer actions.
+        progress: whether to show progress.
+        **metadata: as in `minari.create_dataset_from_buffers`: env, algorithm_name, author, ... Images
             are stored as they are unless `jpeg_encoding=True`.
 
     Returns:
@@ -65,10 +65,10 @@ def to_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        RuntimeError: the storage is empty; or its episodes are replaced meanwhile, by another process or
-            thread. Of a dataset what was written until then stays.
-        ValueError: a space must be given, or a row does not begin with the observation that the row
-            before it led to: Minari stores both as one. Nothing is written then.
+        RuntimeError: the storage is empty; or another process or thread overwrites its episodes
+            meanwhile, which leaves a partial dataset.
+        ValueError: a space must be given, or the observation of a row is not the next observation of the
+            row before: Minari stores both as one. Nothing is written then.
     """
     arguments.instance("storage", storage, ReplayStorage)
     arguments.instance("dataset_id", dataset_id, str, what="the name of a dataset")
@@ -103,7 +103,7 @@ def to_minari(
 
 
 class _Episodes:
-    """The stored episodes, as Minari keeps them.
+    """The stored episodes in Minari's form.
 
     Args:
         storage: that holds them.
@@ -114,7 +114,7 @@ class _Episodes:
         table = storage.episodes.episodes()
         self._first, self._length = table["first"], table["length"].tolist()
         self._first_steps = storage.episodes.steps(self._first)
-        #: Numbers of episodes that are read at once.
+        #: Groups of episode numbers, each read in one call.
         self.groups = grouped(self._length)
         row = storage[self._first[:1]]
         fields = {
@@ -128,9 +128,9 @@ class _Episodes:
                 f"{sorted(fields, key=str)}."
             )
         roots = [key for key in fields if key_path(key)[0] not in ("next", "collector", "index")]
-        #: Key -> field of what there is before and after each step.
+        #: Key -> field of the observations, which exist before and after each step.
         self.observations = {key: fields[key] for key in roots if next_key(key) in fields}
-        #: Key -> field of what was done.
+        #: Key -> field of the actions.
         self.actions = {key: fields[key] for key in roots if key_path(key)[0] == ACTION}
         seen = {*self.observations, *map(next_key, self.observations), *self.actions, *outcome}
         self._infos = [
@@ -145,7 +145,7 @@ class _Episodes:
                 )
 
     def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:
-        """Returns `[T]` rows of each episode."""
+        """Yields the rows `[T]` of each episode."""
         index = self._storage.episodes
         slots = [
             index.shift(self._first[at], torch.arange(self._length[at], device=index.device))
@@ -153,7 +153,7 @@ class _Episodes:
         ]
         try:
             rows = self._storage[torch.cat(slots)].cpu()
-            # Other rows may lie there by now. The first ones are replaced first.
+            # Detect overwritten rows: the first ones of an episode go first.
             is_there = torch.equal(index.steps(self._first[group]), self._first_steps[group])
         except IndexError:
             is_there = False
@@ -165,7 +165,7 @@ class _Episodes:
         yield from rows.split([self._length[at] for at in group])
 
     def check(self, group: Sequence[int]) -> None:
-        """Raises a ValueError if a row does not begin where the row before it led to."""
+        """Raises a ValueError if a row does not continue the row before it."""
         for number, rows in zip(group, self._rows(group), strict=True):
             for key in self.observations:
                 before, after = rows[next_key(key)][:-1], rows[key][1:]
@@ -179,7 +179,7 @@ class _Episodes:
                     )
 
     def read(self, group: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Returns episodes as `EpisodeBuffer` takes them."""
+        """Yields episodes as arguments of `EpisodeBuffer`."""
         for rows in self._rows(group):
             truncated = rows[TRUNCATED].flatten().clone()
             truncated[-1] |= ~rows[TERMINATED].flatten()[-1]
@@ -209,20 +209,20 @@ class _Episodes:
 
 
 def _tree(leaves: Mapping[NestedKey, torch.Tensor], single: NestedKey = "") -> Any:
-    """Nests arrays; of one entry of the key `single`, returns the array."""
+    """Nests arrays; a sole entry with the key `single` is returned as its array."""
     arrays = {key: leaf.numpy() for key, leaf in leaves.items()}
     return arrays[single] if [*arrays] == [single] else _nested(arrays, single)
 
 
 def _space(fields: Mapping[NestedKey, Field], single: NestedKey, argument: str) -> Any:
-    """Returns the space of stored entries, as `_tree` nests them."""
+    """Returns the space of stored entries, nested as by `_tree`."""
     spaces = {key: _leaf_space(key, field, argument) for key, field in fields.items()}
     return spaces[single] if [*spaces] == [single] else _dict_space(_nested(spaces, single))
 
 
 def _nested(leaves: Mapping[NestedKey, Any], root: NestedKey) -> dict[str, Any]:
     paths = ((key_path(key), leaf) for key, leaf in leaves.items())
-    # Actions all lie under "action".
+    # All actions are under "action".
     return nested(
         (path[1:] if path[0] == root and path[1:] else path, leaf) for path, leaf in paths
     )
