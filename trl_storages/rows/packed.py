@@ -148,7 +148,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         check = arguments.optional(arguments.flag, "check", check)
         #: `[N, W]` int64, every transition; None until the layout is fixed.
         self.rows: torch.Tensor | None = None
-        #: Where each field lies in a row; None until it is fixed.
+        #: The place of each field in a row; None until it is fixed.
         self.layout: Layout | None = None
         # The process that called `share_memory_`: it alone may still lay rows out.
         self._sharing_process: int | None = None
@@ -426,7 +426,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             KeyError, TypeError, ValueError: a key is missing or new, or a dtype or shape differs from
                 the layout. Nothing is written then.
             ValueError: there are more or fewer rows than slots. Nothing is written then.
-            IndexError: a slot lies beyond the last row. Nothing is written then.
+            IndexError: a slot is beyond the last row. Nothing is written then.
         """
         self.check_in_memory()
         if self.share_next and (self.episodes is None or set_cursor):

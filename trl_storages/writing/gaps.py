@@ -44,7 +44,7 @@ class GapWatch:
     Args:
         on_gap: "warn" (once) before the row is written, "cut" begins an episode with it, "ignore"
             does not look.
-        observation_keys: entries that are compared with what lies under `next`; None are those of
+        observation_keys: entries that are compared with their twins under `next`; None uses those of
             `continued_keys`.
 
     Raises:
@@ -77,7 +77,7 @@ class GapWatch:
         """Returns the keys of the entries that are compared.
 
         Raises:
-            KeyError: one of `observation_keys`, or what lies under `next` of it, is missing.
+            KeyError: one of `observation_keys`, or its twin under `next`, is missing.
         """
         chosen = self.observation_keys
         if chosen is None:

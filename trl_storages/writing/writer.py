@@ -73,7 +73,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             the row before it: "warn" warns once and stores the row as its continuation; "cut" begins an
             episode with it; "ignore" does not check. For rows on a GPU the warning comes a little later,
             to avoid synchronization.
-        observation_keys: entries that are compared with what lies under `next`; None compares
+        observation_keys: entries that are compared with their twins under `next`; None compares
             `observation`, or, where that is missing, all that have a twin under `next` (other than
             the desired goal, rewards and flags).
 
