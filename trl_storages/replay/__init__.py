@@ -1,4 +1,4 @@
-"""The container: what a training loop writes to and draws from."""
+"""The container: what a training loop writes to and samples from."""
 
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.ensemble import ReplayStorageEnsemble

@@ -1,4 +1,4 @@
-"""Reads the new priorities of a sampled batch, one for each row or sequence that was drawn.
+"""Extracts new priorities from a sampled batch, one per drawn row or sequence.
 
 Letters: B batch, n sequences, S rows of a sequence.
 """
@@ -21,32 +21,32 @@ def drawn_priorities(
     reduction: str,
     sequence_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Returns the slots that were drawn, their priorities, and the stamps they were drawn with.
+    """Returns the drawn slots, their new priorities, and the stamps they were drawn with.
 
     Args:
-        data: a sampled batch, `[B]` or of several dimensions; sequences as `[n * S]` or `[n, S]`, or
-            with the batch size `[n]` of entries `[n, S, ...]`.
+        data: a sampled batch of any batch size; sequences as `[n * S]` or `[n, S]`, or with batch size
+            `[n]` and entries `[n, S, ...]`.
         priority_key: entry of the priorities.
-        priority: the priorities where they are no entry. One a row (`[B]`, `[n, S]`) or, of sequences,
-            one for each (`[n]`); also with further dimensions.
+        priority: the priorities if they are not an entry of `data`. One per row (`[B]`, `[n, S]`) or one
+            per sequence (`[n]`); trailing dimensions are allowed.
         reduction: how several values of one row become one: "max", "min", "mean" or "median".
-        sequence_length: S, rows of each sequence; its anchor gets the largest valid one of the steps
-            that are learnt from.
+        sequence_length: S, rows per sequence; the anchor gets the largest priority of its sequence's
+            valid learning steps.
 
     Returns:
-        `[B]` slots, priorities, and stamps or None. None at all for rows that were never drawn.
+        `[B]` slots, priorities, and stamps or None. Just None if there are neither priorities nor stamps.
 
     Raises:
-        KeyError: the batch was drawn by priority, and holds none; or it lacks what says which rows it is
-            of.
-        ValueError: the priorities are of the shape that broadcasting `[B]` with `[B, 1]` makes, or of
-            another number; or the batch is not of whole sequences, one after another.
+        KeyError: the batch was drawn by priority but holds none, or lacks the entries that identify its
+            rows.
+        ValueError: the priorities have the shape that broadcasting `[B]` with `[B, 1]` makes, or do not
+            match the number of rows; or the batch does not consist of whole, consecutive sequences.
     """
     stamp = data.get(keys.PRIORITY_STAMP, None)
     name = repr(priority_key) if priority is None else "priority"
     if priority is None and (priority := data.get(priority_key, None)) is None:
         if stamp is None:
-            return None  # A new row, as `add` passes it: the writer has given it its priority.
+            return None  # A new row passed by `add`: the writer has already set its priority.
         raise KeyError(
             f"the batch lacks {priority_key!r}: the loss writes it, or set it to the absolute "
             "temporal-difference errors."
@@ -58,7 +58,7 @@ def drawn_priorities(
                 f"the batch lacks its entry {key!r}, which says what was drawn; its keys are "
                 f"{sorted(map(str, data.keys()))}: pass it with all that sample() put into it."
             )
-    # A batch may have the size of its sequences, and their rows as a dimension of each entry.
+    # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
     rows = data.batch_size if anchor is None else anchor.shape
     num_steps = 1 if anchor is None else sequence_length
     if rows and rows[-1] % num_steps:
@@ -97,14 +97,14 @@ def drawn_priorities(
 
 
 def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
-    """Returns one of the several values of each row, `[B]`."""
+    """Reduces the values of each row to one, `[B]`."""
     if priority.numel() == num_rows:
         return priority
     return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)
 
 
 def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, name: str) -> None:
-    """Raises if priorities `[B, B]` are no several values a row, but a slip."""
+    """Raises if the priorities are `[B, B]` by accidental broadcasting."""
     shape = priority.shape[:-1] if priority.shape[-1:] == (1,) else priority.shape
     if len(shape) <= len(batch):
         return

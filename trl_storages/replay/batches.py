@@ -1,4 +1,4 @@
-"""What batches are sampled from: one storage, or several.
+"""The sampling interface that one storage and an ensemble share.
 
 Letters: B batch.
 """
@@ -14,12 +14,12 @@ from trl_storages import arguments
 
 __all__ = ["BatchSource"]
 
-#: A batch, and what samplers said of it.
+#: A batch and the samplers' info.
 BatchWithInfo = tuple[TensorDictBase, dict[str, Any]]
 
 
 class BatchSource:
-    """Samples batches, one by one or so many of them."""
+    """Samples single batches, or iterates over a given number of them."""
 
     @overload
     def sample(
@@ -41,13 +41,12 @@ class BatchSource:
         """Samples a batch.
 
         Args:
-            batch_size: B; None is the one given to the constructor, the only one that `prefetch` draws
-                ahead.
-            return_info: whether to return the samplers' entries as a dict as well.
+            batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
+            return_info: whether to also return the samplers' entries as a dict.
 
         Returns:
-            TensorDict `[B]` of the stored fields, as the transforms show them, with `index` and the
-            samplers' other entries; rows of a `sample_unit` follow one another.
+            TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
+            other entries; the rows of a `sample_unit` are consecutive.
 
         Raises:
             ValueError: `batch_size` is below 1.
@@ -61,7 +60,7 @@ class BatchSource:
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         raise NotImplementedError
 
-    # Errors of Python's own name what was called, not this class.
+    # Python's own error messages then name the method without this base class.
     sample.__qualname__ = "sample"
 
     def batches(
@@ -70,9 +69,9 @@ class BatchSource:
         """Returns an iterator over `num_batches * epochs` batches.
 
         Args:
-            num_batches: batches an epoch.
-            batch_size: B; None is the one given to the constructor.
-            epochs: how often.
+            num_batches: batches per epoch.
+            batch_size: B; None uses the constructor's.
+            epochs: number of epochs.
 
         Raises:
             ValueError: a number is negative.

@@ -1,4 +1,4 @@
-"""The container: draw, gather, then see, all under one lock.
+"""The container: draws, gathers and transforms batches under one lock.
 
 Letters: B batch, E lanes (environments).
 """
@@ -59,27 +59,26 @@ __all__ = ["ReplayStorage"]
 
 
 class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type: ignore[misc]
-    """A `TensorDictReplayBuffer` whose transforms see what the sampler drew, and the storage.
+    """A `TensorDictReplayBuffer` whose transforms see the sampler's entries and the storage.
 
-    TorchRL merges the sampler's entries into a batch after its transforms have run, so that a drawn
-    goal never reaches the transform that must write it. Here they are merged first, transforms that
-    are `ReplayTransform`s are handed the storage, and all of it happens under the replay lock, on one
-    state of the rows.
+    TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
+    never reaches the transform that must write it. Here they are merged first, each `ReplayTransform`
+    gets access to the storage, and everything runs under the replay lock, on one consistent state.
 
     Args:
-        storage: where the rows live, ndim 1.
-        sampler: who is drawn; None draws uniformly over the live rows. TorchRL's own samplers of single
-            rows are right over lanes of any fill, but for those that say so when they draw.
-        writer: keeps the episodes; None is `EpisodeWriter()`, for one environment.
-        transform: how a batch is seen.
-        recorder: turns steps of gymnasium loops into transitions, for `record`; None takes steps as
-            they are given, without autoreset.
+        storage: holds the rows, ndim 1.
+        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's own
+            single-row samplers work with unequally filled lanes; those that can't raise when they draw.
+        writer: tracks the episodes; None is `EpisodeWriter()`, for one environment.
+        transform: applied to each batch.
+        recorder: turns the steps of a gymnasium loop into transitions, for `record`; None expects no
+            autoreset.
         **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
 
     Raises:
-        ValueError: `dim_extend` is not 0, rows shall be consumed, the storage shall be made later, the
-            writer does not fit it, a sampler or unit of TorchRL's can't be right over its lanes, or a
-            part that keeps the state of rows is another storage's.
+        ValueError: `dim_extend` is not 0, `consume_after_n_samples` or `delayed_init` is set, the writer
+            does not fit the storage, a TorchRL sampler or sample unit can't work with its lanes, or a
+            stateful part belongs to another storage.
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
@@ -92,7 +91,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     torch.Size([3, 1])
     """
 
-    #: Tells the writer that samplers are shown the live rows only, however the lanes are filled.
+    #: Tells the writer that samplers see live rows only, whatever the fill of each lane.
     draws_live_rows = True
 
     _made_by = (
@@ -101,18 +100,18 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     )
 
     if TYPE_CHECKING:
-        # Parts are of many kinds, and their attributes are meant to be read and set.
+        # Typed Any, as users read and set attributes of many kinds of parts.
         @property
         def storage(self) -> Any:
-            """Where the rows are."""
+            """Holds the rows."""
 
         @property
         def sampler(self) -> Any:
-            """Who draws."""
+            """Draws the rows."""
 
         @property
         def writer(self) -> Any:
-            """What keeps the episodes."""
+            """Tracks the episodes."""
 
     n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
     discount = Parameter[float](
@@ -149,14 +148,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         recorder = given.pop("recorder")
         own = {"sampler": given["sampler"], "writer": given["writer"], "recorder": recorder}
         containers.check_own_parts(storage, **own)
-        # TorchRL takes a `transform_factory` for a wish to wait.
+        # TorchRL would delay initialization if given a `transform_factory`.
         super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
         self._collates = given.get("collate_fn") is not None
         self._known_rows = KnownRows()
         if self.shared:
             self.share()
-        # A size that is named for one sample is no conflict to be warned of.
+        # Suppresses TorchRL's warning about a batch size passed to a single `sample` call.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
         on_disk.resume(Parts(self))
@@ -178,21 +177,21 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     ) -> Self:
         """Opens the rows of a directory, with their episodes, priorities and counters.
 
-        What a directory does not hold (samplers, transforms, reward functions) is given again: opening
-        runs no code of its own.
+        Samplers, transforms and reward functions are not stored and must be passed again: opening runs
+        no stored code.
 
         Args:
             path: a directory that was made with `path=` or `scratch_dir=`.
-            mode: "r+" goes on writing, as the only writer. "r" reads what another process writes, as
-                one of any number of readers.
+            mode: "r+" continues writing, as the only writer. "r" reads while another process writes;
+                any number of readers may do so.
             sampler: as in the constructor.
             transform: as in the constructor.
-            device: where batches arrive; the rows stay in their files.
-            fetch_every: with mode "r", batches that are drawn before new rows are looked at.
-            check: whether to check every row against its checksum. None does after anything but a clean
-                close: a kill, or a loss of power, after which the rows that are whole are kept, and a
-                warning says what was lost.
-            progress: whether to show how far the opening and the checking is.
+            device: device of the batches; the rows stay in their files.
+            fetch_every: with mode "r", how many batches to draw between checks for new rows.
+            check: whether to verify every row's checksum. None verifies unless the directory was closed
+                cleanly: after a kill or a power loss, intact rows are kept and a warning reports what
+                was lost.
+            progress: whether to show a progress bar.
             **options: as in the constructor: batch_size, generator, recorder, ...
 
         Raises:
@@ -213,7 +212,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         with rows.released_on_error():
             num_envs, fields = episodes_of(rows).num_envs, rows.layout.keys  # type: ignore[union-attr]
             writer = EpisodeWriter(num_envs, keys=fields)
-            # Ready-made storages are constructed otherwise.
+            # The constructors of ready-made storages take other arguments.
             parts: Any = {"storage": rows, "writer": writer, "sampler": sampler}
             ReplayStorage.__init__(storage, **parts, transform=transform, **options)
         storage._is_sealed = True
@@ -221,15 +220,15 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     @classmethod
     def _open_reader(cls, path: Path, **options: Any) -> Self:
-        # Ready-made storages are opened by being made.
+        # Ready-made storages override `open` to raise.
         return ReplayStorage.open.__func__(cls, path, mode="r", **options)  # type: ignore[attr-defined]
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """Returns this class as one that Ray makes an actor of; `in_actor` says what it does there.
+        """Returns a Ray actor class; see `in_actor` for how it differs.
 
         Args:
-            remote_config: what an actor is given of the machine, as in `ray.remote`.
+            remote_config: resources of the actor, as in `ray.remote`.
         """
         if remote_config is not None:
             arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
@@ -242,8 +241,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     def __len__(self) -> int:
         if "_recorder" not in self.__dict__:
-            return 0  # its constructor raised, and what is told of that must not be hidden
-        # A storage of TorchRL's counts the slots up to the last row, also those in between.
+            return 0  # the constructor raised; do not hide its error
+        # TorchRL's storages count all slots up to the last row, empty ones included.
         with self._replay_lock:
             on_disk.look(self._storage)
             return len(self.episodes)
@@ -255,14 +254,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     @property
     def write_count(self) -> int:
-        """How many rows were written, those that were overwritten included."""
+        """How many rows were ever written, including overwritten ones."""
         with self._replay_lock:
             committed = on_disk.look(self._storage)
         found: int = super().write_count if committed is None else committed.write_count
         return found
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Returns whether there are rows to draw `batch_size` of, by default that of the constructor."""
+        """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         with self._replay_lock, self._write_lock:
             on_disk.look(self._storage)
@@ -281,12 +280,12 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Writes steps.
 
         Args:
-            tensordicts: `[T]` for one lane, `[L, T]` (time last) or `[L]` (one step of each) for several.
-                Or a dictionary of the arrays of a dataset, `[T, ...]` for one lane, by the names that
-                `trl_storages.datasets.from_arrays` knows.
-            lanes: the L distinct lanes that are written, as numbers or as a mask; None is all of them.
-            update_priority: whether an entry `priority_key` of the steps is their priority; None is
-                True.
+            tensordicts: `[T]` for one lane, `[L, T]` (time last) or `[L]` (one step each) for several.
+                Or a dictionary of dataset arrays, `[T, ...]` for one lane, under any names that
+                `trl_storages.datasets.from_arrays` accepts.
+            lanes: the L distinct lanes to write, as numbers or as a mask; None is all of them.
+            update_priority: whether to use the entry `priority_key`, if present, as the steps' priority;
+                None is True.
 
         Returns:
             int64 slots of the batch size of the steps.
@@ -335,19 +334,19 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Writes one step of a plain gymnasium loop.
 
         Args:
-            observations: what the actions answered to: an array, or a dict of them; `[E, ...]` for a
-                vector environment, without the leading dimension for a single one.
-            actions: what was done.
-            rewards: what `step` returned, as all that follow.
+            observations: the observations the actions were chosen for: an array, or a dict of them;
+                `[E, ...]` for a vector environment, without the leading dimension for a single one.
+            actions: the actions taken.
+            rewards: as returned by `step`, like all that follow.
             terminateds: whether the state is terminal.
-            truncateds: whether the episode was cut short.
+            truncateds: whether the episode was truncated.
             infos: gymnasium's dict.
-            next_observations: gymnasium's, which may be the first of the next episode;
-                `autoreset_mode` says where the true one is found.
+            next_observations: as returned, possibly the first observation of the next episode;
+                `autoreset_mode` determines where the final one is found.
 
         Returns:
-            int64 slots of the rows that were written; None if every lane was only being reset, or if a
-            transform held the rows back.
+            int64 slots of the written rows; None if every lane was only being reset, or if a transform
+            withheld the rows.
 
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
@@ -356,9 +355,9 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return incoming.record(self, step)
 
     def end_episodes(self, lanes: Any = None) -> None:
-        """Cuts the running episodes: the next row of each lane begins another one.
+        """Cuts the running episodes: the next row of each lane starts a new one.
 
-        For loops that reset their environments at a moment of their own.
+        For loops that reset their environments before an episode ends.
 
         Args:
             lanes: the lanes that were reset, as numbers or as a mask `[E]`; None is all of them.
@@ -378,8 +377,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def share(self, shared: bool = True) -> ReplayStorage:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
 
-        Rows and episodes move to shared memory. Draws stay with one process: its sampler hears of the
-        rows that others wrote before each draw.
+        Rows and episodes move to shared memory. Only one process draws: before each draw its sampler
+        is updated with the rows that others wrote.
 
         Args:
             shared: whether to share; TorchRL's constructor passes False.
@@ -389,7 +388,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
         Raises:
             RuntimeError: the rows are on a GPU or in a directory.
-            ValueError: batches are drawn ahead (`prefetch`).
+            ValueError: `prefetch` is set.
         """
         shared = arguments.flag("shared", shared)
         if shared and self._prefetch:
@@ -409,9 +408,9 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Reads rows as they were stored, without transforms, into new memory.
 
         Args:
-            index: a slice of the history in time order, the oldest row first (the rows of several
-                lanes alternate, as `EpisodeIndex.ages` orders them); or slots, as an int, a list, a
-                mask or an integer tensor of any shape B; or the key of an entry of the whole history.
+            index: a slice of the history in time order, oldest row first (lanes are interleaved in the
+                order of `EpisodeIndex.ages`); or slots, as an int, a list, a mask or an integer tensor
+                of any shape B; or a key, for that entry of the whole history.
 
         Returns:
             TensorDict `[B]`, or the entry.
@@ -422,7 +421,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return history.read_rows(self._storage, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Overwrites rows in place, which stay as old as they are.
+        """Overwrites rows in place; their age does not change.
 
         Args:
             index: as for reading.
@@ -431,13 +430,13 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         Raises:
             IndexError: a slot holds no row. Nothing is written then.
             KeyError: the rows have no such entry.
-            ValueError: an episode would end elsewhere than it does, or there are more or fewer rows
-                than slots. Nothing is written then.
+            ValueError: the end of an episode would move, or the numbers of rows and slots differ.
+                Nothing is written then.
         """
         with self._replay_lock, self._write_lock:
             history.overwrite_rows(self._storage, self._writer, index, value)
 
-    # TorchRL's would write, unchecked, into views of the rows, or into copies where there are none.
+    # TorchRL's versions write, unchecked, into views of the rows, or into temporary copies.
 
     def set_(self, key: NestedKey, value: torch.Tensor) -> Self:
         """Overwrites an entry of the whole history, as `storage[key] = value`.
@@ -480,15 +479,15 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         *,
         trajectory_key: NestedKey | None = None,
     ) -> list[Trajectory]:
-        """Lists the stored episodes, lane by lane, the oldest first.
+        """Lists the stored episodes, lane by lane, oldest first.
 
         Args:
-            predicate: which of them, as built from `torchrl.data.traj`; None lists all.
-            trajectory_key: entry that tells episodes apart; None asks the episode index.
+            predicate: a filter as built from `torchrl.data.traj`; None lists all.
+            trajectory_key: entry that tells episodes apart; None uses the episode index.
 
         Returns:
-            TorchRL's `Trajectory`s of rows as they were stored, running and cut episodes included;
-            `("collector", "traj_ids")` of the rows is a number of their episode.
+            TorchRL `Trajectory`s of the rows as stored, including running and cut episodes;
+            `("collector", "traj_ids")` numbers the episodes.
         """
         if predicate is not None:
             arguments.function("predicate", predicate, "of a Trajectory, or None")
@@ -498,8 +497,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     # Priorities
 
     def _initialize_prioritized_sampler(self) -> None:
-        # TorchRL would give rows that are there already new priorities, where these have their own.
-        # And rows that come are told to the sampler alone, which must be where they are by then.
+        # TorchRL would reset the priorities of rows already stored. Attach now, as later writes notify
+        # the sampler without passing it the storage.
         if (sampler := prioritized_of(self._sampler)) is not None:
             sampler.attach(self._storage)
         elif not mark_stored_rows(layers_of(self._sampler)[-1], self._storage):
@@ -508,24 +507,22 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
-        """Gives the rows of a sampled batch priorities: those that it holds as `priority_key`, or others.
+        """Updates the priorities of a sampled batch, from its entry `priority_key` or from `priority`.
 
-        Rows that were overwritten since they were drawn are left alone. Of a batch of sequences each
-        anchor gets the priority that is given for its sequence or, where each row has one, the largest of
-        its valid learning steps. Nothing happens if no sampler draws by priority, so that a training loop
-        need not know.
+        Rows overwritten since the draw are skipped. For sequences, each anchor gets its sequence's
+        priority or, with one per row, the largest over its valid learning steps. A no-op if the sampler
+        does not use priorities, so training loops can call it unconditionally.
 
         Args:
-            data: a sampled batch, also reshaped, as sequences by `batch.reshape(-1, num_steps)`; its
-                priorities are `[B]`, `[B, 1]`, or `[B, ...]` to be reduced by the sampler's `reduction`.
-            priority: the priorities, if they are no entry of the batch: one a row, shape `[B]`, or
-                `[n, S]` of n sequences of S rows; or one a sequence, `[n]`, such as those of
-                `sequence_priority`.
+            data: a sampled batch, possibly reshaped to sequences by `batch.reshape(-1, num_steps)`; its
+                priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced by the sampler's `reduction`.
+            priority: the priorities, if not an entry of the batch: one per row, shape `[B]`, or `[n, S]`
+                for n sequences of S rows; or one per sequence, `[n]`, as from `sequence_priority`.
 
         Raises:
-            KeyError: the batch was drawn by priority, and holds none; or it lacks its `index`.
-            ValueError: a priority is NaN, negative or infinite, or they are `[B, B]`, which comes of
-                arithmetic between `[B]` and `[B, 1]`, or of another number. Nothing is changed then.
+            KeyError: the batch was drawn by priority but holds none, or lacks its `index`.
+            ValueError: a priority is NaN, negative or infinite; the shape is `[B, B]`, as produced by
+                broadcasting `[B]` with `[B, 1]`; or the count does not match. Nothing is changed then.
         """
         arguments.steps("data", data)
         if priority is not None:
@@ -550,13 +547,12 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False
     ) -> Self:
-        """Shows batches by one more transform, after those that there are.
+        """Appends a transform.
 
         Args:
-            transform: a TorchRL transform, or a function of a batch. Its inverse, where it has one,
-                changes what is written: that of `DoubleToFloat` makes actions float64, unless its
-                `in_keys` are named.
-            invert: whether it changes what is written, and its inverse what is sampled.
+            transform: a TorchRL transform, or a function of a batch. Its inverse, if any, is applied to
+                what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
+            invert: whether to swap the directions: forward on writes, inverse on samples.
 
         Returns:
             itself.
@@ -567,10 +563,10 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return super().append_transform(transform, invert=arguments.flag("invert", invert))
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
-        """Shows batches by one more transform, at a place among those that there are.
+        """Inserts a transform.
 
         Args:
-            index: how many come before it.
+            index: how many transforms come before it.
             transform: a TorchRL transform.
             invert: as in `append_transform`.
 
@@ -582,14 +578,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Draws with another sampler from now on, by the generator of this storage.
+        """Replaces the sampler; the new one uses this storage's generator.
 
         Returns:
-            the sampler that drew until now.
+            the previous sampler.
 
         Raises:
-            ValueError: the sampler is one of TorchRL's that can't draw from these lanes, or keeps the
-                priorities of another storage. Nothing is changed then.
+            ValueError: it is a TorchRL sampler that can't draw from these lanes, or holds the priorities
+                of another storage. Nothing is changed then.
         """
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
         if isinstance(self._writer, EpisodeWriter):
@@ -600,14 +596,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return previous
 
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
-        # TensorDictReplayBuffer.sample would merge the sampler's entries once more.
+        # TensorDictReplayBuffer.sample would merge the sampler's entries a second time.
         sample = partial(ReplayBuffer.sample, self, batch_size, return_info)
         if not self._prefetch or batch_size is None or batch_size == self._batch_size:
             return sample()
-        # TorchRL would hand out what was drawn ahead, whatever its size, and draw this one ahead.
+        # TorchRL would return a prefetched batch of the wrong size and prefetch one of this size.
         with self._futures_lock:
             before = self._prefetch_queue, self._prefetch_cap
-            # In order, so that a seed draws the same again.
+            # Let pending draws finish first, so that draws are reproducible from a seed.
             wait(self._prefetch_queue)
             self._prefetch_queue, self._prefetch_cap = deque(), 0
             try:
@@ -623,13 +619,13 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     @on_disk.consistent_read
     def _sample_part(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
-        """Samples a part of the batch of an ensemble, which is one with the other parts."""
+        """Samples this storage's part of an ensemble's batch."""
         rows, info = self._drawn(batch_size)
         rows.gather()
         return rows, info
 
     def _drawn(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
-        """Draws rows, and shows them by the transforms."""
+        """Draws rows and applies the transforms."""
         if self.shared:
             self._known_rows.tell(self._sampler, self.episodes)
         parts = parts_of(self._transform)
@@ -637,7 +633,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         storage = self._storage
         index, info = draw(self._sampler, storage, batch_size)
         if isinstance(index, tuple):
-            # TorchRL's slice samplers name a coordinate for each dimension; there is one.
+            # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
             (index,) = index
         if self._sample_unit is not None:
             index, info = expand(self._sample_unit, index, info, storage)
@@ -652,15 +648,15 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return rows, info
 
     def sample_episodes(self, n: int) -> TensorDictBase:
-        """Samples whole episodes: finished ones, of which no row was overwritten, uniformly.
+        """Samples whole episodes uniformly: finished ones, no row of which was overwritten.
 
         Args:
             n: how many.
 
         Returns:
             TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
-            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except for
-            those that read the storage. The function `returns_to_go` sums their rewards to the end.
+            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except
+            `ReplayTransform`s. `returns_to_go` computes their returns.
 
         Raises:
             ValueError: `n` is below 1.
@@ -674,12 +670,12 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return transform_batch(parts_of(self._transform), batch)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
-        """Forgets the stored rows.
+        """Removes the stored rows.
 
         Args:
-            empty_write_count: whether to count writes from zero again.
-            keep_steps: how many of the last steps of each lane stay, such as the overlap on which a
-                recurrent network is warmed up. Their priorities start anew.
+            empty_write_count: whether to reset the write counter.
+            keep_steps: how many of the last steps of each lane to keep, such as the burn-in of a
+                recurrent network. Their priorities are reset.
 
         Raises:
             ValueError: `keep_steps` is negative.
@@ -688,7 +684,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
         with self._futures_lock:
-            # Batches that were drawn ahead show rows that are gone.
+            # Prefetched batches hold removed rows.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
                 check_writable(self._storage)
@@ -699,7 +695,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 finish(partial(self._forget, empty_write_count))
 
     def _tell_of_kept(self, slots: torch.Tensor) -> None:
-        """Tells the sampler of the only rows that are left."""
+        """Resets the sampler to the rows that were kept."""
         self._sampler._empty()
         self._sampler.extend(slots)
 
@@ -710,29 +706,28 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     # On disk
 
     def flush(self) -> None:
-        """Waits until all rows are on disk, and keeps the state of generator and samplers with them.
+        """Syncs all rows to disk, together with the state of generator and samplers.
 
-        A killed process loses nothing that was written. A machine that loses its power, at whatever
-        time later, loses nothing that was flushed and is not evicted since. Rows in memory are left
-        alone.
+        Written rows survive a killed process even without a flush. Flushed rows also survive a power
+        loss at any later time, unless evicted since. Does nothing for rows in memory.
 
         Raises:
-            OSError: the disk is full. What was written is there all the same.
-            FileNotFoundError: somebody removed the directory; the message says how to save the rows.
+            OSError: the disk is full. Rows already written are not lost.
+            FileNotFoundError: the directory was removed; the message says how to save the rows.
         """
         with self._replay_lock, self._write_lock:
             on_disk.flush(Parts(self))
 
     def close(self, *, keep: bool = True) -> None:
-        """Flushes the rows of a directory, and lets another writer in. Batches can still be drawn.
+        """Flushes the rows of a directory and releases it to other writers. Sampling still works.
 
         Args:
-            keep: whether the files stay; they are deleted otherwise.
+            keep: whether to keep the files; False deletes them.
 
         Raises:
-            RuntimeError: files shall be deleted that this process may not write.
-            OSError: the disk is full. The rows are there all the same.
-            FileNotFoundError: as `flush`. Another writer may come all the same.
+            RuntimeError: `keep` is False, but this process may not write the files.
+            OSError: the disk is full. Rows already written are not lost.
+            FileNotFoundError: as `flush`. The directory is released even so.
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
@@ -748,27 +743,27 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         seed: int | None = None,
         **options: Any,
     ) -> DataLoader[TensorDictBase]:
-        """Returns a `DataLoader` whose workers draw batches from the directory while this writes.
+        """Returns a `DataLoader` whose workers draw batches from the directory while this process writes.
 
-        Each worker has a seed of its own and reads what is committed; sampler and transforms are copies
-        of this storage's as they are now. Priorities are those that this storage sets: rows are drawn
-        by what they were when a worker looked last.
+        Each worker has its own seed and reads committed rows; sampler and transforms are copies of this
+        storage's current ones. Priorities are set by this storage: a worker draws by those it last
+        fetched.
 
-        Workers are started as `torch.multiprocessing` is set. TorchRL sets "spawn": a script then needs
-        its `if __name__ == "__main__":`, and reward functions must be importable;
-        `multiprocessing_context="fork"` asks for neither.
+        Workers are started by the method set in `torch.multiprocessing`. TorchRL sets "spawn": scripts
+        then need an `if __name__ == "__main__":` guard, and reward functions must be importable;
+        `multiprocessing_context="fork"` requires neither.
 
         Args:
-            num_workers: processes that draw, and wait for the first rows; 0 draws in this one, which
-                raises as `sample` does where there are no rows yet.
-            batch_size: B; None is the one given to the constructor.
-            fetch_every: batches that a worker draws before it looks at new rows and priorities.
+            num_workers: processes that draw; they wait for the first rows. 0 draws in this process and
+                raises as `sample` does while there are no rows.
+            batch_size: B; None uses the constructor's.
+            fetch_every: batches that a worker draws between checks for new rows and priorities.
             pin_memory: whether batches arrive in pinned memory.
-            seed: of the workers; None follows torch's default generator.
+            seed: seed of the workers; None uses torch's default generator.
             **options: as in `torch.utils.data.DataLoader`: prefetch_factor, persistent_workers, ...
 
         Raises:
-            RuntimeError: the rows are not in a directory, or none was made yet.
+            RuntimeError: the rows are not in a directory, or none exists yet.
             ValueError: a number is too small, or no batch size is known.
         """
         return make_loader(self, num_workers, batch_size, fetch_every, pin_memory, seed, options)
@@ -776,10 +771,10 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that the next samples and writes depend on, in tensors and plain values.
+        """Returns everything the next samples and writes depend on, as tensors and plain values.
 
-        The rows among them are those of the storage, as with TorchRL's: later writes change them, so
-        `copy.deepcopy` the state, or save it, before the storage is written again.
+        As in TorchRL, the rows alias the storage: later writes change them, so `copy.deepcopy` the state,
+        or save it, before writing again.
         """
         with self._capture_prefetch_state() as drawn_ahead:
             return Parts(self).state_dict(drawn_ahead)
@@ -788,13 +783,13 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
-                lanes or kind of sampler; or it is damaged. The message says what is wrong.
+            KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
+                layout, number of lanes or kind of sampler. The message says what is wrong.
         """
         Parts(self).check(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. All of it is checked before anything is changed.
+        """Restores what `state_dict` returned. Everything is checked before anything is changed.
 
         Raises:
             RuntimeError: the rows are in a directory that this process may not write.
@@ -803,16 +798,16 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         Parts(self).load(state_dict)
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
-        """Saves all that the next samples and writes depend on. Loading it runs no code.
+        """Saves everything the next samples and writes depend on. Loading it runs no code.
 
         Args:
             path: a directory, which may hold an earlier dump.
-            progress: whether to show how far the copying of rows is.
+            progress: whether to show a progress bar.
 
         Raises:
-            TypeError: a part of others has a state that is not of tensors and plain values. Nothing is
-                written then.
-            RuntimeError: the rows lie in a directory whose writer overwrites them faster than this
+            TypeError: the state of a third-party part holds more than tensors and plain values. Nothing
+                is written then.
+            RuntimeError: the rows are in a directory whose writer overwrites them faster than this
                 process copies them. No dump is left in `path` then.
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
@@ -829,37 +824,37 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
-        """Restores what `dumps` saved. All of it is read and checked before anything is changed.
+        """Restores what `dumps` saved. Everything is checked before anything is changed.
 
         Args:
             path: the directory.
-            progress: whether to show how far the copying of rows is.
+            progress: whether to show a progress bar.
 
         Raises:
             FileNotFoundError: there is no such directory.
-            KeyError, TypeError, ValueError: as `load_state_dict`; or a file is missing, cut or damaged,
-                or a link, a pipe, a device or a pickle. Nothing is changed then.
+            KeyError, TypeError, ValueError: as `load_state_dict`; or a file is missing, truncated or
+                damaged, or a link, a pipe, a device or a pickle. Nothing is changed then.
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
         fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
         Parts(self).load(state, progress=progress)
 
     def register_save_hook(self, hook: Any) -> NoReturn:
-        """Raises a RuntimeError: nothing changes what is dumped."""
+        """Raises a RuntimeError: hooks are not supported."""
         raise RuntimeError(f"hooks can't change what is dumped, got {hook!r}: {ONE_FORM}")
 
     register_load_hook = register_save_hook
 
     def _prefetch_in_order(self) -> None:
-        """Draws ahead in one thread: draws wait for each other anyway, and more would mix them up."""
+        """Prefetches in one thread: draws are serialized anyway, and more threads would reorder them."""
         if self._prefetch:
             self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # An iterator that was left halfway can't be pickled, nor is it part of the state. TorchRL's copy
-        # of the generator's state is of no use if the generator is one of a GPU.
+        # An unfinished iterator can't be pickled and is not part of the state. TorchRL's copy of the
+        # generator's state does not work for a GPU generator.
         state = {**super().__getstate__(), "_iterator": None, "_rng": None}
-        # Another process could only repeat the draws of this one.
+        # With the same generator a spawned process would repeat this one's draws.
         is_spawning = get_spawning_popen() is not None
         state["generator__context"] = None if is_spawning else saved_generator(self._rng)
         return state
@@ -872,36 +867,36 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         if generator is not None:
             self.set_rng(generator)
 
-    # Care
+    # Inspection
 
     def explain(self, batch: TensorDictBase) -> Explanation:
-        """Says of each sample of a batch which row it is, and how it is seen; prints as a table.
+        """Reports which row each sample of a batch is and how it was transformed; prints as a table.
 
         Args:
-            batch: sampled from this storage, whose rows were not overwritten since.
+            batch: sampled from this storage; its rows must not have been overwritten since.
 
         Returns:
             columns of slot, lane, age, episode, step and more.
 
         Raises:
             KeyError: the batch has no `index`.
-            ValueError: it is of rows that are not stored.
+            ValueError: some of its rows are no longer stored.
         """
         arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
-            # Also those of a batch that was drawn before its sampler was another.
+            # The batch may have been drawn before `set_sampler`.
             goals = dict.fromkeys([keys.DESIRED_GOAL, *goal_keys(self._sampler)])
             return explain(batch, self.episodes, goals)
 
     @on_disk.consistent_read
     def validate(self, *, progress: bool = False) -> None:
-        """Checks what must hold of rows, index and priorities, and rows on disk by their checksums.
+        """Checks the invariants of rows, index and priorities, and the checksums of rows on disk.
 
         Args:
-            progress: whether to show how far the rows on disk are checked.
+            progress: whether to show a progress bar for the rows on disk.
 
         Raises:
-            RuntimeError: one is broken; the message says which and where.
+            RuntimeError: a check failed; the message says which and where.
         """
         progress = arguments.flag("progress", progress)
         self.episodes.validate()
@@ -910,7 +905,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         if (sampler := prioritized_of(self._sampler)) is not None:
             if self.shared:
                 self._known_rows.tell(self._sampler, self.episodes)
-            sampler.attach(self._storage)  # it hears of what was read last
+            sampler.attach(self._storage)  # picks up what the last refresh read
             sampler.validate(self.episodes.live_slots())
         on_disk.check_rows(self._storage, progress)
 

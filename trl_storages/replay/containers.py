@@ -1,4 +1,4 @@
-"""The replay storages of this process: parts they must not share, and what a forked child makes anew."""
+"""Registry of this process's replay storages: rejects shared parts and resets locks after a fork."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _CONTAINERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register(container: Any) -> None:
-    """Adds a replay storage whose parts were checked."""
+    """Registers a replay storage whose parts were checked."""
     _CONTAINERS.add(container)
 
 
 def check_own_parts(rows: Any, **parts: Any) -> None:
-    """Checks that parts which keep the state of their rows are not those of other rows.
+    """Checks that stateful parts are not already in use with other rows.
 
     Args:
         rows: the storage that they are for.
         **parts: sampler, writer and recorder, or functions that make them.
 
     Raises:
-        ValueError: a replay storage with other rows has one of them.
+        ValueError: a replay storage with other rows uses one of them.
     """
     for other in list(_CONTAINERS):
         if other._storage is rows:
@@ -39,7 +39,7 @@ def check_own_parts(rows: Any, **parts: Any) -> None:
             theirs = getattr(other, f"_{name}")
             if name == "sampler":
                 part, theirs = layers_of(part)[-1], layers_of(theirs)[-1]
-            # Those that draw uniformly keep nothing.
+            # Uniform samplers are stateless.
             if part is theirs and not isinstance(part, RandomSampler | None):
                 raise ValueError(
                     f"{name} must be this storage's own, got a {type(part).__name__} that keeps the "
@@ -48,7 +48,7 @@ def check_own_parts(rows: Any, **parts: Any) -> None:
 
 
 def _make_anew() -> None:
-    """Replaces what the threads of the parent may hold, and batches that they were drawing."""
+    """Replaces locks that the parent's threads may hold, and drops the batches they were prefetching."""
     for container in list(_CONTAINERS):
         for name in ("_replay_lock", "_write_lock", "_futures_lock"):
             if isinstance(getattr(container, name), type(RLock())):
@@ -57,5 +57,5 @@ def _make_anew() -> None:
         container._prefetch_in_order()
 
 
-# A child reads on, whatever its parent was doing.
+# A forked child can keep reading, whatever its parent's threads were doing.
 in_forked_child(_make_anew)

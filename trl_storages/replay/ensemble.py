@@ -1,4 +1,4 @@
-"""One batch from several storages.
+"""Samples one batch from several storages.
 
 Letters: B samples of a batch, S rows of each (1 without a sample unit).
 """
@@ -27,7 +27,7 @@ from trl_storages.signatures import Sealed, shown
 
 __all__ = ["ReplayStorageEnsemble"]
 
-# What a sampler says of its rows, and what holds of rows that another sampler drew.
+# Sampler entries, and their defaults for rows drawn by a sampler that lacks them.
 _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     keys.PRIORITY_WEIGHT: lambda index: torch.ones_like(index, dtype=torch.float32),
     keys.PRIORITY_STAMP: lambda index: torch.zeros_like(index, dtype=torch.int32),
@@ -37,33 +37,33 @@ _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ReplayStorageEnsemble(BatchSource, Sealed):
-    """Draws each batch from several storages, so much from each, as for half offline, half online data.
+    """Mixes several storages in each batch at fixed shares, such as half offline, half online data.
 
-    Every storage draws with its own sampler and sees its rows through its own transforms. Of B samples
-    each gives exactly its share, by largest remainder, and they are spread evenly through the batch: a
-    batch that is split for several updates keeps the shares in each part.
+    Each storage uses its own sampler and transforms. Of B samples each contributes exactly its share,
+    rounded by largest remainder, spread evenly through the batch: if the batch is split for several
+    updates, each part keeps the shares.
 
-    `sample` returns a TensorDict `[B * S]` of the entries that the storages' batches have, and
-    `buffer_ids`. Where the batches do not go together (ValueError), or a storage can't give its share
-    (RuntimeError), the generators and phases of all storages are as before.
+    `sample` returns a TensorDict `[B * S]` of the storages' common entries, and `buffer_ids`. If the
+    batches are incompatible (ValueError) or a storage can't give its share (RuntimeError), the
+    generators and phases of all storages are restored.
 
-    A batch says in `buffer_ids` from which storage a row is, and in `index` where it lies there. The
-    importance weights are (N P(i))^-beta of the row's own storage, divided by the largest of the batch,
-    whatever `normalize` its sampler has; rows of a storage that draws uniformly weigh 1 before that.
+    `buffer_ids` names each row's storage, and `index` its slot there. The importance weights are
+    (N P(i))^-beta within the row's own storage, divided by the batch maximum whatever the sampler's
+    `normalize`; rows of a uniform storage weigh 1 before that division.
 
-    The storages are written to one by one, and saved one by one.
+    Write to and save the storages individually.
 
     Args:
-        *storages: `ReplayStorage`s whose batches have the same entries, and equally many rows a sample.
-        shares: the part of the batch that each one gives, which add up to 1; None is equal parts. May be
-            set later.
-        batch_size: B; None names it with each sample.
-        generator: draws for all storages from now on; None leaves each its own.
+        *storages: `ReplayStorage`s whose batches have the same entries and number of rows per sample.
+        shares: each storage's fraction of the batch, summing to 1; None is equal shares. May be set
+            later.
+        batch_size: B; None requires it with each `sample`.
+        generator: used by all storages from now on; None keeps each storage's own.
 
     Raises:
-        TypeError: one is no `ReplayStorage`.
-        ValueError: there are none, or one twice, the shares do not fit, or one draws by TorchRL's
-            priorities, which can't tell rows of other storages.
+        TypeError: one is not a `ReplayStorage`.
+        ValueError: there are none, one is repeated, the shares do not fit, or one uses TorchRL's
+            prioritized sampler, which can't skip rows of other storages.
 
     Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
     arXiv:2302.02948.
@@ -83,7 +83,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         "It is made of storages, and of options by name: ReplayStorageEnsemble(offline, online, "
         "shares=(0.5, 0.5), batch_size=256)."
     )
-    # Whose constructor raised has none.
+    # Default for objects whose constructor raised.
     _storages: tuple[ReplayStorage, ...] = ()
 
     def __init__(
@@ -112,19 +112,19 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         if arguments.generator("generator", generator) is not None:
             for storage in storages:
                 storage.set_rng(generator)
-        # How many samples each storage gives, for the size and the shares of the last batch.
+        # Cache: (batch size, shares) of the last batch, and the samples of each storage.
         self._split: tuple[Any, list[int]] = (None, [])
-        # The order of the rows of a batch and their storages, for the counts and the device of the last.
+        # Cache: counts, S and device of the last batch, its row order and its storage ids.
         self._order: tuple[Any, torch.Tensor, torch.Tensor] = (None, torch.empty(0), torch.empty(0))
 
     @property
     def storages(self) -> tuple[ReplayStorage, ...]:
-        """The storages, by their numbers."""
+        """The storages; `buffer_ids` are positions in this tuple."""
         return self._storages
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the batch that each storage gives."""
+        """Each storage's fraction of the batch."""
         return self._shares
 
     @shares.setter
@@ -140,11 +140,11 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     @property
     def batch_size(self) -> int | None:
-        """B, if it need not be named with each sample."""
+        """B, or None if each `sample` must name it."""
         return self._batch_size
 
     def __len__(self) -> int:
-        """How many rows all storages hold."""
+        """Total number of rows in all storages."""
         return sum(map(len, self._storages))
 
     # Sampling
@@ -164,7 +164,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         """Returns whether every storage can give its share.
 
         Args:
-            batch_size: B; None is the one given to the constructor.
+            batch_size: B; None uses the constructor's.
         """
         counts = zip(self._storages, self._counts(batch_size), strict=True)
         return all(not count or storage.can_sample(count) for storage, count in counts)
@@ -194,7 +194,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         return batch, {name: batch.get(name) for name in sorted(names)}
 
     def _check_shares(self, counts: list[int], error: BaseException) -> None:
-        """Raises a RuntimeError if a storage can't give its share, which is why there was an error."""
+        """Raises a RuntimeError from `error` if a storage can't give its share."""
         for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
             if count and not storage.can_sample(count):
                 raise RuntimeError(
@@ -203,22 +203,22 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                 ) from error
 
     def _draw(self, number: int, count: int) -> tuple[RowView, dict[str, Any]]:
-        """Draws from one storage, with weights that are not normalised."""
+        """Draws from one storage, with unnormalised weights."""
         storage, sampler = self._storages[number], self._prioritized[number]
         weights = nullcontext() if sampler is None else sampler.plain_weights()
-        # Not `sample`: batches that it has drawn ahead are of other sizes, and normalised.
+        # Not `sample`: prefetched batches have other sizes and normalised weights.
         with storage._replay_lock, weights:
             return storage._sample_part(count)
 
     def _joined(
         self, drawn: dict[int, RowView], counts: list[int], names: set[str]
     ) -> TensorDictBase:
-        """Makes one batch of those of the storages, by their numbers.
+        """Merges the storages' rows into one batch.
 
         Args:
-            drawn: the rows of each storage that gives some.
+            drawn: storage number -> its rows, where it contributes any.
             counts: samples of each storage.
-            names: of what the samplers said.
+            names: entries set by the samplers.
         """
         views = [*drawn.values()]
         num_steps = _num_steps(views, [count for count in counts if count])
@@ -245,7 +245,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     def _order_of(
         self, counts: list[int], num_steps: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `[B * S]` which row, of one storage after another, stands where, and whose it is."""
+        """Returns `[B * S]` positions in the concatenated rows, and `[B * S]` storage ids."""
         made_for = counts, num_steps, device
         if self._order[0] != made_for:
             step = torch.arange(num_steps)
@@ -260,14 +260,14 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
-        """Gives the rows of a batch priorities, each in its own storage.
+        """Updates the priorities of a batch, each row in its own storage.
 
         Args:
             data: a sampled batch, as in `ReplayStorage.update_tensordict_priority`.
             priority: as there.
 
         Raises:
-            KeyError: the batch has no `buffer_ids`, or was drawn by priority and holds none.
+            KeyError: the batch has no `buffer_ids`, or was drawn by priority but holds none.
             ValueError: as in `ReplayStorage.update_tensordict_priority`.
         """
         arguments.steps("data", data)
@@ -280,7 +280,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             )
         self._check_rows(index, ids)
         for number, storage in enumerate(self._storages):
-            # Slot -1 is left alone. To pick rows out would wait for the device.
+            # Slot -1 is skipped. Selecting rows with a mask would synchronise with the device.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
             if self._prioritized[number] is not None:
                 storage.update_tensordict_priority(own, priority)
@@ -288,12 +288,12 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
     ) -> None:
-        """Gives rows new priorities, each in its own storage.
+        """Updates priorities by slot, each in its own storage.
 
         Args:
             index: `[B]` int64 slots.
             priority: `[B]`, finite, at least 0.
-            buffer_ids: `[B]` int64, of which storage each row is.
+            buffer_ids: `[B]` int64, the storage of each row.
 
         Raises:
             ValueError: a priority is NaN, negative or infinite, shapes differ, or there is no such
@@ -315,9 +315,9 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                 self._storages[number].update_priority(own, priority)
 
     def _check_rows(self, index: torch.Tensor, ids: torch.Tensor) -> None:
-        """Raises unless the storages have such rows, before any of them takes a priority."""
+        """Raises on invalid ids or slots, before any storage is updated."""
         if index.is_cuda or ids.is_cuda:
-            # To look would wait for the device.
+            # The check would synchronise with the device.
             return
         number = len(self._storages)
         strange = ids[(ids < 0) | (ids >= number)]
@@ -342,20 +342,20 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             )
         return ids
 
-    # Care
+    # Inspection
 
     def explain(self, batch: TensorDictBase) -> Explanation:
-        """Says of each sample from which storage it is, and what that one says of it; prints as a table.
+        """Reports each sample's storage, and what that storage reports of it; prints as a table.
 
         Args:
-            batch: sampled here; its rows were not overwritten since.
+            batch: sampled here; its rows must not have been overwritten since.
 
         Returns:
-            columns as in `ReplayStorage.explain`, with `storage`.
+            columns as in `ReplayStorage.explain`, and `storage`.
 
         Raises:
             KeyError: the batch has no `buffer_ids`.
-            ValueError: it is of rows that are not stored.
+            ValueError: some of its rows are no longer stored.
         """
         flat = arguments.steps("batch", batch).reshape(-1)
         ids = self._ids_of(flat)
@@ -379,7 +379,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
 
 def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
-    """Returns S, of rows that are so many samples each."""
+    """Returns S, the rows per sample, which must be the same in all views."""
     sizes = [len(view.slots) for view in views]
     rows = {size / count for size, count in zip(sizes, counts, strict=True)}
     if len(rows) > 1:
@@ -391,7 +391,7 @@ def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
 
 
 def _joined_entries(batches: dict[int, TensorDictBase], order: torch.Tensor) -> TensorDictBase:
-    """Makes one batch of some that are not packed alike."""
+    """Merges batches whose packed layouts differ."""
     if differences := [*_differences(batches)]:
         raise ValueError(
             f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Let a "
@@ -403,7 +403,7 @@ def _joined_entries(batches: dict[int, TensorDictBase], order: torch.Tensor) -> 
 
 
 def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:
-    """Says in which entries batches are others than the first one: in dtype, shape of a row or device."""
+    """Yields how entries differ from the first batch's: in dtype, row shape or device."""
     entries = {
         number: {
             key: (value.dtype, value.shape[1:], value.device)

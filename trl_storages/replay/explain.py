@@ -1,6 +1,6 @@
-"""Which rows a batch is made of, and how it sees them.
+"""Explains which rows a batch consists of, and how they were transformed.
 
-Letters: B samples of a batch, of any batch size, one after another; A agents.
+Letters: B samples of a batch, flattened; A agents.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SAME = "_same_episode"
 
 
 class Explanation:
-    """A row per sample of a batch; prints as a table.
+    """One line per sample of a batch; prints as a table.
 
     Args:
-        columns: name -> `[B]`, or `[B, A]` of several agents, as `explain` describes them.
+        columns: name -> `[B]`, or `[B, A]` for several agents, as described in `explain`.
         num_rows: how many rows were stored.
 
     >>> columns = {"slot": torch.tensor([7, 3]), "age": torch.tensor([0, 4])}
@@ -56,7 +56,7 @@ class Explanation:
         return title
 
     def _table(self) -> list[list[str]]:
-        """Returns the names of the columns, and the cells of the first samples."""
+        """Returns the column names and the cells of the first samples."""
         first = {name: column[:_ROWS_SHOWN].tolist() for name, column in self.columns.items()}
         cells = {name: list(map(_cell, values)) for name, values in first.items()}
         for name in [name.removesuffix(_SAME) for name in first if name.endswith(_SAME)]:
@@ -97,33 +97,33 @@ def explain(
     episodes: EpisodeIndex,
     goal_keys: Iterable[NestedKey] = (keys.DESIRED_GOAL,),
 ) -> Explanation:
-    """Says of each sample which row it is, and how it is seen.
+    """Reports for each sample which row it is and how it was transformed.
 
-    The columns, int64 unless said otherwise; the last ones only where the batch holds what they show:
+    The columns, int64 unless noted; the last four groups appear only if the batch holds their entries:
 
-    - `slot`, `lane`: where the row lies.
-    - `age`: its rank from the newest row, 0.
-    - `episode`: a number of its episode, and `step` and `length`: its place among the surviving rows
-      of that episode, from 0, and how many these are.
-    - `valid`: bool, whether it is a row of its own in a padded sequence or episode.
-    - `relabelled`: bool, whether it is seen with a goal that was reached; `goal_slot`, `goal_age`: the
-      row whose outcome that is (the own row where it is not relabelled); `goal_same_episode`: bool;
-      `goal_offset`: how many steps later in the lane that row lies, 0 in other episodes. Of a goal with
+    - `slot`, `lane`: where the row is stored.
+    - `age`: its rank by age; the newest row is 0.
+    - `episode`: a number for its episode; `step`, `length`: its position among the surviving rows of
+      that episode, from 0, and their count.
+    - `valid`: bool, False for padding in a sequence or episode.
+    - `relabelled`: bool, whether its goal was replaced by an achieved one; `goal_slot`, `goal_age`: the
+      row that goal comes from (the row itself if not relabelled); `goal_same_episode`: bool;
+      `goal_offset`: how many steps later in the lane that row is, 0 for other episodes. For a goal with
       another key, such as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
-    - `steps`: how many steps are folded into it; `[B, A]` where each of A agents has its own number.
+    - `steps`: how many steps are folded into it; `[B, A]` if each of A agents has its own count.
     - `weight`: float, its importance weight.
 
     Args:
-        batch: sampled, with its `index`, and not overwritten since.
-        episodes: the index of the storage that it was sampled from. It is only read.
+        batch: a sampled batch with its `index`, whose rows have not been overwritten since.
+        episodes: the index of the storage that it was sampled from; read only.
         goal_keys: the goals that may have been drawn for it.
 
     Returns:
-        the columns, on the device of the index.
+        the columns, on the device of `episodes`.
 
     Raises:
         KeyError: the batch has no `index`.
-        ValueError: the index names slots that hold no row, such as those of another storage.
+        ValueError: `index` names slots without a row, such as those of another storage.
     """
     if batch.get(keys.INDEX, None) is None:
         there = sorted(batch.keys(include_nested=True, leaves_only=True), key=str)
@@ -165,7 +165,7 @@ def explain(
 
 
 def _columns_of(goal: str) -> tuple[str, ...]:
-    """Returns the names of what is said of a goal."""
+    """Returns the column names of a goal."""
     relabelled = "relabelled" if goal == "goal" else f"{goal}_relabelled"
     return relabelled, f"{goal}_slot", f"{goal}_age", f"{goal}{_SAME}", f"{goal}_offset"
 
@@ -180,9 +180,9 @@ def _goals(
 
 
 def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> torch.Tensor | None:
-    """Returns an entry as `[B]`, or `[B, A]` if it has several values a sample; None if there is none."""
+    """Returns an entry as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
     entry, rows = batch.get(key, None), batch.get(keys.INDEX).shape
-    # The batch may have the size of its sequences, and their rows as a dimension of each entry.
+    # The batch size may be that of the sequences, with their rows as a dimension of the entries.
     if entry is None or entry.shape[: len(rows)] != rows:
         return None
     found = entry.detach().reshape(rows.numel(), -1)

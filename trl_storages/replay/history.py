@@ -1,4 +1,4 @@
-"""Rows as they were stored: read, overwritten, listed and drawn by episode."""
+"""Raw access to stored rows: reads, overwrites, episode lists and draws of whole episodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def overwrite_rows(storage: Storage, writer: Writer, index: Any, value: Any) -> 
 
 
 def _rows(storage: Storage, slots: torch.Tensor) -> TensorDictBase:
-    # One gather, also for a single slot: its row would be a view of the storage otherwise.
+    # Always gather: a single slot would otherwise return a view of the storage.
     return storage.get(slots.reshape(-1)).reshape(slots.shape)
 
 
@@ -73,7 +73,7 @@ def draw_episodes(storage: Storage, n: int, generator: torch.Generator | None) -
     index = episodes.shift(first, step.minimum(length - 1))
     batch = storage.get(index)
     mask = (step < length).to(batch.device)
-    # `masked_fill` knows fewer dtypes than `where`.
+    # `where` supports more dtypes than `masked_fill`.
     batch = batch.apply(
         lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
     )

@@ -1,4 +1,4 @@
-"""How rows come into a storage, and how its sampler hears of them.
+"""Writes rows to a storage and notifies its sampler.
 
 Letters: E lanes (environments).
 """
@@ -28,16 +28,16 @@ def write(
     *,
     has_priority: bool = True,
 ) -> torch.Tensor:
-    """Writes data as the transforms change it, and tells the sampler of the rows.
+    """Applies the inverse transforms, writes the rows, and notifies the sampler.
 
     Args:
         storage: the `ReplayStorage`.
-        put: the writer's, `(data, then=) -> slots`.
+        put: the writer's method, `(data, then=) -> slots`.
         data: as `put` takes it.
-        has_priority: whether an entry `priority_key` of the data is its priority.
+        has_priority: whether to use the entry `priority_key`, if present, as the rows' priority.
     """
     transform, sampler = storage._transform, storage._sampler
-    # TorchRL copies the data for the inverses of transforms, and gives the copy an index.
+    # Skipped without inverses, as TorchRL would copy the data and add an index to the copy.
     rows = transform.inv(data) if _may_have_inverse(transform) else data
     if rows is None:
         return torch.zeros(0, dtype=torch.int64)
@@ -90,21 +90,21 @@ def _may_have_inverse(transform: Transform) -> bool:
 
 
 class KnownRows:
-    """The rows that a sampler knows of, where other processes write to a shared storage too.
+    """Tracks which rows of a shared storage the sampler knows, as other processes write to it too.
 
     Args:
-        episodes: of the rows, all of which it knows; None is no row.
+        episodes: index of the rows, all of which are known; None if none are.
     """
 
     def __init__(self, episodes: EpisodeIndex | None = None) -> None:
-        #: `[E]` steps of each lane.
+        #: `[E]` known steps of each lane.
         self._steps = None if episodes is None else episodes.num_steps_written.clone()
 
     def tell(self, sampler: Sampler, episodes: EpisodeIndex) -> None:
-        """Tells the sampler of rows that were written since."""
+        """Notifies the sampler of rows written since the last call."""
         written = episodes.num_steps_written
         if self._steps is None or bool((written < self._steps).any()):
-            # Emptied, here or elsewhere.
+            # The storage was emptied, by this process or another.
             sampler._empty()
             self._steps = torch.zeros_like(written)
         if not torch.equal(written, self._steps):

@@ -1,4 +1,4 @@
-"""Batches drawn in worker processes, from a directory that one process writes.
+"""Batches drawn by `DataLoader` workers from a directory that one process writes.
 
 Letters: B batch.
 """
@@ -31,7 +31,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
     """Endless batches of a storage that another process writes.
 
     Args:
-        open_reader: opens it for reading, in the process that iterates: `generator -> ReplayStorage`.
+        open_reader: `generator -> ReplayStorage`; opens it read-only in the iterating process.
     """
 
     def __init__(self, open_reader: Callable[..., Any]) -> None:
@@ -39,7 +39,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         self._open_reader = open_reader
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each worker gets a copy, while what is sent to a new process is otherwise shared with it.
+        # Tensors sent to a spawned process would be shared; each worker must get a copy.
         process = get_spawning_popen()
         set_spawning_popen(None)
         try:
@@ -52,18 +52,18 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         worker = get_worker_info()
-        # DataLoader gives each worker a seed of its own.
+        # DataLoader seeds each worker differently.
         seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
-        # It may be iterated several times at once, each time with a sampler and transforms of its own.
+        # Concurrent iterators each need their own sampler and transforms.
         reader = copy.deepcopy(self._open_reader)(generator=torch.Generator().manual_seed(seed))
-        # There is nobody to wait for where this is the process that writes.
+        # In the writing process waiting would be futile.
         patience = 0 if worker is None else _PATIENCE
         while True:
             yield _draw(reader, patience)
 
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
-    """Draws a batch; waits for rows, so many seconds, where there are none yet or `empty()` took them."""
+    """Draws a batch; while the storage is empty, waits up to `patience` seconds for rows."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -112,7 +112,7 @@ def make_loader(
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        # From pinned memory batches cross to a GPU by themselves.
+        # Pinning requires CUDA.
         pin_memory=pin_memory and torch.cuda.is_available(),
         generator=None if seed is None else torch.Generator().manual_seed(seed),
         **options,
@@ -120,5 +120,5 @@ def make_loader(
 
 
 def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
-    # The default takes a TensorDict for a dict, and makes it anew.
+    # The default collate function would treat a TensorDict as a dict and rebuild it.
     return batch

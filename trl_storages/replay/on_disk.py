@@ -1,4 +1,4 @@
-"""What becomes of rows that lie in a directory: they are gone on with, flushed, closed and checked."""
+"""Operations on a storage whose rows are in a directory: resume, flush, close and verify."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _PIECE = 1 << 16  # rows that are checked at a time
 
 
 def _written_by(storage: Storage) -> Directory | None:
-    """Returns the files of rows that this process writes, None of others."""
+    """Returns the directory if this process writes the rows, else None."""
     directory = files.directory if (files := files_of(storage)) is not None else None
     return directory if directory is not None and directory.is_writer else None
 
 
 def consistent_read(method: Method) -> Method:
-    """Runs a method under the locks, again if another process overwrote rows that it has read."""
+    """Runs a method under the locks; retries it if another process overwrote rows that it read."""
 
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,11 +55,11 @@ def consistent_read(method: Method) -> Method:
 
 
 def look(storage: Storage) -> State | None:
-    """Takes in what another process has committed to the directory that this one reads.
+    """Refreshes rows that another process writes, unless a consistent read is under way.
 
     Returns:
-        what was committed last; None where this process writes, or rows are in memory. And where the
-        directory was removed, or made anew, which is said to whoever reads a row.
+        the last commit; None if this process writes or the rows are in memory. Also None if the
+        directory was removed or recreated: reading a row raises that error.
     """
     files = files_of(storage)
     reader = None if files is None else files.reader
@@ -74,7 +74,7 @@ def look(storage: Storage) -> State | None:
 
 
 def resume(parts: Parts) -> None:
-    """Goes on where a directory was left.
+    """Restores the generator, sampler and recorder state saved in a directory.
 
     Raises:
         ValueError: its description is damaged.
@@ -92,7 +92,8 @@ def resume(parts: Parts) -> None:
             state = bytearray(base64.b64decode(progress["generator"]))
             parts.generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
         resume_draws(sampler, progress.get("sampler", {}))
-        # The environments of a writer that was killed later are gone, and those without rows unknown.
+        # Recorder state only holds for the commit it was saved with: a writer killed after that one
+        # took its environments with it.
         is_last = progress.get("number") == directory.words.commits.number
         if is_last and len(files.episodes) and "ended" in progress:
             parts.recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
@@ -104,7 +105,7 @@ def resume(parts: Parts) -> None:
 
 
 def _progress_of(parts: Parts) -> dict[str, Any]:
-    """Returns how far generator, sampler and recorder have come, in what JSON can hold."""
+    """Returns the state of generator, sampler and recorder in JSON types."""
     ended = parts.recorder.state_dict()["ended"].tolist()
     progress = {"sampler": progress_of_draws(parts.sampler), "ended": ended}
     if parts.generator is not None:
@@ -114,13 +115,13 @@ def _progress_of(parts: Parts) -> dict[str, Any]:
 
 
 def flush(parts: Parts) -> None:
-    """Writes rows through to the disk, with the state of generator, sampler and recorder."""
+    """Syncs the rows to disk, with the state of generator, sampler and recorder."""
     if (directory := _written_by(parts.storage)) is not None:
         directory.flush(parts.storage.episodes, _progress_of(parts))
 
 
 def close(parts: Parts, *, keep: bool) -> None:
-    """Flushes rows and lets another writer in, or deletes their files."""
+    """Flushes the rows and releases the directory to other writers, or deletes the files."""
     if not keep:
         check_writable(parts.storage)
     if (directory := _written_by(parts.storage)) is None:
@@ -132,7 +133,7 @@ def close(parts: Parts, *, keep: bool) -> None:
 
 
 def without_rows(sampler: Any) -> Sampler:
-    """Returns a copy of a sampler that knows of no rows, and has no generator."""
+    """Returns a copy of a sampler without rows and without a generator."""
     generator, sampler._rng = sampler._rng, None
     try:
         copied = copy.deepcopy(sampler)
@@ -143,10 +144,11 @@ def without_rows(sampler: Any) -> Sampler:
 
 
 def note_all(storage: Storage) -> torch.Tensor:
-    """Notes all rows of files as read, within a method that is a `consistent_read`.
+    """Marks all rows on disk as read, within a `consistent_read` method.
 
     Returns:
-        int64 slots: of the live rows, and of those that lend them next observations; none in memory.
+        int64 slots of the live rows and of the rows that hold their next observations; empty if the
+        rows are in memory.
     """
     if (files := files_of(storage)) is None:
         return torch.zeros(0, dtype=torch.int64)
@@ -164,7 +166,7 @@ def check_rows(storage: Storage, progress: bool) -> None:
     slots = note_all(storage)
     pieces = tracker("checking rows", progress)(torch.split(slots, _PIECE))
     found = [piece[~words.marked.check(piece)] for piece in pieces]
-    # A reader can't hold on to what is next of the newest rows.
+    # For a reader, the next observations of the newest rows may change at any time.
     bounds = episodes.host_tails, episodes.host_steps
     bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
     if len(bad):

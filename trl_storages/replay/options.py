@@ -1,4 +1,4 @@
-"""What a storage is made of, checked before anything is made, and parameters of its parts."""
+"""Checks of a storage's options, and storage attributes that forward to parameters of its parts."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
     "goal_keys",
 ]
 
-#: Why dumps can't be changed.
+#: Why dumps can't be customised.
 ONE_FORM = (
     "dumps() saves all parts in one form; save what state_dict() returns in a form of your own."
 )
 
-#: Returns what was given for a name as what is meant, or raises.
+#: `(name, value) -> normalised value`, or raises.
 Check = Callable[[str, Any], Any]
 
 
 def _refused(must: Any, reason: str) -> Check:
-    """Returns the check of an option of TorchRL's that has one value here."""
+    """Returns the check of a TorchRL option that supports a single value here."""
 
     def check(name: str, value: Any) -> Any:
         if value not in (must, None):
@@ -51,13 +51,13 @@ def _refused(must: Any, reason: str) -> Check:
 
 
 def check_sample_unit(name: str, value: Any) -> SampleUnit | None:
-    """Returns what drawn rows grow into, or None."""
+    """Returns a sample unit, or None."""
     what = "a unit such as EpisodeSequence, or None"
     return arguments.optional(arguments.instance, name, value, SampleUnit, what=what)
 
 
 def _part(kind: type, *, is_needed: bool = False) -> Check:
-    """Returns the check of a part, or of a function that makes one."""
+    """Returns a check that accepts a part, or a function that makes one."""
 
     def check(name: str, value: Any) -> Any:
         if callable(value) or (value is None and not is_needed):
@@ -68,7 +68,7 @@ def _part(kind: type, *, is_needed: bool = False) -> Check:
     return check
 
 
-#: The parts of a storage, and what TorchRL's replay buffers may be asked for too.
+#: The parts of a storage, and the options of TorchRL's replay buffers.
 OPTIONS: dict[str, Check | None] = {
     "storage": _part(Storage, is_needed=True),
     "sampler": _part(Sampler),
@@ -117,10 +117,7 @@ def goal_keys(sampler: Sampler) -> list[NestedKey]:
 
 
 def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
-    """Raises a RuntimeError if goals are drawn that no transform would write into the batch.
-
-    Or if two transforms would write the same, so that what the first one says is lost.
-    """
+    """Raises a RuntimeError if no transform writes a drawn goal, or two transforms write one entry."""
     writers = [part for part in parts if getattr(part, "uses_goals", False)]
     if len(writers) > 1:
         written = [key for part in writers for key in getattr(part, "written_keys", ())]
@@ -131,10 +128,10 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
                 "goal_key=...) for goals beside the one that rewards and flags are of."
             )
     for key in goal_keys(sampler):
-        # A transform of the user's own may write any goal.
+        # A custom transform may write any goal.
         if key in [getattr(part, "goal_key", key) or keys.DESIRED_GOAL for part in writers]:
             continue
-        # Rewards are of one goal.
+        # Only one GoalRelabel may compute rewards.
         made = "None" if writers else "reward_fn"
         named = made if key == keys.DESIRED_GOAL else f"{made}, goal_key={key!r}"
         raise RuntimeError(
@@ -151,17 +148,17 @@ def checked(
     checks: Mapping[str, Check | None],
     names: Collection[str],
 ) -> dict[str, Any]:
-    """Returns options as what is meant by them.
+    """Checks and normalises options.
 
     Args:
-        made: what is made, for messages.
-        options: as they came.
-        checks: of each option that there is; None leaves it to who is given the option.
-        names: what may be asked for, for messages.
+        made: name of the class being constructed, for messages.
+        options: the options as given.
+        checks: option -> its check; None leaves the check to the receiver of the option.
+        names: the valid names, for messages.
 
     Raises:
-        TypeError: one is of another kind, or there is none of that name.
-        ValueError: one is out of its range.
+        TypeError: an option has the wrong type, or its name is unknown.
+        ValueError: an option is out of range.
     """
     for name in options:
         if name not in checks:
@@ -180,7 +177,7 @@ _WEIGHING = "alpha=0.6 (or any above 0) if it is ready-made, else with sampler=P
 _NARROWING = "eta=0.996 (or any below 1) if it is ready-made, else with sampler=ERESampler(eta)"
 _RELABELLING = "hindsight: as HERReplayStorage, or with sampler=HERSampler() and GoalRelabel"
 
-#: How a storage gets a part that has a parameter.
+#: Parameter -> how to construct a storage with a part that has it.
 _MADE_WITH = {
     "n_step": _FOLDING,
     "discount": _FOLDING,
@@ -196,11 +193,11 @@ _MADE_WITH = {
 
 
 class Parameter(Generic[Value]):
-    """An attribute of a storage that is one of its sampler's or transform's.
+    """A storage attribute that forwards to its sampler or transforms.
 
-    A new value holds for the next batch that is drawn, and for all parts that have it: with `prefetch`
-    some batches are drawn already. It is checked as these parts check it. What no part has can't be read
-    or set, nor what two parts of one kind have unlike values of.
+    Setting it sets all parts that have the parameter, checked as they check it, from the next draw on
+    (batches already prefetched keep the old value). Reading or setting raises if no part has it, or if
+    two parts of one class have different values.
     """
 
     def __init__(self, doc: str) -> None:
@@ -222,7 +219,7 @@ class Parameter(Generic[Value]):
         with storage._replay_lock:
             holders = _holders_of(storage, self._name)
             for part, own in holders:
-                # Errors name what was set here.
+                # Check under the storage's name for the parameter, so that errors use it.
                 if isinstance(setting := getattr(type(part), own, None), Setting):
                     value = setting.check(self._name, value)
             for part, own in holders:
@@ -230,10 +227,10 @@ class Parameter(Generic[Value]):
 
 
 def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]]:
-    """Returns the parts of a storage that have a parameter, and what each calls it, transforms first.
+    """Returns the parts that have a parameter and their names for it, transforms first.
 
     Raises:
-        AttributeError: no part has it, or it is not clear whose is meant.
+        AttributeError: no part has it, or parts of one class have different values.
     """
     parts = [*parts_of(storage._transform), *layers_of(storage._sampler)]
     named = [(part, getattr(part, "live_parameters", {})) for part in parts]

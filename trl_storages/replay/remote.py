@@ -1,4 +1,4 @@
-"""A storage that lives in a Ray actor, where several processes write and sample by calls.
+"""A storage in a Ray actor, which several processes write to and sample from remotely.
 
 Letters: B batch, T steps, L lanes written now.
 """
@@ -18,15 +18,15 @@ __all__ = ["in_actor"]
 
 
 def in_actor(storage_class: type) -> type:
-    """Returns a class of storages that several processes call.
+    """Returns a storage class for use by several remote processes.
 
-    Their calls arrive in any order, and none says where it is from. So
+    Calls arrive in any order, without their origin. Hence
 
-    - the rows of `extend` are a segment of their own, unless `lanes` names the lanes that they go on
-      with, which are then one process's;
+    - each `extend` writes an episode segment of its own, unless `lanes` names the lanes to continue;
+      each lane must then belong to one process;
     - `add` and `record`, which write single steps, raise;
-    - what is sampled or read crosses as one block of memory;
-    - `parameters` sets what is an attribute elsewhere, as clients have methods only.
+    - batches are sent as one block of memory;
+    - `parameters` replaces attribute access, as clients only have methods.
 
     Args:
         storage_class: a `ReplayStorage`.
@@ -37,9 +37,9 @@ def in_actor(storage_class: type) -> type:
 
 
 class _Parcel:
-    """A batch on its way to another process.
+    """Pickles a batch as one block.
 
-    Its entries are views of few blocks, and pickled one by one each would take its whole block along.
+    Its entries are views of a few blocks; pickled one by one, each would carry its whole block.
     """
 
     def __init__(self, batch: TensorDictBase) -> None:
@@ -50,18 +50,18 @@ class _Parcel:
 
 
 def _unpack(batch: TensorDictBase) -> TensorDictBase:
-    # Entries with memory of their own, which come back alone, and which may be added to: a consolidated
-    # TensorDict is pickled as it once was.
+    # Cloned, so that entries own their memory and can be added: a consolidated TensorDict would be
+    # pickled in its original state.
     return batch.clone()
 
 
 class _InActor:
-    """What a storage does otherwise where several processes call it."""
+    """Overrides for a storage that several processes call."""
 
-    # TorchRL's transport over torch.distributed takes batches as they are, and packs them by itself.
+    # False with TorchRL's torch.distributed transport, which packs batches itself.
     _sends = True
 
-    # Of ReplayStorage.
+    # Set by ReplayStorage.
     _sampler: Any
     _transform: Any
     _replay_lock: Any
@@ -69,7 +69,8 @@ class _InActor:
     episodes: Any
 
     def __init__(self, *args: Any, delayed_init: bool = False, **kwargs: Any) -> None:
-        # RayReplayBuffer always passes it. Here is where the storage is wanted, so it is made at once.
+        # RayReplayBuffer always passes delayed_init; the actor is the storage's final process, so it is
+        # constructed at once.
         del delayed_init
         super().__init__(*args, **kwargs)
 
@@ -95,20 +96,20 @@ class _InActor:
         return index
 
     def __repr__(self) -> str:
-        # Ray puts it before each line of the log.
+        # Short, as Ray prefixes each log line with it.
         return type(self).__name__
 
     def parameters(self, **values: Any) -> dict[str, Any]:
-        """Sets parameters of the parts, and returns all that there are.
+        """Sets parameters of the parts, and returns all parameters.
 
-        What is set on a client, as in `client.beta = 1`, is an attribute of the client.
+        Assigning on a client, as in `client.beta = 1`, would only set an attribute of the client.
 
         Args:
-            **values: as `storage.beta = value` takes them where the storage is.
+            **values: new values, as in `storage.beta = value` on a local storage.
 
         Raises:
-            AttributeError: no part has one of that name. Nothing is changed then.
-            TypeError, ValueError: a value does not fit. Those before it are set.
+            AttributeError: no part has such a parameter. Nothing is changed then.
+            TypeError, ValueError: a value is invalid. Earlier ones have been set.
         """
         with self._replay_lock:
             parts: list[Any] = [*parts_of(self._transform), *layers_of(self._sampler)]
@@ -139,7 +140,7 @@ class _InActor:
         return self._sent(super().__getitem__(index))  # type: ignore[misc]
 
     def _sent(self, value: Any) -> Any:
-        """Returns what is sent for a batch."""
+        """Wraps a batch for sending, unless the transport packs it."""
         return _Parcel(value) if self._sends and isinstance(value, TensorDictBase) else value
 
 

@@ -1,4 +1,4 @@
-"""The parts of a storage, saved together: what is loaded goes on exactly like what was saved."""
+"""Saves and loads all parts of a storage together, so that a loaded one continues identically."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trl_storages.writing import EpisodeWriter, num_slots
 __all__ = ["Parts", "fit_drawn_ahead", "read_generator", "saved_generator"]
 
 _WHAT = "the saved storage"
-#: The entries of a saved storage that are no parts.
+#: The entries of a saved storage that are not parts.
 _VALUES = ("_batch_size", "_consume_after_n_samples", "_rng", "_prefetch_state")
 
 
 class Parts:
-    """The parts of a storage, in the order in which their states are taken over.
+    """The parts of a storage, in the order in which their states are loaded.
 
     Args:
         storage: a `ReplayStorage`.
@@ -45,7 +45,7 @@ class Parts:
         self.generator: torch.Generator | None = storage._rng
 
     def _saved(self) -> dict[str, SavedPart]:
-        # The rows first: they may need memory, or space on disk.
+        # Rows first: they are the ones that may run out of memory or disk space.
         return {
             "_storage": rows_part(self.storage),
             "_sampler": as_part(self.sampler),
@@ -55,7 +55,7 @@ class Parts:
         }
 
     def state_dict(self, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
-        """Returns the states of all parts by name, and what else the next samples depend on."""
+        """Returns the states of all parts by name, and everything else the next samples depend on."""
         return {
             **{name: part.state_dict() for name, part in self._saved().items()},
             "_batch_size": self._whole.batch_size,
@@ -65,17 +65,17 @@ class Parts:
         }
 
     def check(self, state: Any) -> dict[str, Any]:
-        """Checks that the parts can take a state, each by itself and all together.
+        """Checks that the parts can load a state, individually and consistently with each other.
 
         Returns:
-            the state, with its rows where this storage has room for them.
+            the state, with its rows mapped to this storage's slots.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of a storage of another size, layout, number of
-                lanes or kind of sampler; or it is damaged. The message says what is wrong.
+            KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
+                layout, number of lanes or kind of sampler. The message says what is wrong.
         """
         parts = self._saved()
-        # TorchRL's replay buffers save the same, but for the recorder.
+        # TorchRL's replay buffers save the same entries, except the recorder.
         names = {*parts, *_VALUES} - {"_recorder"}
         saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
         parts["_writer"].check_state_dict(saved["_writer"])
@@ -97,7 +97,7 @@ class Parts:
     def _check_together(
         self, writer: EpisodeWriter, saved: SavedState, saved_rows: dict[str, Any]
     ) -> None:
-        """Checks that rows and priorities are those of the episode index."""
+        """Checks that rows and priorities match the episode index."""
         index = writer.read_state(saved["_writer"])
         rows, live = rows_part(self.storage), index.live_slots()
         if isinstance(rows, PackedStorage | StockRows):
@@ -125,7 +125,7 @@ class Parts:
             raise saved.error("_sampler", f"of the {len(live)} rows", got)
 
     def load(self, state: Any, *, progress: bool = False) -> None:
-        """Takes over a state once all of it was checked; `progress` shows how far the rows are copied."""
+        """Loads a state after checking all of it; `progress` shows a progress bar."""
         check_writable(self.storage)
         whole = self._whole
         whole.synchronize()
@@ -136,26 +136,26 @@ class Parts:
 
     def _take(self, state: dict[str, Any], progress: bool) -> None:
         whole = self._whole
-        # Draws that are under way take the other lock.
+        # Prefetching draws need the replay lock, so wait for them before taking it.
         whole._clear_prefetch_queue_locked()
         with whole._replay_lock:
             prioritized = prioritized_of(self.sampler)
             for name, part in self._saved().items():
                 part.take_state(state[name], progress=progress)
                 if name == "_storage" and prioritized is not None:
-                    prioritized.attach(self.storage)  # to the files that there are now
+                    prioritized.attach(self.storage)  # loading rows may have created the files
             whole._batch_size = state["_batch_size"]
             if (generator := read_generator(state["_rng"])) is not None:
                 whole.set_rng(generator)
             whole._restore_prefetch_queue_locked(state["_prefetch_state"])
 
     def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state with its rows where this storage has room for them.
+        """Maps the rows of a state to this storage's slots.
 
-        A directory has spare slots, so that rows lie elsewhere in it than in memory.
+        A directory has spare slots, so its rows are in other slots than in memory.
 
         Args:
-            state: all of it was checked but for the rows.
+            state: fully checked except for the rows.
         """
         storage, writer, rows = self.storage, self.writer, state["_storage"]
         is_packed = isinstance(storage, PackedStorage) and isinstance(rows, Mapping)
@@ -189,7 +189,7 @@ class Parts:
 
 
 def _moved_priorities(state: dict[str, Any], moved: Moved, is_durable: bool) -> dict[str, Any]:
-    """Returns the state of a sampler by priority, of rows that lie elsewhere."""
+    """Returns the state of a prioritized sampler for rows that moved to other slots."""
     if "base" in state:
         return {**state, "base": _moved_priorities(state["base"], moved, is_durable)}
     old = state["priorities"].cpu()
@@ -201,7 +201,7 @@ def _moved_priorities(state: dict[str, Any], moved: Moved, is_durable: bool) -> 
 
 
 class _Transforms(SavedPart):
-    """The transforms of a storage: modules, of which only each itself knows what it takes."""
+    """The transforms of a storage. A state is checked by loading it and restoring the old one."""
 
     def __init__(self, module: Transform) -> None:
         self._module = module
@@ -233,14 +233,14 @@ class _Transforms(SavedPart):
         self._module.load_state_dict(state)
 
 
-# What is no part: batches that were drawn ahead, and the generator.
+# Prefetched batches and the generator.
 
 
 def _check_drawn_ahead(state: Any, capacity: int) -> None:
-    """Checks the batches that were drawn ahead of a saved storage, or None.
+    """Checks the prefetched batches of a saved storage, or None.
 
     Raises:
-        KeyError, TypeError, ValueError: they are damaged, or more are drawn ahead here.
+        KeyError, TypeError, ValueError: they are damaged, or `prefetch` differs here.
     """
     if state is None:
         return
@@ -262,8 +262,8 @@ def _check_drawn_ahead(state: Any, capacity: int) -> None:
 
 
 def fit_drawn_ahead(state: Any, capacity: int) -> None:
-    """Leaves out of the batches of a dump those that are more than are drawn ahead here."""
-    # What is damaged is left as it is, to be refused.
+    """Drops prefetched batches of a dump beyond this storage's `prefetch`, in place."""
+    # Damaged states are left unchanged, for the check to reject.
     match state:
         case {"capacity": int(before), "queue": list() | tuple() as queue} if (
             before >= 0 and type(before) is int
@@ -272,16 +272,16 @@ def fit_drawn_ahead(state: Any, capacity: int) -> None:
 
 
 def saved_generator(generator: torch.Generator | None) -> tuple[torch.Tensor, str] | None:
-    """Returns state and device of a generator, as TorchRL saves them."""
-    # The state is on the CPU, wherever the generator is.
+    """Returns a generator's state and device, in TorchRL's format."""
+    # The state is a CPU tensor for any device.
     return None if generator is None else (generator.get_state().clone(), str(generator.device))
 
 
 def read_generator(saved: Any) -> torch.Generator | None:
-    """Makes a generator of what `saved_generator` returned.
+    """Restores a generator from what `saved_generator` returned.
 
     Raises:
-        ValueError: it is damaged, or of a device that is not here.
+        ValueError: it is damaged, or its device is not available.
     """
     if saved is None:
         return None
