@@ -1,4 +1,4 @@
-"""What was saved: looked at as a whole before any of it is taken over."""
+"""Saved states: fully checked before any of them is loaded."""
 
 from trl_storages.saved.files import (
     DTYPES,

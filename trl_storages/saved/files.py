@@ -1,7 +1,7 @@
-"""A saved state in a directory: one JSON file that describes it, and raw numbers.
+"""Saves a state to a directory: one JSON file that describes it, and raw tensor files.
 
-Loading runs no code, and follows no links, pipes or devices: only `state.json` and the files that it
-numbers are opened, each of exactly the size that its description asks for.
+Loading runs no code, and rejects links, pipes and devices: only `state.json` and the tensor files it
+refers to are opened, and each must have exactly the described size.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = [
     "write_state",
 ]
 
-_PIECE = 1 << 26  # bytes that are copied at once
+_PIECE = 1 << 26  # bytes copied at a time
 _STATE = "state.json"
 _MOST_FILES = 100_000
 _LARGEST = 2**63 - 1
-#: What a value that JSON does not know is described by: the key of its kind.
+#: The key that marks a value JSON has no type for; its value is the kind.
 _KIND = "$"
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", None)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name by which JSON and messages know a dtype, such as `float32`."""
+    """Returns the name of a dtype in JSON and messages, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-#: The dtypes by their names.
+#: Name -> dtype.
 DTYPES = {dtype_name(it): it for it in vars(torch).values() if isinstance(it, torch.dtype)}
 
 
@@ -60,13 +60,13 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
     """Saves a state of tensors, TensorDicts, plain values, and dicts and lists of them.
 
     Args:
-        path: a directory, which may hold an earlier state: that is forgotten.
-        state: what is saved.
-        progress: whether to show how far the copying of tensors is.
+        path: a directory; an earlier state in it is deleted.
+        state: the state.
+        progress: whether to show a progress bar.
 
     Raises:
-        ImportError: tqdm is not installed, and progress shall be shown.
-        TypeError: the state holds something else. Nothing is written then, either.
+        ImportError: `progress` is True, but tqdm is not installed. Nothing is written then.
+        TypeError: the state holds something else. Nothing is written then.
     """
     track = tracker("saving rows", progress)
     tensors: list[torch.Tensor] = []
@@ -78,7 +78,7 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
     ]
     for number, piece in track(pieces):
         if piece.dtype is torch.bool:
-            # Rows that were never written may hold any byte.
+            # Unwritten rows may hold any byte.
             piece = piece.view(torch.uint8) != 0
         with (path / _file_of(number)).open("ab") as file:
             piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
@@ -87,14 +87,14 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
 
 def forget_state(path: Path) -> None:
     """Deletes what `write_state` saved in a directory."""
-    # Without it there is no saved state, should this be interrupted.
+    # First, so that an interruption never leaves a state with missing tensors.
     (path / _STATE).unlink(missing_ok=True)
     for old in path.glob("*.tensor"):
         old.unlink()
 
 
 def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns pieces of a tensor along its first dimension, none of an empty one."""
+    """Splits a tensor along its first dimension; an empty tensor has no pieces."""
     if not tensor.numel():
         return ()
     rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()
@@ -107,12 +107,12 @@ def copy_in_pieces(
     *,
     progress: bool = False,
 ) -> None:
-    """Copies fields `[N, ...]` piece by piece, as they may come from files.
+    """Copies fields `[N, ...]` piece by piece, as the source may be memory-mapped.
 
     Args:
-        source: key -> where they are.
-        target: the same keys -> where they go.
-        progress: whether to show how far it is.
+        source: key -> field to read.
+        target: the same keys -> field to write.
+        progress: whether to show a progress bar.
     """
     if not target:
         return
@@ -125,7 +125,7 @@ def copy_in_pieces(
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns what JSON can hold of a value, and adds its tensors to a list."""
+    """Describes a value in JSON types, and appends its tensors to `tensors`."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -158,19 +158,19 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def read_state(path: str | Path) -> Any:
-    """Returns what `write_state` saved. Tensors are mapped: they are read when they are copied.
+    """Returns what `write_state` saved. Tensors are memory-mapped, so they are read on access.
 
     Raises:
-        FileNotFoundError: there is no such directory, or a file of it is missing.
-        ValueError: a file is cut or damaged; or something in the directory is a link, a pipe, a device or
-            a pickle, or there is too much of it.
+        FileNotFoundError: the directory, or a file in it, is missing.
+        ValueError: a file is truncated or damaged; or the directory holds a link, a pipe, a device, a
+            pickle, or too many files.
     """
     directory = _Directory(arguments.directory("path", path))
     return directory.value(directory.json(_STATE))
 
 
 class _Directory:
-    """What was written to a directory, read with bounds."""
+    """Reads a saved state from an untrusted directory, within bounds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -219,7 +219,7 @@ class _Directory:
             os.close(descriptor)
 
     def json(self, name: str) -> Any:
-        """Reads a JSON file that holds a dict: of bounded size, depth and count, with finite numbers."""
+        """Reads a JSON dict of bounded size, depth and count, with finite numbers."""
         with (
             self._open(name) as (descriptor, size),
             os.fdopen(descriptor, "rb", closefd=False) as file,
@@ -236,7 +236,7 @@ class _Directory:
         return value
 
     def value(self, found: Any) -> Any:
-        """Returns what `_described` described."""
+        """Rebuilds a value from its description; the inverse of `_described`."""
         if isinstance(found, list):
             return [self.value(item) for item in found]
         if not isinstance(found, dict):
@@ -279,7 +279,7 @@ class _Directory:
         return data if device is None else data.clone().to(device)
 
     def _tensor(self, dtype: Any, shape: Any, file: Any) -> torch.Tensor:
-        """Maps raw numbers, to be read: what is written to the tensor goes nowhere."""
+        """Maps a tensor file copy-on-write: writes to the tensor never reach the file."""
         size = self._size(shape)
         if dtype not in DTYPES or type(file) is not int:
             raise TypeError("must have a dtype and the number of a file")
@@ -293,14 +293,14 @@ class _Directory:
             if _PRIVATE is None:
                 words = mmap.mmap(descriptor, needed, access=mmap.ACCESS_COPY)
             else:
-                # To read and to write, as it is unless told otherwise.
+                # Readable and writable by default.
                 words = mmap.mmap(descriptor, needed, flags=_PRIVATE | NO_RESERVE)
         if kind is torch.bool and int(torch.frombuffer(words, dtype=torch.uint8).max()) > 1:
             self._refuse(f"{name!r} must hold the bytes 0 and 1 alone")
         return torch.frombuffer(words, dtype=torch.uint8).view(kind).view(size)
 
 
-#: Kind -> what describes it besides, and how it is read.
+#: Kind -> the other keys of its description, and its reader.
 _KINDS: dict[str, tuple[set[str], Callable[..., Any]]] = {
     "float": ({"value"}, _Directory._float),
     "tensor": ({"dtype", "shape", "file"}, _Directory._tensor),

@@ -1,4 +1,4 @@
-"""Parts of a storage as they are saved: each says what its state is, checks one, and takes it."""
+"""The save and load interface of a storage's parts, and checked access to saved dicts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _MENDED = "load what a storage of the same make saved. Nothing was changed."
 
 
 class SavedState:
-    """A dict that was saved, of which every entry is checked when it is asked for.
+    """A saved dict whose entries are checked on access.
 
     Args:
         state: what `state_dict` returned, or what was read from a dump.
-        what: names it in errors.
-        keys: the entries it must have.
-        optional: those that it may have.
+        what: its name in error messages.
+        keys: the required entries.
+        optional: further entries it may have.
 
     Raises:
-        TypeError: it is no dict.
+        TypeError: it is not a dict.
         KeyError: an entry is missing.
-        ValueError: it has others too.
+        ValueError: it has unknown entries.
 
     >>> SavedState({"beta": 0.4}, "the sampler", ["beta"]).number("beta", 0, 1)
     0.4
@@ -63,7 +63,7 @@ class SavedState:
         return key in self._state
 
     def error(self, key: str, must: str, got: Any, kind: type[Exception] = ValueError) -> Exception:
-        """Returns the error that says what an entry must be."""
+        """Builds the error for an invalid entry."""
         return kind(f"{key!r} of {self._what} must be {must}, got {got}; {_MENDED}")
 
     def _checked(
@@ -79,11 +79,11 @@ class SavedState:
             raise ValueError(f"{str(error).rstrip('.')}; {_MENDED}") from error
 
     def flag(self, key: str) -> bool:
-        """Returns an entry that is true or false."""
+        """Returns a bool entry."""
         return self._checked(key, (bool,), arguments.flag)
 
     def integer(self, key: str, low: int = 0, high: int = _LARGEST) -> int:
-        """Returns a whole number within `[low, high]`."""
+        """Returns an integer entry within `[low, high]`."""
         return self._checked(key, (int,), arguments.integer, at_least=low, at_most=high)
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
@@ -91,7 +91,7 @@ class SavedState:
         return self._checked(key, (int, float), arguments.number, at_least=low, at_most=high)
 
     def one_of(self, key: str, choices: Collection[Any]) -> Any:
-        """Returns an entry that is one of some words."""
+        """Returns a string entry that is one of `choices`."""
         value = self._state[key]
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"one of {list(choices)}", repr(value))
@@ -100,13 +100,13 @@ class SavedState:
     def tensor(
         self, key: str, dtype: torch.dtype, shape: Sequence[int] | None = None, hint: str = ""
     ) -> torch.Tensor:
-        """Returns a tensor of this dtype and shape.
+        """Returns a tensor entry of this dtype and shape.
 
         Args:
             key: the entry.
-            dtype: of its elements.
-            shape: all of it; None takes any.
-            hint: what a shape that differs may come of.
+            dtype: required dtype.
+            shape: required shape; None accepts any.
+            hint: added to the message if the shape differs.
         """
         value = self._state[key]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -119,7 +119,7 @@ class SavedState:
         return value
 
     def check_parameters(self, kind: type, names: Collection[str]) -> None:
-        """Checks entries as objects of a class check attributes of these names when they are set."""
+        """Checks entries by the setters of the attributes of these names in a class."""
         trial: Any = object.__new__(kind)
         for name in names:
             value = self._state[name]
@@ -139,23 +139,23 @@ class SavedState:
 
 
 class SavedPart:
-    """A part with a state of tensors and plain values, which is checked whole before it is taken."""
+    """A part whose state, of tensors and plain values, is fully checked before it is loaded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that the part goes on from, in tensors and plain values."""
+        """Returns the complete state of the part, as tensors and plain values."""
 
     @abstractmethod
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of another part, or damaged.
+            KeyError, TypeError, ValueError: the state is damaged, or from a different part.
         """
 
     @abstractmethod
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked; `progress` shows how far the copying of rows is."""
+        """Loads a state that was checked; `progress` shows a progress bar for rows."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned.
@@ -167,29 +167,29 @@ class SavedPart:
         self.take_state(state_dict)
 
     def dumps(self, path: str | Path) -> None:
-        """Saves the state in the directory `path`, as JSON and raw numbers."""
+        """Saves the state in the directory `path`, as JSON and raw tensor files."""
         write_state(arguments.directory("path", path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved.
 
         Raises:
-            FileNotFoundError: there is no such directory, or a file of it is missing.
-            KeyError, TypeError, ValueError: a file is cut or damaged, or as `check_state_dict`. Nothing
-                is changed then.
+            FileNotFoundError: the directory, or a file in it, is missing.
+            KeyError, TypeError, ValueError: a file is truncated or damaged, or as `check_state_dict`.
+                Nothing is changed then.
         """
         self.load_state_dict(read_state(path))
 
 
 def as_part(part: Any) -> SavedPart:
-    """Returns a part of anybody's as one that can be saved."""
+    """Returns the part itself if it is a `SavedPart`, else wraps it in a `StockPart`."""
     return part if isinstance(part, SavedPart) else StockPart(part)
 
 
 class StockPart(SavedPart):
-    """A sampler, writer or storage of TorchRL's own.
+    """Wraps a TorchRL sampler, writer or storage.
 
-    A state is compared with what it would save now, and tried on with a copy.
+    A state is checked by comparing it with the part's current state and loading it into a copy.
 
     Args:
         part: the sampler, writer or storage.
@@ -199,7 +199,7 @@ class StockPart(SavedPart):
         self._part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with trees as tensors `[N]` of their leaves."""
+        """Returns the state, with each tree as an `[N]` tensor of its leaves."""
         # Samplers without a state return None.
         state = self._part.state_dict() or {}
         for key in self._trees():
@@ -219,18 +219,18 @@ class StockPart(SavedPart):
         for key in self._trees():
             saved.tensor(key, torch.float32, own[key].shape, "the size must be the same")
             saved.within(key, 0, torch.finfo(torch.float32).max)
-        # Neither the rows nor the generator are a part of it.
+        # Shared with the copy, not copied: rows and generator are not part of the state.
         kept = (vars(self._part).get(name) for name in ("_rng", "_storage"))
         trial = copy.deepcopy(self._part, {id(it): it for it in kept if it is not None})
         try:
             StockPart(trial).take_state(copy.deepcopy(state_dict))
             if isinstance(trial, SamplerWithoutReplacement):
                 _check_slots(trial)
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # third-party code may raise anything
             raise ValueError(f"{what} can't be loaded: {error!r}. Nothing was changed.") from error
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Loads a state that was checked."""
         state = {**state} if state else {}
         for key in self._trees():
             tree = copy.deepcopy(getattr(self._part, key))
@@ -240,9 +240,9 @@ class StockPart(SavedPart):
 
 
 def _check_like(saved: SavedState, key: str, value: Any, own: Any) -> None:
-    """Compares an entry with the one that would be saved now."""
+    """Checks an entry against the same entry of the current state."""
     if own is None or (value is None and isinstance(own, torch.Tensor)):
-        return  # made when it is first needed
+        return  # created lazily
     both = value, own
     numbers = all(isinstance(it, int | float) and not isinstance(it, bool) for it in both)
     is_alike = type(value) is type(own) or all(isinstance(it, Mapping) for it in both)

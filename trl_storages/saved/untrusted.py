@@ -1,4 +1,4 @@
-"""Files and JSON of unknown origin: opened only where they are files, and read with bounds."""
+"""Untrusted files and JSON: only regular files are opened, and reads are bounded."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from typing import Any, NoReturn
 
 __all__ = ["MOST_BYTES", "NO_LINKS", "NO_RESERVE", "open_regular", "parse_json"]
 
-#: Nothing is followed, and nothing waited for, that is no file.
+#: Flags of `os.open`: do not follow links, do not block.
 NO_LINKS = (
     getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for somebody to write to it
+    | getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block until it has a writer
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
-#: Files are mapped privately by who only reads them; without this flag the kernel would set memory aside
-#: for a copy of the whole file.
+#: For private mappings: without this flag the kernel reserves memory for a copy of the whole file.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
-    """Opens a file, and returns its descriptor and its size in bytes.
+    """Opens a regular file; returns its descriptor and its size in bytes.
 
     Args:
         path: the file.
         flags: as in `os.open`.
 
     Raises:
-        OSError: there is none, it may not be opened, or it is no file.
+        OSError: the file is missing, can't be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | NO_LINKS)
     status = os.fstat(descriptor)
@@ -51,10 +50,10 @@ _LARGEST = 2**63 - 1
 
 
 def parse_json(text: bytes) -> Any:
-    """Returns what JSON describes.
+    """Parses JSON within bounds on size, depth and numbers.
 
     Raises:
-        ValueError: it is cut or damaged, or exceeds a bound.
+        ValueError: it is truncated or damaged, or exceeds a bound.
 
     >>> parse_json(b'{"steps": [1, 2]}')
     {'steps': [1, 2]}
@@ -85,7 +84,7 @@ def _finite(text: str) -> float:
 
 
 def _bounded(text: str) -> int:
-    # Of very many digits Python makes no number, or takes very long.
+    # Python refuses to parse very many digits, or is very slow.
     if len(text) > 20 or not -_LARGEST <= int(text) <= _LARGEST:
         raise ValueError(f"whole numbers must be below 2^63, got {text[:25]}")
     return int(text)
