@@ -1,4 +1,4 @@
-"""Who is drawn."""
+"""Samplers: which rows a batch consists of."""
 
 from trl_storages.samplers.base import (
     UniformSampler,

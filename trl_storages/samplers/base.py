@@ -1,4 +1,4 @@
-"""What samplers have in common, and the plainest of them.
+"""The uniform sampler, and the base class of samplers that wrap another.
 
 Letters: B batch.
 """
@@ -29,22 +29,22 @@ __all__ = [
     "resume_draws",
 ]
 
-#: `[B]` int64 slots, and the info that goes with them.
+#: `[B]` int64 slots, and their info.
 Drawn = tuple[torch.Tensor, dict[str, Any]]
 
 
 class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
-    TorchRL's `RandomSampler` draws below the length of the storage, which is wrong while lanes of a
-    ring are filled unequally. Over a storage without an episode index the two are the same.
+    TorchRL's `RandomSampler` draws slots below the length of the storage, which is wrong while the lanes
+    of a ring are filled unequally. Without an episode index the two are identical.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
     >>> ReplayStorage(storage=PackedStorage(100)).sampler
     UniformSampler()
     """
 
-    # Of all types: TorchRL's has no `episodes`, and type checkers give it to subclasses of users too.
+    # `storage` is Any, as TorchRL's type has no `episodes` and users' subclasses inherit the annotation.
     def sample(self, storage: Any, batch_size: int) -> Drawn:
         """Draws rows with replacement.
 
@@ -87,11 +87,11 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
         return episodes.ring.draw(noise, window), {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing, as each draw is as likely as any other."""
+        """Returns an empty dict: the sampler is stateless."""
         return {}
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that a state is that of such a sampler, which has none: it must be empty.
+        """Checks that a state is empty.
 
         Raises:
             TypeError, ValueError: it is not.
@@ -99,14 +99,14 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
         SavedState(state_dict, f"the saved {type(self).__name__}", ())
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state, of which there is none."""
+        """Does nothing: the sampler is stateless."""
 
 
 class _OfBase:
-    """An attribute or a method of a sampler that is its base's.
+    """An attribute or method that forwards to the sampler's base.
 
     Args:
-        doc: what it is.
+        doc: the docstring.
     """
 
     def __init__(self, doc: str) -> None:
@@ -123,7 +123,7 @@ class _OfBase:
 
 
 class _Base(Setting[Sampler]):
-    """What a sampler stands on, which it looks at itself."""
+    """The setting `base`, which the sampler itself checks as well."""
 
     def __set__(self, sampler: WrappingSampler, value: Any) -> None:
         sampler._check_base(value)
@@ -131,13 +131,13 @@ class _Base(Setting[Sampler]):
 
 
 class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
-    """Adds to what another sampler draws, and passes everything else on to it.
+    """Wraps another sampler: changes its draws and forwards everything else to it.
 
     Args:
         base: the sampler that draws; None draws uniformly.
     """
 
-    #: Attributes that are saved, and checked when they are set.
+    #: Attributes that are saved; their setters check them.
     saved_parameters: ClassVar[tuple[str, ...]] = ()
 
     base = _Base(
@@ -152,11 +152,11 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
         self.base = UniformSampler() if base is None else base
-        # How far this sampler has come, by counts that are saved.
+        # Saved counters of this sampler's progress.
         self._counts: dict[str, int] = {}
 
     def _check_base(self, base: Sampler) -> None:
-        """Raises what is wrong with what is to draw for this one, beside that it is no sampler."""
+        """Raises if this sampler can't wrap `base`, which is known to be a sampler."""
 
     @abstractmethod
     def sample(self, storage: Any, batch_size: int) -> Drawn:
@@ -167,13 +167,13 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
             batch_size: B.
 
         Returns:
-            `[B]` int64 slots, and the info that goes with them.
+            `[B]` int64 slots, and their info.
 
         Raises:
             RuntimeError: the storage is empty, or has no episode index.
         """
 
-    # The replay buffer sets the generator of its own sampler only, and tells it alone of rows.
+    # The replay buffer knows only the outermost sampler: generator and notifications are forwarded.
     _rng = _OfBase("The generator of the draws.")
     ran_out = _OfBase(
         "Whether the base has drawn every row once; an iteration over the buffer ends then."
@@ -188,7 +188,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
     _empty = _OfBase("Tells the base that there are no rows any more.")
 
     def hear_of_rows(self) -> None:
-        """Hears that another process wrote rows."""
+        """Handles the notification that another process wrote rows."""
         if isinstance(self.base, WrappingSampler):
             self.base.hear_of_rows()
 
@@ -201,7 +201,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of another sampler or base, or damaged.
+            KeyError, TypeError, ValueError: the state is damaged, or from another sampler or base.
         """
         names = self.saved_parameters
         saved = SavedState(
@@ -213,7 +213,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         as_part(self.base).check_state_dict(saved["base"])
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Loads a state that was checked."""
         for name in self.saved_parameters:
             setattr(self, name, state[name])
         self._counts = {name: state[name] for name in self._counts}
@@ -221,23 +221,23 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
 
 
 def layers_of(sampler: Sampler) -> list[Sampler]:
-    """Returns a sampler and those it builds on, the innermost last."""
+    """Returns a sampler and those it wraps, innermost last."""
     layers = [sampler]
-    # Each batch asks, and `isinstance` takes three times as long.
+    # Called for each batch; `isinstance` takes three times as long.
     while WrappingSampler in type(sampler).__mro__:
         layers.append(sampler := sampler.base)
     return layers
 
 
 def progress_of_draws(sampler: Sampler) -> dict[str, Any]:
-    """Returns how far a sampler and its bases have come, without their parameters, in plain values."""
+    """Returns the counters of a sampler and its bases, without parameters, as plain values."""
     if not isinstance(sampler, WrappingSampler):
         return {}
     return {**sampler._counts, "base": progress_of_draws(sampler.base)}
 
 
 def resume_draws(sampler: Sampler, progress: dict[str, Any]) -> None:
-    """Goes on where `progress_of_draws` was taken, each sampler if it was by one of its kind."""
+    """Restores what `progress_of_draws` returned, for each layer whose counters have the same names."""
     if not isinstance(sampler, WrappingSampler):
         return
     resume_draws(sampler.base, progress.get("base", {}))

@@ -1,4 +1,4 @@
-"""Priorities of rows that are on disk, kept there as well.
+"""Priorities stored on disk with their rows.
 
 Letters: B batch, N slots, E lanes (environments).
 """
@@ -17,27 +17,27 @@ from trl_storages.priorities import ABSENT, PriorityTable
 __all__ = ["DurableTable"]
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
-# A word that holds no priority.
+# Marks a word that was not read yet.
 _UNSEEN = 0x2545F4917FC00001
-# Of which share of the rows on the tree is added up anew, rather than changed leaf by leaf.
+# From this share of changed rows on, the tree is rebuilt instead of updated leaf by leaf.
 _MANY = 0.05
 
 
 class DurableTable(PriorityTable):
-    """A `PriorityTable` that begins with what a directory holds, and writes it through.
+    """A `PriorityTable` that loads priorities from a directory and writes updates through.
 
-    The generation of a row is the same in every process that has the directory open, so that
-    priorities of batches which another process drew come to the right rows. Once there are priorities,
-    whoever writes a row gives it one before the row counts: one that has none is damaged.
+    A row's generation is the same in every process that has the directory open, so priorities reported
+    for another process's batch reach the right rows. Once priorities exist, a writer sets a row's
+    priority before it commits the row, so a missing one means damage.
 
     Args:
-        storage: whose rows are on disk.
-        **options: as in `PriorityTable`, which is on the CPU.
+        storage: a storage whose rows are on disk.
+        **options: as in `PriorityTable`; the table is on the CPU.
 
     Raises:
         OSError: the disk is full.
         FileNotFoundError: there are no priorities, and this process only reads.
-        ValueError: their file is truncated, or no file.
+        ValueError: their file is truncated, or not a regular file.
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
@@ -46,18 +46,18 @@ class DurableTable(PriorityTable):
         self._words = words.keep_priorities(make=storage.reader is None)
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
         self.refreshes = storage.files.refreshes
-        # Behind those of the rows.
+        # The largest priority is stored after those of the rows.
         self._largest_at = torch.tensor([self.capacity])
-        #: `[E]` up to which steps rows are known to be evicted.
+        #: `[E]` steps before which rows are known to be evicted.
         self._tails = storage.episodes.host_tails.copy()
-        #: `[N]` the word of each row as it was seen last. A writer hears of all that changes.
+        #: `[N]` the last word read of each row; None in the writer, which makes all changes itself.
         self._known = None if storage.reader is None else torch.full((self.capacity,), _UNSEEN)
         damaged = finish(self._follow)
         if storage.reader is None:
             self._mend(damaged)
 
     def _mend(self, damaged: torch.Tensor) -> None:
-        """Gives rows whose priority is damaged the largest one, for good."""
+        """Permanently sets damaged priorities to the largest one."""
         num_damaged = len(damaged) + int(self._words.get(self._largest_at).isnan())
         if num_damaged and not self._words.is_new:
             warnings.warn(
@@ -66,7 +66,7 @@ class DurableTable(PriorityTable):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # Also those of a load that is going on, which the index does not know yet.
+        # Includes rows of a load in progress, which are not in the index yet.
         every = torch.arange(self.capacity)
         missing = every[self._words.get(every).isnan()]
         self._words.put(missing, torch.full((len(missing),), self.new_priority))
@@ -78,7 +78,7 @@ class DurableTable(PriorityTable):
     # Following
 
     def follow(self, storage: Any) -> bool:
-        """Takes in what another process has said; see `PriorityTable.follow`."""
+        """Reads another process's updates; see `PriorityTable.follow`."""
         files = storage.files.source
         if (
             self._files is not files
@@ -91,12 +91,12 @@ class DurableTable(PriorityTable):
         return True
 
     def _follow(self) -> torch.Tensor:
-        """Takes in what is new, and returns the slots of rows whose priority is damaged."""
+        """Reads updates, and returns the slots of rows whose priority is damaged."""
         words, episodes, table = self._words, self._storage.episodes, self._rows
         _, evicted = words.renew(table, _NO_SLOTS, episodes.ring, self._tails)
         slots, seen, priority = words.news(episodes.ring, self._known)
         largest, is_damaged = words.get(self._largest_at).nan_to_num(nan=0.0), priority.isnan()
-        # A loss of power may have taken the largest one, and left those of rows.
+        # A power loss may have destroyed the largest priority, but not those of the rows.
         most = torch.cat([largest, priority[~is_damaged]]).amax()
         largest = torch.where(most > largest.clamp(min=1.0), most, largest)
         priority[is_damaged] = torch.where(largest > 0, largest, 1.0)
@@ -133,10 +133,10 @@ class DurableTable(PriorityTable):
     def update(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
     ) -> None:
-        """Takes in reported priorities; see `PriorityTable.update`.
+        """Applies reported priorities; see `PriorityTable.update`.
 
         Raises:
-            RuntimeError: another process writes the rows, and their priorities.
+            RuntimeError: another process owns the directory.
         """
         self._storage.check_writable()
         super().update(slots, priority, generation)
@@ -147,10 +147,10 @@ class DurableTable(PriorityTable):
         is_wrong = super()._report(slots, priority, generation)
         if not is_wrong:
             slots = slots[slots >= 0]
-            # What was left alone is written as it is.
+            # Slots that were skipped are rewritten unchanged.
             kept = self._rows.priorities[slots]
             there = kept < ABSENT
-            # First, so that no row of a killed writer has a larger one.
+            # First, so that after a kill no row exceeds the largest priority.
             self._keep_largest()
             self._words.put(slots[there], kept[there])
         return is_wrong
@@ -158,7 +158,7 @@ class DurableTable(PriorityTable):
     # The whole of it
 
     def clear(self) -> None:
-        """Forgets all rows and what was reported."""
+        """Removes all rows and resets the largest priority."""
         self._storage.check_writable()
         super().clear()
 
@@ -167,23 +167,23 @@ class DurableTable(PriorityTable):
         self._keep_largest()
 
     def takes(self, state_dict: dict[str, Any]) -> bool:
-        """Returns whether a state may take the place of what is known: it has the same rows."""
+        """Returns whether a state can replace this one: it must have the same rows, and we must write."""
         rows = state_dict["priorities"] != ABSENT
         return self._storage.reader is None and torch.equal(rows, self.priorities != ABSENT)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. All rows count as written anew."""
+        """Restores what `state_dict` returned. All rows get a new generation."""
         self._storage.check_writable()
         super().load_state_dict(state_dict)
         slots = (self._rows.priorities < ABSENT).nonzero().squeeze(1)
         self._rows.generations[slots] = self._words.generations(slots)
         self._keep_largest()
         self._words.put(slots, self._rows.priorities[slots])
-        # A load may bring priorities before it brings the episodes that they are of.
+        # A load may restore priorities before their episodes.
         self._tails.fill(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The files stay with the storage: a copy holds the same in memory.
+        # A copy holds the same priorities in memory; the files stay with the storage.
         options: Any = {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
         table = PriorityTable(self.capacity, **options, device=self.device)
         table.load_state_dict(self.state_dict())

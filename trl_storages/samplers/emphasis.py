@@ -1,4 +1,4 @@
-"""Draws that narrow onto recent experience.
+"""Emphasizing recent experience (ERE): draws from a window that narrows onto the newest rows.
 
 Letters: B batch, N rows, K updates of a phase.
 """
@@ -25,13 +25,13 @@ __all__ = ["ERESampler", "WindowSampler"]
 
 Reference = Literal["stored", "capacity"]
 
-# The paper's unit: over a phase of so many updates, eta is the factor of one update.
+# The paper's unit: in a phase of this many updates, each one narrows the window by the factor eta.
 _SHORTEST_PHASE = 1000
 
 
 @runtime_checkable
 class WindowSampler(Protocol):
-    """A sampler that can keep its draws to the newest rows."""
+    """A sampler that can restrict its draws to the newest rows."""
 
     def sample_window(self, storage: Storage, batch_size: int, window: Tensor) -> Drawn:
         """Draws among the newest rows.
@@ -43,7 +43,7 @@ class WindowSampler(Protocol):
                 least 1 and at most the rows stored.
 
         Returns:
-            `[B]` int64 slots, and the info that goes with them.
+            `[B]` int64 slots, and their info.
         """
         ...
 
@@ -53,28 +53,28 @@ class ERESampler(WrappingSampler):
 
         c_k = max(N * eta^(k * 1000 / K), c_min)
 
-    The k-th draw of a phase of K (k = 1 .. K, as in the paper) takes rows whose age, counted from
-    the write cursor, is below c_k: uniformly, or by priority with `base=PERSampler(...)`. Every
-    such row can be drawn, no other, right after wrap-around and with lanes of unequal fill too.
-    Ages are those of `EpisodeIndex.ages`. With at most `c_min` rows stored, all are drawn from.
+    The k-th draw of a phase of K (k = 1 .. K, as in the paper) takes rows whose age
+    (`EpisodeIndex.ages`) is below c_k: uniformly, or by priority with `base=PERSampler(...)`. It can
+    draw exactly these rows, also right after wrap-around and with unequally filled lanes. With at most
+    `c_min` rows stored, it draws from all.
 
     **Phases.** The paper makes K updates after an episode of K steps. Each `sample` is one update.
-    `begin_phase(num_updates)` starts a phase: call it when an episode or a batch has been
-    collected. Without it a write starts one, unless the phase that is going on has updates left: so
-    a loop that writes a step before each update still narrows and widens. Updates beyond the K-th
-    keep the last window until then. A phase that a write starts has `updates_per_phase` updates;
-    None takes as many as were made in the phase before, and at least 1000.
+    `begin_phase(num_updates)` starts a phase: call it after collecting an episode or a batch. Without
+    it, the first write after the current phase has used up its updates starts the next one, so that a
+    loop that writes a step before each update still cycles through the windows. Until then, updates
+    beyond the K-th keep the last window. A phase started by a write has `updates_per_phase` updates;
+    None takes the number made in the previous phase, and at least 1000.
 
     Args:
         eta: recency strength in (0, 1]; 1 draws from everything. The smallest window of a phase is
             the share eta^1000 of the rows: 0.996 leaves 2 %.
         c_min: the smallest window, in rows.
-        updates_per_phase: K of the phases that a write starts.
+        updates_per_phase: K of phases started by a write.
         base: draws within the window; None draws uniformly.
-        reference: N is the rows "stored" now or the "capacity" (the paper's).
+        reference: N is the number of rows "stored" now or the "capacity" (as in the paper).
 
-    All of these but `base` are plain attributes: a new value holds from the next draw on
-    (`updates_per_phase` from the next phase on), so that TorchRL's schedulers anneal `eta`.
+    All of these except `base` are attributes that may be set at any time, for instance by TorchRL's
+    schedulers; a new value applies from the next draw on (`updates_per_phase` from the next phase on).
 
     Raises:
         ValueError: `eta` outside (0, 1], `c_min` or `updates_per_phase` below 1, or an unknown
@@ -120,7 +120,7 @@ class ERESampler(WrappingSampler):
         self.c_min = c_min
         self.updates_per_phase = updates_per_phase
         self.reference = reference
-        # No phase yet: the first write or draw starts one.
+        # No phase yet; the first write or draw starts one.
         self._counts = {"update": 0, "num_updates": 0}
 
     def _check_base(self, base: Sampler) -> None:
@@ -137,7 +137,7 @@ class ERESampler(WrappingSampler):
 
     @property
     def update(self) -> int:
-        """The updates made in this phase: k of the last draw, 0 when a phase has just begun."""
+        """The updates made in this phase: k of the last draw, 0 at the start of a phase."""
         return self._counts["update"]
 
     @property
@@ -158,16 +158,16 @@ class ERESampler(WrappingSampler):
         self._counts = {"update": 0, "num_updates": num_updates}
 
     def window(self, episodes: EpisodeIndex) -> Tensor:
-        """Counts the newest rows that the current update draws from: c_k.
+        """Returns c_k, how many of the newest rows the current update draws from.
 
-        In a captured CUDA graph the window follows the storage as it grows, and k and `eta` stay
-        what they were when it was captured.
+        In a captured CUDA graph the window grows with the storage, while k and `eta` keep their values
+        from the time of capture.
 
         Returns:
             `[]` int64 on the device of `episodes`.
         """
         arguments.instance("episodes", episodes, EpisodeIndex, what="an EpisodeIndex")
-        # The host's own arithmetic costs a tenth of an operation on tensors.
+        # Python arithmetic costs a tenth of a tensor operation.
         num_rows: Any = len(episodes) if episodes.device.type == "cpu" else episodes.num_rows
         update, num_updates = self._counts["update"], self._counts["num_updates"]
         size = window_size(
@@ -195,21 +195,21 @@ class ERESampler(WrappingSampler):
         self._counts["update"] += 1
         return self.base.sample_window(storage, batch_size, self.window(episodes))
 
-    # TorchRL tells of one write in two ways, through the container and through the writer; the
-    # second finds a phase with all its updates left and changes nothing.
+    # TorchRL notifies of each write twice, through the container and the writer; the second time a
+    # new phase has all its updates left, so nothing changes.
 
     def add(self, index: Any) -> None:
-        """Hears that a row was written."""
+        """Handles the notification that a row was written."""
         super().add(index)
         self._on_write()
 
     def extend(self, index: Any) -> None:
-        """Hears that rows were written."""
+        """Handles the notification that rows were written."""
         super().extend(index)
         self._on_write()
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Hears from the writer that rows were written."""
+        """Handles the writer's notification that rows were written."""
         super().mark_update(index, storage=storage)
         self._on_write()
 
@@ -225,7 +225,7 @@ class ERESampler(WrappingSampler):
         self._counts = {"update": 0, "num_updates": 0}
 
     def hear_of_rows(self) -> None:
-        """Hears that another process wrote rows."""
+        """Handles the notification that another process wrote rows."""
         super().hear_of_rows()
         self._on_write()
 
@@ -235,6 +235,6 @@ class ERESampler(WrappingSampler):
 
 
 def _first_of(kind: type, names: set[str]) -> set[str]:
-    """Returns which of some methods the last class has that has written any of them."""
+    """Returns which of the named methods the most derived class that defines any of them defines."""
     written = (vars(each).keys() & names for each in kind.__mro__)
     return next(filter(None, written), set())

@@ -1,4 +1,4 @@
-"""Draws, beside each transition, the row whose outcome will be its goal.
+"""Hindsight experience replay: draws a goal row along with each transition.
 
 Letters: B batch, k goals per transition.
 """
@@ -26,10 +26,10 @@ from trl_storages.stock_parts import draw
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
-#: Strategy, by its name or the member of an enum -> its share of the relabelled transitions.
+#: Strategy (a name or an enum member) -> its share of the relabelled transitions.
 GoalMixture = Mapping[Any, float]
 
-# Shares may be off one by what rounding them takes.
+# Tolerance for the sum of the shares.
 _NEAR = 1e-6
 
 
@@ -41,43 +41,42 @@ def _check_num_goals(name: str, value: Any) -> float:
 
 
 class HERSampler(WrappingSampler):
-    """Hindsight experience replay: of k + 1 transitions, k are seen with a goal that was reached.
+    """Hindsight experience replay: of k + 1 transitions, k are relabelled with an achieved goal.
 
-    `base` draws the transitions (anchors). `floor(B * k / (k + 1))` of a batch are given a goal row;
-    `GoalRelabel` writes its next achieved goal into them. They are spread evenly: of any k + 1 neighbours
-    k are relabelled, so that a batch which is split for several updates keeps the ratio in each part.
-    With anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
+    `base` draws the transitions (anchors). `floor(B * k / (k + 1))` of a batch get a goal row, whose
+    next achieved goal `GoalRelabel` writes into them. They are spread evenly: of any k + 1 neighbours k
+    are relabelled, so a batch that is split for several updates keeps the ratio in each part. For
+    anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
 
         future: t..last      final: last      episode: first..last      random: all live rows
         current: t         geometric: t + k with P(k) = (1 - γ) γ^k, or last if that comes first
 
-    and the goal is what the action of row j led to, so that the first of them is the transition's own
-    outcome. A mixture names the share of each among the relabelled: it has exactly so many, rounded by
-    largest remainder, and they take turns: `{"geometric": 0.5, "random": 0.3, "current": 0.2}` with
-    `num_goals=inf` draws the value goals of offline goal-conditioned learning.
+    and the goal is the one achieved by the action of row j, so j = t is the transition's own outcome.
+    A mixture gives each strategy its share of the relabelled transitions, exactly (rounded by largest
+    remainder) and interleaved: `{"geometric": 0.5, "random": 0.3, "current": 0.2}` with `num_goals=inf`
+    draws the value goals of offline goal-conditioned RL.
 
-    An unfinished episode lends what has been seen so far. The floor is 0 for a batch of one, which
-    is relabelled with probability k / (k + 1) instead, by a strategy drawn with the shares.
+    An unfinished episode provides goals from its rows so far. A batch of one, for which the floor is 0,
+    is relabelled with probability k / (k + 1) instead, by a strategy drawn in proportion to the shares.
 
-    **Two goals** for one batch, as for values and actors, come from two samplers, the one with a goal key
-    of its own: `HERSampler(goal_key="actor_goal", base=HERSampler())`, whose goals
+    **Two goals** per batch, as for value and actor, need two samplers with different goal keys:
+    `HERSampler(goal_key="actor_goal", base=HERSampler())`, whose second goal
     `GoalRelabel(None, goal_key="actor_goal")` writes.
 
-    The sampler draws goal rows and changes nothing: a `ReplayStorage` samples with it if one of its
-    transforms writes the goals, as `GoalRelabel` does, and says so otherwise. A transform of one's own
-    that does declares it by `uses_goals = True`. TorchRL's replay buffers can't hand the storage to a
-    transform; there the batch is as stored, and `goal_index` and `her_mask` are what was drawn for it.
+    The sampler only draws goal rows. A `ReplayStorage` refuses to sample unless one of its transforms
+    writes the goals, as `GoalRelabel` does; a custom transform declares this by `uses_goals = True`.
+    TorchRL's own replay buffers can't pass the storage to a transform; there the batch stays as stored,
+    with `goal_index` and `her_mask` as drawn.
 
     Args:
-        strategy: where goals come from: a name in any case, an enum's member, or a mixture of names.
-        num_goals: k, relabelled transitions for each one that stays as stored; 0 relabels none,
-            `math.inf` all.
-        discount: γ of "geometric" goals, in [0, 1]; with 1 they are "final".
+        strategy: where goals come from: a name in any case, an enum member, or a mixture of names.
+        num_goals: k, relabelled transitions per one left as stored; 0 relabels none, `math.inf` all.
+        discount: γ of "geometric" goals, in [0, 1]; 1 is equivalent to "final".
         goal_key: which goal of the batch is drawn.
         base: the sampler that draws the anchors; None draws uniformly.
 
     Raises:
-        ValueError: the strategy is unknown, the shares of a mixture do not add up to 1, `num_goals` is
+        ValueError: the strategy is unknown, the shares of a mixture do not sum to 1, `num_goals` is
             negative or not whole, or `base` draws the same goal.
         TypeError: `base` draws slices.
 
@@ -119,7 +118,7 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         self.discount = discount
-        # How goals of the last batch were drawn, as those of the next one are as a rule.
+        # Cache of the last batch's goal kinds, which the next batch usually shares.
         self._made: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     def _check_base(self, base: Sampler) -> None:
@@ -158,7 +157,7 @@ class HERSampler(WrappingSampler):
 
     @property
     def draws_goals(self) -> bool:
-        """Whether batches name goal rows, which a transform must write: not with `num_goals` 0."""
+        """Whether goal rows are drawn, which a transform must write: False if `num_goals` is 0."""
         return self.num_goals > 0
 
     def sample(self, storage: Any, batch_size: int) -> Drawn:
@@ -166,8 +165,8 @@ class HERSampler(WrappingSampler):
 
         Returns:
             `[B]` int64 slots, and the base's info with `goal_index`, `[B]` int64 slots (the row's own
-            slot where it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` these
-            are named after it.
+            slot if it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` both are
+            named after it.
 
         Raises:
             RuntimeError: the storage is empty, or has no episode index.
@@ -176,7 +175,7 @@ class HERSampler(WrappingSampler):
         episodes = episodes_of(storage)
         noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
         if len(index) < len(noise):
-            # Samplers without replacement end an epoch with fewer rows than were asked for.
+            # Samplers without replacement may return fewer rows at the end of an epoch.
             noise = noise[: len(index)]
         kinds = self._kinds(noise)
         steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
@@ -185,7 +184,7 @@ class HERSampler(WrappingSampler):
         return index, info
 
     def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
-        """Returns `[B]` uint8, how the goal of each transition is drawn; 0 where it stays as stored."""
+        """Returns `[B]` uint8, the goal kind of each transition; 0 leaves it as stored."""
         size, num_goals, shares = noise.shape[0], self.num_goals, self._shares
         if size == 1 and num_goals > 0:
             # The floor would always be 0.
@@ -212,11 +211,11 @@ class HERSampler(WrappingSampler):
 def check_strategy(
     name: str, value: GoalStrategy | GoalMixture
 ) -> tuple[GoalStrategy | dict[GoalStrategy, float], dict[GoalStrategy, float]]:
-    """Returns a strategy or a mixture of some as it is to be shown, and the share of each name.
+    """Returns a strategy or mixture in normalised form, and the share of each name.
 
     Raises:
-        ValueError: a strategy is unknown, or the shares do not add up to 1.
-        TypeError: it is no name and no mapping from names to numbers.
+        ValueError: a strategy is unknown, or the shares do not sum to 1.
+        TypeError: it is neither a name nor a mapping from names to numbers.
 
     >>> check_strategy("strategy", {"FUTURE": 0.5, "random": 0.5})[1]
     {'future': 0.5, 'random': 0.5}

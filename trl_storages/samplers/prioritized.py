@@ -1,4 +1,4 @@
-"""Draws in proportion to priorities.
+"""Prioritized experience replay: draws in proportion to priorities.
 
 Letters: B batch, N slots, E lanes (environments), T steps.
 """
@@ -29,10 +29,10 @@ from trl_storages.stock_parts import size_of_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
 
-# float32 priorities to this power, and their sum, stay within float64.
+# Up to this exponent, powers of float32 priorities and their sum fit into float64.
 _HIGHEST_ALPHA = 4.0
 _LEAST_EPS = 1e-30
-#: TorchRL's names for how several priorities of one row become one.
+#: TorchRL's names for how to reduce several priorities of one row.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -46,45 +46,45 @@ def _rescale(sampler: PERSampler) -> None:
 
 
 class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
-    """Prioritized experience replay: what surprised most is seen most.
+    """Prioritized experience replay: draws rows in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
 
-    where j of the weights runs over the batch, or over whatever `normalize` says.
+    where the minimum over j runs over the batch, or as `normalize` says.
 
-    It takes the place of TorchRL's `PrioritizedSampler`, in any of its replay buffers. It works on
-    any device, without TorchRL's native part; it keeps raw priorities, so that `alpha` may change at
-    any time, also from 0; and it refuses priorities that would spoil the draws.
+    A drop-in replacement for TorchRL's `PrioritizedSampler`, in any of its replay buffers. It works on
+    any device, without TorchRL's native extension; it keeps raw priorities, so that `alpha` may change
+    at any time, also from 0; and it rejects invalid priorities.
 
     **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
-    tianshou do; "storage" by the largest there is among all rows (of the window within an
-    `ERESampler`), as TorchRL does; "none" by nothing: (N P(i))^-beta, on average 1 with beta = 1. They
-    differ by a factor of the whole batch, and so in the size of the optimiser's steps. With "storage" a
-    single row of little error makes the weights of all others small.
+    tianshou do; "storage" by the largest over all rows (within an `ERESampler`, over the window), as
+    TorchRL does; "none" does not divide: (N P(i))^-beta, with mean 1 for beta = 1. They differ by a
+    factor common to the batch, and so in the effective step size. With "storage" a single row with a
+    small error makes all other weights small.
 
-    **New rows.** A row that is written, or overwritten, gets the largest priority reported so far
-    at once, and 1 before there is any above 0.
+    **New rows.** A row that is written, or overwritten, gets the largest priority reported so far, or 1
+    before any above 0 was reported.
 
-    **Late priorities.** Slots without a row and index -1 are left alone. A batch carries
-    `priority_stamp`: hand it back as `stamp`, and rows that were overwritten since the batch was
-    drawn are left alone too; without it, a late priority goes to the row that took the place.
+    **Late priorities.** Slots without a row and index -1 are skipped. Pass a batch's `priority_stamp`
+    back as `stamp` to also skip rows overwritten since the draw; without it, a late priority goes to
+    the row that is now in the slot.
 
-    **On a GPU** nothing waits for the device. An update with a priority that must not be changes
-    nothing there either, and the error is raised by the first later call that can know of it.
+    **On a GPU** nothing synchronises with the device. An update with an invalid priority changes nothing
+    there either; a later call raises the error, once the host knows of it.
 
     Args:
         max_capacity: N, at least the size of the storage.
-        alpha: how much priorities count, in [0, 4]: 0 draws uniformly.
-        beta: how much of the bias the weights correct, in [0, 1]. Anneal it to 1.
-        eps: above 0, at most 1; keeps rows without error drawable.
+        alpha: priority exponent, in [0, 4]; 0 draws uniformly.
+        beta: exponent of the importance weights, in [0, 1]. Anneal it to 1.
+        eps: in (0, 1]; keeps rows with priority 0 drawable.
         normalize: whose largest weight is 1: "batch", "storage" or "none".
-        reduction: how TorchRL's buffers reduce the several priorities of one row: "max", "min",
-            "mean" or "median".
-        device: where priorities live until a storage is seen; then they live where it does.
+        reduction: how TorchRL's buffers reduce several priorities of one row: "max", "min", "mean" or
+            "median".
+        device: device of the priorities until the first storage is seen, then the storage's.
 
-    `alpha`, `beta`, `eps` and `normalize` are plain attributes, and TorchRL's schedulers may set the
-    first three. A new `alpha` or `eps`, and `normalize="storage"`, cost a pass over all rows, the others
-    nothing.
+    `alpha`, `beta`, `eps` and `normalize` are attributes that may be set at any time, the first three by
+    TorchRL's schedulers. Changing `alpha` or `eps`, or setting `normalize="storage"`, costs a pass over
+    all rows.
 
     Raises:
         ValueError: an argument is out of range.
@@ -138,7 +138,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         reduction: str = "max",
         device: torch.device | str = "cpu",
     ) -> None:
-        # TorchRL's constructor would make native trees, and fail where they do not load.
+        # TorchRL's constructor is not called: it builds native trees, and fails where they do not load.
         self._max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
         self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
         self.alpha, self.beta, self.eps, self.normalize = alpha, beta, eps, normalize
@@ -154,17 +154,17 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """Where priorities live: on the device of the storage."""
+        """The device of the priorities: that of the storage."""
         return self._table.device
 
     @property
     def priorities(self) -> torch.Tensor:
-        """`[N]` float32 raw priorities by slot; inf where there is no row. A copy."""
+        """`[N]` float32 raw priorities by slot, inf for empty slots. A copy."""
         return self._table.priorities
 
     @property
     def default_priority(self) -> float:
-        """The raw priority that new rows get. Waits for the device."""
+        """The raw priority of new rows. Synchronises with the device."""
         return self._table.new_priority
 
     # Drawing
@@ -192,7 +192,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 `EpisodeIndex.ages`, to draw from, at least 1.
 
         Returns:
-            As `sample`; what is said of all rows holds for those of the window.
+            As `sample`, with the window's rows in place of all rows.
 
         Raises:
             RuntimeError: the storage is empty or has no episode index.
@@ -214,7 +214,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def plain_weights(self) -> AbstractContextManager[None]:
-        """Lets draws give (N P(i))^-beta for weights, whatever `normalize` is, while it lasts."""
+        """Returns a context in which weights are (N P(i))^-beta, whatever `normalize` is."""
         return self._table.plain_weights()
 
     # Writing
@@ -227,17 +227,17 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """Gives new rows the largest priority.
 
         Args:
-            index: int64 slots of any shape; -1 for rows that found no room.
+            index: int64 slots of any shape; -1 for rows that were not kept.
 
         Raises:
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
-        # Buffers tell of one write twice: through `mark_update`, then here.
+        # Buffers notify of each write twice: by `mark_update`, then here.
         marked, self._marked = self._marked, None
         if marked is not None and marked is index:
             return
         slots = self._as_slots(index)
-        # On a GPU the host would have to wait for the comparison.
+        # On a GPU the comparison would synchronise with the device.
         on_host = self.device.type == "cpu"
         if marked is None or not on_host or not torch.equal(self._as_slots(marked), slots):
             self._table.write(slots)
@@ -256,17 +256,17 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         storage: Storage | None = None,
         stamp: torch.Tensor | None = None,
     ) -> None:
-        """Gives drawn rows new priorities. Of an index that occurs twice, the last wins.
+        """Updates the priorities of drawn rows. For repeated indices the last one wins.
 
         Args:
-            index: int64 slots of any shape, such as `[B]` or `[E, T]`; -1 is left out.
-            priority: one for each index, or one for all; finite, at least 0.
-            storage: where the rows are.
+            index: int64 slots of any shape, such as `[B]` or `[E, T]`; -1 is skipped.
+            priority: one per index, or one for all; finite, at least 0.
+            storage: holds the rows.
             stamp: `priority_stamp` of the batch, of the shape of `index`; None if unknown.
 
         Raises:
-            ValueError: a priority is NaN, negative or infinite (in float32), or there are not as
-                many as indices. Nothing has changed then.
+            ValueError: a priority is NaN, negative or infinite (in float32), or their number differs
+                from that of the indices. Nothing has changed then.
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
         slots = self._as_slots(index)
@@ -295,10 +295,10 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     # The storage
 
     def _settle(self, storage: Storage | None) -> bool:
-        """Moves to where the storage is, and takes in its rows if none are known yet.
+        """Moves to the storage's device, and gives its rows priorities if none are known yet.
 
         Returns:
-            whether rows were taken in.
+            whether the priorities of the stored rows were just initialised.
         """
         if storage is None:
             return False
@@ -323,7 +323,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             self._is_loaded = False
             self._table = table = DurableTable(storage, **self._exponents())
             if state is not None and table.takes(state):
-                # They were loaded with the rows, when it was not known yet that there are files.
+                # Loaded with the rows, before the files were attached.
                 table.load_state_dict(state)
             return table.has_rows
         if self._table.has_rows or not len(storage):
@@ -334,7 +334,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         return True
 
     def attach(self, storage: Storage) -> None:
-        """Takes over the priorities that are kept with the rows of a directory, if there is one."""
+        """Connects to a storage; if its rows are in a directory, uses the priorities stored there."""
         self._settle(storage)
 
     def _empty(self) -> None:
@@ -345,11 +345,12 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """Checks sums and minima against the priorities, walking all rows.
 
         Args:
-            live: int64 slots of all rows, which must be those with a priority; None does not ask.
+            live: int64 slots of all rows, which must be exactly those with a priority; None skips this
+                check.
 
         Raises:
-            RuntimeError: they do not fit.
-            ValueError: priorities were refused on the device, and no call has told yet.
+            RuntimeError: they are inconsistent.
+            ValueError: the device rejected priorities, and no call has raised that error yet.
         """
         live = arguments.optional(arguments.slots, "live", live)
         self._table.validate()
@@ -361,13 +362,13 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     # State
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Trees are in the memory of one process.
+        # The trees are not in shared memory.
         if get_spawning_popen() is not None:
             return WriteOnlySampler, ()
         return super().__reduce_ex__(protocol)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns parameters and raw priorities; trees are derived from them."""
+        """Returns parameters and raw priorities, from which the trees are rebuilt."""
         own = {name: getattr(self, name) for name in self.saved_parameters}
         return {"max_capacity": self._max_capacity, **own, **self._table.state_dict()}
 
@@ -375,8 +376,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged: a
-                priority is negative or NaN, ...
+            KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged,
+                such as by a negative or NaN priority.
         """
         what, size = f"the saved {type(self).__name__}", self._max_capacity
         keys = ("max_capacity", *self.saved_parameters, "largest", "num_lanes", "priorities")
@@ -386,9 +387,9 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         saved.check_parameters(type(self), self.saved_parameters)
         saved.number("largest", 0.0, torch.finfo(torch.float32).max)
         saved.integer("num_lanes", 1, size)
-        # Where there is no row it is infinite.
+        # Empty slots have an infinite priority.
         priorities = saved.tensor("priorities", torch.float32)
-        # Of a directory there are some for its spare slots too, of which the index knows how many.
+        # A directory has spare slots with priorities too; their number is checked against the index.
         if priorities.ndim != 1 or len(priorities) < size:
             must = f"one for each of {size} slots"
             raise saved.error("priorities", must, list(priorities.shape))
@@ -396,14 +397,14 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             raise saved.error("priorities", "finite and at least 0", f"{bad} others")
 
     def inconsistent_slots(self, priorities: torch.Tensor, live: torch.Tensor) -> list[int]:
-        """Returns which slots have a priority without a row, or a row without a priority.
+        """Returns the slots that have a priority but no row, or a row but no priority.
 
         Args:
             priorities: `[N]`, of a state of this sampler.
             live: int64 slots of all rows, on the CPU.
 
         Returns:
-            none either if there is no priority at all: rows are taken in with the next draw then.
+            the slots; empty if there are no priorities at all, as the next draw will initialise them.
         """
         size = max(len(priorities), int(live.max()) + 1 if len(live) else 0)
         has_row = torch.zeros(size, dtype=torch.bool)
@@ -415,7 +416,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         return (has_priority != has_row).nonzero().squeeze(1).tolist()
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked. Batches drawn before are gone."""
+        """Loads a state that was checked. Stamps of earlier batches become invalid."""
         if len(state["priorities"]) != self._table.capacity:
             raise ValueError(
                 f"the saved priorities must be of {self._table.capacity} slots, as here, got "
@@ -437,15 +438,15 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
 
 class WriteOnlySampler(RandomSampler):  # type: ignore[misc]
-    """The sampler of a process that writes to a shared storage, where only one process can draw.
+    """Stands in for a `PERSampler` in other processes that write to a shared storage.
 
-    Priorities live in the process that shared the storage; writing needs none of them.
+    Priorities stay in the process that shared the storage; writing does not need them.
     """
 
     def sample(
         self, storage: Storage, batch_size: int, *window: Any
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Refuses to draw.
+        """Raises: this process can't draw.
 
         Raises:
             RuntimeError: always.
@@ -459,13 +460,13 @@ class WriteOnlySampler(RandomSampler):  # type: ignore[misc]
 
 
 def prioritized_of(sampler: Sampler) -> PERSampler | None:
-    """Returns what draws by priority, of a sampler and those it builds on; None draws otherwise."""
+    """Returns the innermost sampler if it is a `PERSampler`, else None."""
     innermost = layers_of(sampler)[-1]
     return innermost if isinstance(innermost, PERSampler) else None
 
 
 def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
-    """Says that there are more or fewer values than indices."""
+    """Returns the error message for a wrong number of values."""
     message = (
         f"there must be one {name} for each of the {num_indices} indices, got {given.numel()}, of "
         f"shape {list(given.shape)}; nothing was updated."
@@ -481,7 +482,7 @@ def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
 
 
 def _num_rows(storage: Storage) -> int | torch.Tensor:
-    """Returns how many rows can be drawn, on the device where the host would have to wait for it."""
+    """Returns how many rows can be drawn, as a device tensor where the host would have to synchronise."""
     episodes = known_episodes(storage)
     if episodes is None:
         return len(storage)

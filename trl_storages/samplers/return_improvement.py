@@ -1,4 +1,4 @@
-"""An emphasis on recent experience that follows how fast the agent improves."""
+"""Adapts the emphasis on recent experience to how fast the agent improves."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["ReturnImprovementEta"]
 class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
     """Schedules `eta` by the slope of the newest episode returns.
 
-    While returns rise as steeply as ever, draws are as recent as `eta` asked for at the beginning
-    (eta_0); while they fall as steeply as ever, draws are uniform (1); a line lies between. With s
-    in [-1, 1] the slope relative to the steepest ones seen (`functional.emphasis.advance_trend`):
+    `eta` is its initial value eta_0 while returns rise at their steepest, 1 (uniform draws) while they
+    fall at their steepest, and linear in between. With s in [-1, 1] the slope relative to the steepest
+    ones seen (`functional.emphasis.advance_trend`):
 
         eta = 1 + (eta_0 - 1) * (s + 1) / 2
 
-    Until `num_returns` episodes have ended, and wherever returns are flat, s = 0. So eta is always
-    finite and in [eta_0, 1].
+    Until `num_returns` episodes have ended, and while returns are flat, s = 0. So eta is always finite
+    and in [eta_0, 1].
 
     Args:
-        obj: an `ERESampler`, a sampler that stands on one, or the replay buffer of either. Its `eta`
-            is eta_0.
-        num_returns: how many of the newest returns the slope looks at, at least 2.
-        decay: in (0, 1]: with each episode the steepest slopes shrink by this factor, so that what
-            counts as steep adapts.
+        obj: an `ERESampler`, a sampler that wraps one, or the replay buffer of either. Its `eta` is
+            eta_0.
+        num_returns: how many of the newest returns the slope is computed over, at least 2.
+        decay: in (0, 1]; the recorded steepest slopes shrink by this factor with each episode, so that
+            the scale adapts.
 
     Raises:
         ValueError: `num_returns` or `decay` is out of range, or the sampler has no `eta`.
@@ -68,7 +68,7 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         self.num_returns, self.decay = num_returns, decay
         kinds = (ReplayBuffer, Sampler)
         arguments.instance("obj", obj, kinds, what="an ERESampler, or a replay buffer with one")
-        # Samplers that stand on an ERESampler, such as HERSampler, hold it as their base.
+        # Samplers that wrap an ERESampler, such as HERSampler, hold it as their base.
         sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         sampler = next((it for it in layers_of(sampler) if hasattr(it, "eta")), sampler)
         super().__init__(sampler, "eta", max_value=1.0)
@@ -82,13 +82,13 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         return self._trend.improvement
 
     def step(self, episode_returns: float | Sequence[float] | Tensor = ()) -> None:
-        """Takes in the returns of the episodes that ended since the last step, and sets `eta`.
+        """Adds the returns of the episodes that ended since the last step, and sets `eta`.
 
-        One call with several returns does the same as one call for each.
+        One call with several returns is equivalent to one call for each.
 
         Args:
-            episode_returns: a number, a sequence or a tensor of any shape, in the order of ending;
-                with none, `eta` stays what the last returns made it.
+            episode_returns: a number, a sequence or a tensor of any shape, in the order in which the
+                episodes ended; if empty, `eta` keeps the value set by the last returns.
 
         Raises:
             ValueError: a return is not finite; nothing is changed then.
@@ -126,7 +126,7 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of another schedule, or damaged.
+            KeyError, TypeError, ValueError: the state is damaged, or from another schedule.
         """
         what = f"the saved {type(self).__name__}"
         saved = SavedState(state_dict, what, [*self.state_dict()])
@@ -136,7 +136,7 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         saved.integer("step_count")
         saved.number("steepest_fall", 0)
         saved.number("improvement", -1, 1)
-        # None has risen before the second return.
+        # There is no slope before the second return.
         if saved["steepest_rise"] != -math.inf:
             saved.number("steepest_rise")
         returns = saved["returns"]
@@ -148,7 +148,7 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
             values.number(place)
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked; `eta` itself follows with the next step."""
+        """Loads a state that was checked; `eta` itself is set by the next step."""
         trend = {name: state[name] for name in ReturnTrend._fields}
         self._trend = ReturnTrend(**{**trend, "returns": tuple(trend["returns"])})
         self.initial_val = self._min_val = state["initial_val"]
