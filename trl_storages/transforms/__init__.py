@@ -1,4 +1,4 @@
-"""How what was drawn is seen."""
+"""Transforms of sampled batches."""
 
 from trl_storages.transforms.base import (
     ReplayTransform,

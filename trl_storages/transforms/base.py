@@ -1,4 +1,4 @@
-"""Transforms that look at other rows of the storage than the sampled ones, and how all are applied."""
+"""The base class of transforms that read further rows of the storage, and how transforms are applied."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ReplayTransform", "apply_transforms", "parts_of", "transform_batch"]
 
 
 class ReplayTransform(Transform):  # type: ignore[misc]
-    """A transform that a `ReplayStorage` hands its rows to.
+    """A transform that can read the rows of its `ReplayStorage`.
 
-    It runs where any other transform of the replay buffer would, in the same order, under the replay
-    lock. A transform of one's own that reads further rows subclasses this and implements `replay`.
+    It runs in order with the other transforms of the replay buffer, under the replay lock. To write a
+    transform that reads further rows, subclass this and implement `replay`.
 
     >>> class Halved(ReplayTransform):
     ...     def replay(self, rows):
@@ -29,26 +29,26 @@ class ReplayTransform(Transform):  # type: ignore[misc]
     Halved(keys=[])
     """
 
-    #: Whether this transform makes use of the goal rows that a `HERSampler` draws. Where none does, a
-    #: `ReplayStorage` refuses to draw them.
+    #: Whether this transform uses the goal rows that a `HERSampler` draws. A `ReplayStorage` refuses to
+    #: draw them if no transform does.
     uses_goals = False
     #: Name on the storage -> attribute of this transform that may change between samples; it is saved.
     live_parameters: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def replay(self, rows: RowView) -> None:
-        """Changes how the sampled rows are seen.
+        """Transforms the sampled rows in place.
 
-        What is set (`rows[key] = value`) is so for the sampled rows; what is defined
-        (`rows.define(keys, rule)`) for further rows too, which transforms behind this one read.
+        Setting an entry (`rows[key] = value`) affects the sampled rows only; defining it
+        (`rows.define(keys, rule)`) also affects further rows that later transforms read.
 
         Args:
-            rows: `[B]` the sampled rows, as the transforms before this one show them, with the sampler's
-                entries (`index`, `goal_index`, ...).
+            rows: `[B]` the sampled rows, after the preceding transforms, with the sampler's entries
+                (`index`, `goal_index`, ...).
         """
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Refuses to run where there is no storage to read.
+        """Raises: without a storage the transform can't run.
 
         Raises:
             RuntimeError: always.
@@ -59,7 +59,7 @@ class ReplayTransform(Transform):  # type: ignore[misc]
             "transform= to a ReplayStorage; for several storages, to those of a ReplayStorageEnsemble."
         )
 
-    # What is saved of a module beside its tensors.
+    # Module state besides tensors.
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the kind of the transform and its parameters."""
@@ -70,7 +70,7 @@ class ReplayTransform(Transform):  # type: ignore[misc]
         """Restores what `get_extra_state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of another transform, or damaged.
+            KeyError, TypeError, ValueError: the state is damaged, or from another transform.
         """
         kind = type(self).__name__
         saved = SavedState(state, f"the saved {kind}", [*self.get_extra_state()])
@@ -84,7 +84,7 @@ def apply_transforms(parts: Iterable[Transform], rows: RowView) -> None:
 
     Args:
         parts: the transforms, as `parts_of` lists them.
-        rows: what was drawn.
+        rows: the drawn rows.
     """
     for part in parts:
         if isinstance(part, ReplayTransform):
@@ -95,7 +95,7 @@ def apply_transforms(parts: Iterable[Transform], rows: RowView) -> None:
 
 
 def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> TensorDictBase:
-    """Applies those transforms to a batch that need no further rows."""
+    """Applies all transforms except `ReplayTransform`s to a batch."""
     for part in parts:
         if not isinstance(part, ReplayTransform):
             with dispatch_td_nn_modules(True):
@@ -104,11 +104,11 @@ def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> Tensor
 
 
 def parts_of(transform: Transform) -> list[Transform]:
-    """Returns the transforms that a `Compose` is made of, nested ones included."""
+    """Returns the transforms of a `Compose`, flattened; any other transform as a list of one."""
     if not isinstance(transform, Compose):
         return [transform]
     parts: list[Transform] = []
-    # To ask a module for its modules takes several times as long.
+    # The public accessors of a module take several times as long.
     for part in transform._modules["transforms"]._modules.values():
         parts += parts_of(part) if isinstance(part, Compose) else [part]
     return parts

@@ -1,4 +1,4 @@
-"""One vector instead of an observation, a goal that is achieved and one that is desired.
+"""Flattens observation, achieved goal and desired goal into one vector.
 
 Letters: B any batch size, F = the sum of the three sizes.
 """
@@ -20,27 +20,27 @@ __all__ = ["FlattenGoal"]
 
 
 class FlattenGoal(CatTensors):  # type: ignore[misc]
-    """Joins observation, achieved goal and desired goal, in this order, into one flat vector, and back.
+    """Concatenates observation, achieved goal and desired goal, in this order, and splits them again.
 
-    For policies and losses that read a single observation. As the transform of an environment it
-    adds the vector to every observation; as the transform of a replay storage, to the batch at the
-    root and under `next`. There it belongs behind `GoalRelabel`, so that the vector holds the drawn
-    goal. The inverse is exact: a storage with this transform splits vectors that are written to it, and
-    keeps the parts, which hindsight needs.
+    For policies and losses that take a single observation. As an environment transform it adds the
+    vector to every observation; as a storage transform, to the batch at the root and under `next`.
+    There it must come after `GoalRelabel`, so that the vector holds the drawn goal. The inverse is
+    exact: a storage with this transform splits the vectors written to it and stores the parts, which
+    hindsight needs.
 
     Args:
-        observation_space: a gymnasium `Dict` or TorchRL's `env.observation_spec`, whose entries say how
-            to split. None learns it from the environment or from what is joined first.
+        observation_space: a gymnasium `Dict` or TorchRL's `env.observation_spec`, which defines the
+            split. None infers it from the environment or from the first parts that are joined.
         observation_key: the first part.
         achieved_goal_key: the second part.
-        desired_goal_key: the third part, shaped as the second.
-        out_key: entry of the vector; it may be one of the three, which it then takes the place of.
-        del_keys: whether to leave the parts out.
+        desired_goal_key: the third part, of the same shape as the second.
+        out_key: entry of the vector; if it is one of the three, it replaces that part.
+        del_keys: whether to remove the parts.
 
     Raises:
         KeyError: a part is missing.
-        TypeError: the parts are not of one kind, such as floats and integers.
-        ValueError: a part has more dimensions than one, or the goals differ in shape.
+        TypeError: the parts differ in kind, such as floats and integers.
+        ValueError: a part has more than one dimension, or the goals differ in shape.
 
     >>> flatten = FlattenGoal()
     >>> parts = {"observation": [1.0, 2.0], "achieved_goal": [3.0], "desired_goal": [4.0]}
@@ -82,9 +82,9 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         """Joins the three parts.
 
         Args:
-            parts: mapping with them, each `[*B, n]`, or `[*B]` for a single number; a TensorDict.
-            batch_dims: how many dimensions B has; None takes those of a TensorDict, otherwise all but
-                the last one of the achieved goal.
+            parts: mapping or TensorDict with the parts, each `[*B, n]`, or `[*B]` for scalars.
+            batch_dims: number of dimensions of B; None takes those of a TensorDict, otherwise all but
+                the last of the achieved goal.
 
         Returns:
             `[*B, F]`.
@@ -116,11 +116,11 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
             flat: `[*B, F]`.
 
         Returns:
-            key -> view of the part.
+            key -> part, as a view.
 
         Raises:
             RuntimeError: nothing has been joined yet, and no space was given.
-            ValueError: the vector has another size than F.
+            ValueError: the vector does not have size F.
         """
         if self._shapes is None:
             raise RuntimeError(
@@ -155,7 +155,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         following = tensordict.get("next", None)
         if following is not None:
             if self.in_keys[2] not in following.keys(include_nested=True):
-                # Rows without a next desired goal pursue one goal throughout.
+                # Without a next desired goal, the goal is constant.
                 following.set(self.in_keys[2], tensordict.get(self.in_keys[2]))
             self._call(following)
         return tensordict
@@ -166,7 +166,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
                 continue
             flat = branch.get(self.out_keys[0], None)
             there = branch.keys(include_nested=True)
-            # An observation that nothing was joined to is no vector, even if it bears its name.
+            # If all parts are present, an entry named `out_key` is a plain observation, not the vector.
             if flat is None or all(key in there for key in self.keys_to_exclude):
                 continue
             for key, part in self.unflatten(flat).items():
@@ -222,7 +222,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
 
 def _entry(space: Any, key: NestedKey) -> tuple[Any, Any]:
-    """Returns shape and kind of one part of a space."""
+    """Returns the shape and kind of one part of a space."""
     part = space
     for name in (key,) if isinstance(key, str) else key:
         if name not in part.keys():  # noqa: SIM118  (specs are no mappings)
@@ -231,7 +231,7 @@ def _entry(space: Any, key: NestedKey) -> tuple[Any, Any]:
             )
         part = part[name]
     if isinstance(part, gymnasium.spaces.Box):
-        # As it is stored: a box without dimensions is a vector of one.
+        # As stored: a scalar box becomes a vector of size 1.
         return part.shape or (1,), ("Box", str(part.dtype))
     if isinstance(part, gymnasium.Space):
         return part.shape, (type(part).__name__, str(part.dtype))
@@ -240,7 +240,7 @@ def _entry(space: Any, key: NestedKey) -> tuple[Any, Any]:
 
 
 def _joined(specs: list[TensorSpec], batch_dims: int) -> TensorSpec:
-    """Returns the spec of the vector: bounded where all parts are, binary where they are."""
+    """Returns the spec of the vector: bounded or binary if all parts are, else unbounded."""
     columns = [spec if len(spec.shape) > batch_dims else spec.unsqueeze(-1) for spec in specs]
     size = sum(spec.shape[-1] for spec in columns)
     shape = torch.Size((*columns[0].shape[:-1], size))

@@ -1,4 +1,4 @@
-"""Shows a transition and the few after it as one long step.
+"""N-step returns: folds a transition and those that follow it into one.
 
 Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 """
@@ -21,50 +21,49 @@ from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
 
-# What adds rewards up, and the table of weights.
+# The function that sums rewards, and the table of discounts.
 _Folding = tuple[Callable[..., torch.Tensor], torch.Tensor]
 
 
 class NStep(ReplayTransform):
-    """Folds each sampled transition with those that follow it in its episode.
+    """Folds each sampled transition with those that follow it in its episode (n-step returns).
 
         m = min(n, rows to the end of the episode, rows to the newest one)
         reward_t <- Σ γ^i · reward_{t+i},  i = 0 .. m - 1
         next_t   <- next_{t+m-1}
 
-    `done`, `terminated`, `truncated` and every other entry under `next` are those of the last row, and
-    `steps_to_next_obs`, `[B, 1]` int64, is m, so that TorchRL's losses bootstrap with γ^m: past a
-    truncation, a cut and the newest row, never past a terminal state. The entries at the root stay.
+    `done`, `terminated`, `truncated` and every other entry under `next` are taken from the last row, and
+    `steps_to_next_obs`, `[B, 1]` int64, is m, so that TorchRL's losses bootstrap with γ^m: at a
+    truncation, a cut or the newest row, but never at a terminal state. Root entries are unchanged.
 
-    Stored rows stay single steps, so n and γ may change between samples. Of the rows in between only
-    the rewards are read, of the last one what lies under `next`.
+    Rows are stored as single steps, so n and γ may change between samples. Intermediate rows are read
+    for their rewards only, the last row for its entries under `next`.
 
-    Rewards are summed in float64, the first one first, whatever their dtype, and rounded once: to their
-    own dtype if it is floating, to the default dtype for bool and integers of 8 or 16 bits, to float64
-    for larger integers. With n = 1 they stay as they are.
+    Rewards are summed in float64, in time order, and rounded once: to their own dtype if it is floating,
+    to the default dtype for bool and 8- or 16-bit integers, to float64 for larger integers. With n = 1
+    they are unchanged.
 
     **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, each agent's rewards
-    are folded by themselves, and `steps_to_next_obs` has the shape of the rewards, as TorchRL's losses
-    want it. `done` of a row ends the window of all agents. An agent's own, `[B, A, 1]` beside its reward,
-    ends that of this agent alone: what lies beside the reward, and has one value an agent, is then that
-    of its own last row. All n rows of it are read for that.
+    are folded separately, and `steps_to_next_obs` has the shape of the rewards, as TorchRL's losses
+    expect. A row's `done` ends the window of all agents. A per-agent `done`, `[B, A, 1]` next to the
+    reward, ends that agent's window only: entries next to the reward with one value per agent are then
+    taken from the agent's own last row, which requires reading them from all n rows.
 
-    Behind `GoalRelabel` a window has one goal: `Compose(GoalRelabel(...), NStep(...))`. Each reward in
-    it is the one for the goal of its first row, and with a `terminated_fn` the window ends where
-    that goal is reached.
+    After `GoalRelabel` a window has one goal: in `Compose(GoalRelabel(...), NStep(...))` all its rewards
+    are for the goal of its first row, and with a `terminated_fn` the window ends where that goal is
+    reached.
 
     Args:
         n_steps: n, at least 1; 1 only adds `steps_to_next_obs`.
-        gamma: γ, from 0 to 1; the one of the loss.
-        reward_key: entry of the reward, `[..., 1]`, under `next`; one value a row, or one an agent.
-        terminated_key: entry of the flag of a terminal state, `[..., 1]` bool, under `next`.
+        gamma: γ, in [0, 1]; must match the loss.
+        reward_key: entry of the reward, `[..., 1]`, under `next`; one value per row or per agent.
+        terminated_key: entry of the terminal flag, `[..., 1]` bool, under `next`.
         steps_to_next_obs_key: where m is written.
-        agent_done_key: entry of the flags that end single agents, of the shape of the reward, under
-            `next`; None is `done` beside a reward that lies deeper than `("next", "reward")`, if there is
-            one.
+        agent_done_key: entry of the per-agent done flags, of the shape of the reward, under `next`. None
+            uses `done` next to a reward nested deeper than `("next", "reward")`, if present.
 
     Raises:
-        ValueError: `n_steps` or `gamma` is out of its range, or a key does not lie under `next`.
+        ValueError: `n_steps` or `gamma` is out of range, or a key is not under `next`.
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
 
@@ -105,7 +104,8 @@ class NStep(ReplayTransform):
         self.agent_done_key = agent_done_key
         if agent_done_key is not None:
             self.agent_done_key = arguments.key("agent_done_key", agent_done_key)
-        # For what, and what. One name, as storages that draw in threads of their own may share this.
+        # Cache (key, value), replaced as one tuple: storages that draw in different threads may share
+        # this transform.
         self._made: tuple[tuple[Any, ...], _Folding] | None = None
         for name in ("reward_key", "terminated_key", "agent_done_key"):
             if (key := getattr(self, name)) is not None and key[0] != "next":
@@ -115,8 +115,8 @@ class NStep(ReplayTransform):
         """Folds the window of each transition.
 
         Raises:
-            KeyError: the rows have no reward, or something was set under `next` that they lack.
-            ValueError: the reward has no dimension of its own, flags have another shape than it, or the
+            KeyError: the rows have no reward, or a transform set an entry under `next` that they lack.
+            ValueError: the reward lacks a trailing dimension, the flags do not match its shape, or the
                 rows are n-step transitions already.
             TypeError: the rewards are complex.
         """
@@ -139,8 +139,8 @@ class NStep(ReplayTransform):
         rows[self.steps_to_next_obs_key] = length
 
     def _fold(self, rows: RowView) -> torch.Tensor:
-        """Replaces what lies under `next`, and returns how many rows were folded, as the rewards are."""
-        # Past `length` the window repeats the last row.
+        """Replaces the entries under `next`, and returns m in the shape of the rewards."""
+        # Beyond `length` the window repeats its last row.
         window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
         length = length.to(rows.device)
         if self.reward_key not in rows:
@@ -160,7 +160,7 @@ class NStep(ReplayTransform):
                 f"{self.reward_key!r} must have a dimension of its own, such as {[*size, 1]}, got "
                 f"{[*size]}: store reward.unsqueeze(-1)."
             )
-        # Stored terminal rows end their episode; only those seen so by a transform end it earlier.
+        # Stored terminal rows end their episode anyway; only recomputed flags can end the window earlier.
         if ends:
             terminated = self._like(further, self.terminated_key, (*size[:1], 1))
             length = window_length(length, terminated)
@@ -168,7 +168,7 @@ class NStep(ReplayTransform):
         length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))
-        # In float64: powers in the dtype of the rewards are off by percents, or 0.
+        # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
         dtype, (fold, weights) = return_dtype(rewards.dtype), self._folding(rewards.device)
         reward = fold(rewards.flatten(1), length, weights, dtype).view(size)
         length = length.view(size)
@@ -185,7 +185,7 @@ class NStep(ReplayTransform):
         return length
 
     def _like(self, further: RowView, key: NestedKey, size: tuple[int, ...]) -> torch.Tensor:
-        """Returns `[n, B]` or `[n, B * A]` flags of the size that the windows have."""
+        """Returns flags as `[n, B]` or `[n, B * A]`, checked to match the windows."""
         entry = further[key]
         if entry.shape[1:] != size:
             raise ValueError(
@@ -195,7 +195,7 @@ class NStep(ReplayTransform):
         return entry.flatten(1)
 
     def _agent_done_key(self, rows: RowView) -> NestedKey | None:
-        """Returns the flags that end single agents, if there are any."""
+        """Returns the key of the per-agent done flags, or None."""
         if self.agent_done_key is not None or len(self.reward_key) == 2:
             return self.agent_done_key
         beside = (*self.reward_key[:-1], "done")
@@ -204,12 +204,12 @@ class NStep(ReplayTransform):
     def _last_of_agents(
         self, further: RowView, agent_done: NestedKey, length: torch.Tensor
     ) -> dict[NestedKey, torch.Tensor]:
-        """Returns what lies beside the flags of agents, of the last row of each one.
+        """Returns the per-agent entries next to the done flags, from each agent's last row.
 
         Args:
             further: `[n, B]` the rows of the windows.
-            agent_done: the flags.
-            length: `[B, A, 1]` or `[B, A]`, how many rows of each agent's are folded.
+            agent_done: key of the flags.
+            length: `[B, A, 1]` or `[B, A]`, how many rows are folded for each agent.
         """
         group = agent_done[:-1]
         place = length.squeeze(-1) - 1 if length.shape[-1] == 1 else length - 1
@@ -224,7 +224,7 @@ class NStep(ReplayTransform):
         return found
 
     def _folding(self, device: torch.device) -> _Folding:
-        """Returns what adds rewards up, and the table of `discounts`, which only a new n or γ changes."""
+        """Returns the summing function and the table of `discounts`, cached until n or γ changes."""
         made_for = (self.n_steps, self.gamma, device)
         if (made := self._made) is not None and made[0] == made_for:
             return made[1]

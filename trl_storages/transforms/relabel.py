@@ -1,6 +1,6 @@
-"""Shows transitions as if a goal that was reached had been the goal all along.
+"""Hindsight relabelling: replaces goals by achieved ones and recomputes rewards.
 
-Letters: B batch, n further rows of each transition, G goal shape.
+Letters: B batch, n further rows per transition, G goal shape.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ GoalFunction = Callable[[torch.Tensor, torch.Tensor, Mapping[NestedKey, torch.Te
 
 
 class GoalRelabel(ReplayTransform):
-    """Writes the goals that a `HERSampler` drew into the batch and recomputes what follows from them.
+    """Writes the goals that a `HERSampler` drew into the batch and recomputes rewards and flags.
 
     Where `her_mask` is true, `desired_goal` and `("next", "desired_goal")` become the next achieved goal
     of the row `goal_index`, and the reward is `reward_fn(next achieved goal, goal, transition)`. The
     flags stay as stored unless `terminated_fn` is given; then `terminated` is recomputed, and `done` is
     terminated or truncated. Other rows of the batch, and the storage, are never changed.
 
-    Transforms behind this one see further rows of a relabelled transition with its goal too, so that
+    Later transforms see the further rows of a relabelled transition with its goal too, so that
     `Compose(GoalRelabel(...), NStep(...))` sums rewards for one goal.
 
-    The reward of a batch keeps its dtype if that is floating. One that was stored as bool or as an
-    integer gets a dtype that holds what `reward_fn` returned as well.
+    Floating rewards keep their dtype. Rewards stored as bool or integer get a dtype that also holds
+    what `reward_fn` returns.
 
-    The functions are asked about R rows in one call: all of a batch (or of its n-step windows). What
-    they say of rows that keep their own goal is not used.
+    Each function is called once with R rows: those of the batch, or of its n-step windows. Its results
+    for rows that keep their own goal are discarded.
 
     Args:
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
-            `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, with a `goal_key`, leaves
-            the rewards.
-        terminated_fn: the same, returning bool, beside a `reward_fn`; None leaves the flags.
-        goal_key: which drawn goal is written, and where, as `HERSampler(goal_key=...)` names it; None is
-            the desired goal. One that the rows do not hold is `desired_goal` where none was drawn.
-        info_keys: further entries of the rows that the functions read.
-        achieved_goal_key: entry of the goal that a state achieves.
-        desired_goal_key: entry of the goal that is pursued.
+            `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, allowed with a `goal_key`,
+            leaves the rewards as stored.
+        terminated_fn: the same, returning bool; requires `reward_fn`. None leaves the flags as stored.
+        goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`; None is the
+            desired goal. If the rows do not store this goal, rows without a drawn goal get
+            `desired_goal`.
+        info_keys: further entries passed to the functions.
+        achieved_goal_key: entry of the achieved goal.
+        desired_goal_key: entry of the desired goal.
         reward_key: entry of the reward, `[..., 1]`.
         done_key: entry of the flag that ends an episode, `[..., 1]` bool.
-        terminated_key: entry of the flag of a terminal state.
-        truncated_key: entry of the flag of an episode cut short.
+        terminated_key: entry of the terminal flag.
+        truncated_key: entry of the truncation flag.
 
     Raises:
-        TypeError: `reward_fn` or `terminated_fn` cannot be called.
-        ValueError: `terminated_fn` or `info_keys` come without `reward_fn`, or a key of a goal is that of
-            what is achieved, or lies under `next`.
+        TypeError: `reward_fn` or `terminated_fn` is not callable.
+        ValueError: `terminated_fn` or `info_keys` is given without `reward_fn`; or a goal key equals
+            `achieved_goal_key` or lies under `next`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
 
@@ -106,7 +107,7 @@ class GoalRelabel(ReplayTransform):
         self.next_achieved_goal_key = unravel_key(keys.next_key(achieved_goal_key))
         self.desired_goal_key = arguments.root_key("desired_goal_key", desired_goal_key)
         self.next_desired_goal_key = keys.next_key(self.desired_goal_key)
-        #: The goal that is written, as `HERSampler` names it; None is the desired one.
+        #: The goal that is written, as named in `HERSampler`; None is the desired goal.
         self.goal_key = arguments.optional(arguments.root_key, "goal_key", goal_key)
         if achieved_goal_key in (self.goal_key, self.desired_goal_key):
             raise ValueError(
@@ -130,7 +131,7 @@ class GoalRelabel(ReplayTransform):
 
     @property
     def written_keys(self) -> tuple[NestedKey, ...]:
-        """What is seen otherwise than it is stored, beside what follows from it."""
+        """The entries that this transform writes; goals under `next` are not listed."""
         found = [self._written[0]]
         if self.reward_fn is not None:
             found.append(self.reward_key)
@@ -139,14 +140,14 @@ class GoalRelabel(ReplayTransform):
         return tuple(found)
 
     def replay(self, rows: RowView) -> None:
-        """Shows each row with the goal that was drawn for it, and its rewards with it.
+        """Relabels the goals, and recomputes rewards and flags.
 
         Raises:
-            KeyError: the batch has no drawn goals, or the rows no goal entries.
-            ValueError: goals differ in shape, or a function returned another shape than the batch's, or
-                reward or flags are stored as more than one value a row.
-            TypeError: achieved goals are floating, desired ones are not; or `terminated_fn` returned no
-                bool.
+            KeyError: the batch has no drawn goals, or the rows have no goal entries.
+            ValueError: goals differ in shape, a function did not return one value per row, or rewards
+                or flags are stored with more than one value per row.
+            TypeError: achieved goals are floating but desired goals are not, or `terminated_fn` did not
+                return bool.
         """
         if self._index_key not in rows:
             of_key = "" if self.goal_key is None else f"goal_key={self.goal_key!r}, "
@@ -158,14 +159,14 @@ class GoalRelabel(ReplayTransform):
         mask = rows[self._mask_key]
         goals = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
         written, following = self._written
-        # A goal of its own is the desired one where it was neither stored nor drawn.
+        # A goal under its own key falls back to the desired goal if it was neither stored nor drawn.
         stored = self._written if written in rows else self._desired
         before = dict(zip(self._written, stored, strict=True))
         shown = self._written if stored[1] in rows else (written,)
         is_lent = mask.view(-1, *(1,) * (goals.ndim - 1))
         rows.define(shown, lambda seen, key: {key: _lent(goals, is_lent, seen[before[key]])})
         if len(shown) == 1:
-            # Such rows pursue one goal throughout.
+            # Without a stored next goal, the goal is constant.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
             reads = self.next_achieved_goal_key, self.reward_key, *self.info_keys
@@ -192,7 +193,7 @@ class GoalRelabel(ReplayTransform):
     ) -> dict[NestedKey, torch.Tensor]:
         terminated = self._ask("terminated_fn", self.terminated_fn, seen, goals)  # type: ignore[arg-type]
         if terminated.dtype is not torch.bool:
-            # A reward of -1 or a distance would be true nearly everywhere.
+            # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
                 f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
                 "`distance < 0.05`."
@@ -204,28 +205,28 @@ class GoalRelabel(ReplayTransform):
     def _ask(
         self, name: str, function: GoalFunction, seen: RowView, goals: torch.Tensor
     ) -> torch.Tensor:
-        """Returns what a goal function says of all rows, `[*B, 1]`."""
+        """Evaluates a goal function on all rows, `[*B, 1]`."""
         achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
         infos = {key: seen[key] for key in self.info_keys}
         if len(batch) > 1:
-            # The function sees one flat batch, however many rows of a transition there are.
+            # The function gets one flat batch, also for n-step windows.
             goals = goals.expand(achieved.shape).flatten(0, 1)
             achieved = achieved.flatten(0, 1)
             infos = {key: info.flatten(0, 1) for key, info in infos.items()}
         return _judge(name, function, achieved, goals, infos).reshape(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
-        """Compares `reward_fn` with stored rewards: on rows as they are, they must be equal.
+        """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
 
-        A reward function that disagrees with its environment is the commonest mistake with
-        hindsight, and silent: relabelled rows then teach another task than the stored ones.
+        A reward function that disagrees with its environment is the most common mistake with hindsight,
+        and a silent one: relabelled rows then teach a different task than the stored ones.
 
         Args:
-            storage: a `ReplayStorage`, or the storage of one.
+            storage: a `ReplayStorage`, or its `storage`.
             num_rows: how many of the newest rows to compare.
 
         Returns:
-            what was compared, and where it differs.
+            the number of rows compared, and where they differ.
 
         Raises:
             RuntimeError: there are no rows, or no `reward_fn`.
@@ -258,11 +259,11 @@ class GoalRelabel(ReplayTransform):
         if stored.shape != (*slots.shape, 1):
             raise _not_one_a_row(self.reward_key, stored, slots.ndim)
         computed = own_rewards(self, fields)
-        # Rounded as they would be stored, but never truncated.
+        # In the dtype of a relabelled reward, which never truncates.
         computed = computed.to(relabelled_dtype(stored.dtype, computed.dtype))
         stored = stored.to(computed.dtype)
         near = torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
-        # Of integers from 2^53 on, the next one looks the same in float64.
+        # Compare integers exactly: from 2^53 on, neighbours are equal in float64.
         differs = ~(near if computed.is_floating_point() else computed == stored).reshape(-1)
         return RelabelAudit(
             num_rows=slots.shape[0],
@@ -274,15 +275,15 @@ class GoalRelabel(ReplayTransform):
 
 @dataclass(frozen=True)
 class RelabelAudit:
-    """What `GoalRelabel.audit` found: the D rows on which function and storage disagree."""
+    """The result of `GoalRelabel.audit`: the D rows on which `reward_fn` and storage disagree."""
 
     #: How many rows were compared.
     num_rows: int
-    #: `[D]` int64, where they lie.
+    #: `[D]` int64 slots.
     slots: torch.Tensor
     #: `[D]` the stored rewards, in a dtype that holds the computed ones too.
     stored: torch.Tensor
-    #: `[D]` what the function returns for them.
+    #: `[D]` the rewards that the function returns for them.
     computed: torch.Tensor
 
     @property
@@ -306,10 +307,10 @@ class RelabelAudit:
 
 
 def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:
-    """Returns what the `reward_fn` of a transform says of rows for the goals that they hold.
+    """Evaluates the `reward_fn` of a transform on rows with their own goals.
 
     Args:
-        relabel: has a `reward_fn`.
+        relabel: a transform with a `reward_fn`.
         rows: entries `[B, ...]`: achieved and desired goal under `next`, and the `info_keys`.
 
     Returns:
@@ -322,7 +323,7 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
 
 
 def _lent(goals: torch.Tensor, is_lent: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns desired goals `[*n, B, *G]` with those of other rows `[B, *G]` where these lend them."""
+    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_lent`."""
     if goals.dtype is not stored.dtype:
         if goals.is_floating_point() and not stored.is_floating_point():
             raise TypeError(
@@ -340,12 +341,12 @@ def _lent(goals: torch.Tensor, is_lent: torch.Tensor, stored: torch.Tensor) -> t
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:
-    """Returns an entry `[B, ...]` of samples for the rows of each of them, in new memory."""
+    """Repeats an entry `[B, ...]` of the samples for all rows of `seen`, in new memory."""
     return entry.expand(*seen.batch_size, *entry.shape[1:]).clone()
 
 
 def _one_a_row(seen: RowView, key: NestedKey) -> torch.Tensor:
-    """Returns an entry that has one value a row, `[*B, 1]`."""
+    """Returns an entry, checked to have one value per row, `[*B, 1]`."""
     entry = seen[key]
     if entry.shape != (*seen.slots.shape, 1):
         raise _not_one_a_row(key, entry, seen.slots.ndim)
@@ -353,7 +354,7 @@ def _one_a_row(seen: RowView, key: NestedKey) -> torch.Tensor:
 
 
 def _not_one_a_row(key: NestedKey, stored: torch.Tensor, batch_dims: int) -> ValueError:
-    """Says that what is computed for a goal would be broadcast."""
+    """Returns the error for an entry against which computed values would be broadcast."""
     return ValueError(
         f"{key!r} must be stored with shape [1] a row, as what is computed for a goal is, got "
         f"{list(stored.shape[batch_dims:])}. Of several agents, store what the team gets as one "
@@ -368,7 +369,7 @@ def _judge(
     desired_goal: torch.Tensor,
     transition: Mapping[NestedKey, torch.Tensor],
 ) -> torch.Tensor:
-    """Returns what a goal function says of `[B, *G]` goals, `[B]` or `[B, 1]`."""
+    """Evaluates a goal function on `[B, *G]` goals and checks the result, `[B]` or `[B, 1]`."""
     batch = achieved_goal.shape[0]
     result = function(achieved_goal, desired_goal, transition)
     if not isinstance(result, torch.Tensor) or result.device != achieved_goal.device:
@@ -392,14 +393,14 @@ def _judge(
 class gym_reward:  # noqa: N801  (it is used as a function)
     """Adapts the `compute_reward` of a gymnasium goal environment.
 
-    The goals cross to NumPy and the rewards back, so on a GPU each batch waits for the host: write
-    the reward with torch operations there.
+    Goals are converted to NumPy and rewards back, so on a GPU each batch synchronises with the host:
+    write the reward with torch operations there.
 
     Args:
-        env: a gymnasium environment, wrapped or not, or one of TorchRL's wrappers around one.
+        env: a gymnasium environment, wrapped or not, or a TorchRL wrapper around one.
 
     Raises:
-        TypeError: the environment computes no rewards for other goals.
+        TypeError: the environment has no `compute_reward`, or holds several environments.
 
     >>> import gymnasium, trl_storages
     >>> reward_fn = gym_reward(gymnasium.make("BitFlipping-v0", n_bits=2))
@@ -442,6 +443,6 @@ class gym_reward:  # noqa: N801  (it is used as a function)
 
 
 def _shown(part: Any) -> str:
-    """Returns how a function or a key is written."""
+    """Returns the name of a function, or the repr of anything else."""
     name = getattr(part, "__name__", None)
     return repr(part) if name is None else str(name)
