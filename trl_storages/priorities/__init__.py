@@ -1,7 +1,7 @@
 """The priorities of rows, and draws in proportion to them.
 
-A `PriorityTable` keeps the raw priorities by slot, and derives from them a tree of
-`trl_storages.kernels`.
+A `PriorityTable` holds the raw priorities by slot, and a sum tree from `trl_storages.kernels` derived
+from them.
 """
 
 from trl_storages.kernels.tree_tables import ABSENT

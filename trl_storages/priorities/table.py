@@ -22,31 +22,31 @@ __all__ = ["DeferredError", "LaneOrder", "Normalization", "PriorityTable", "leaf
 
 
 class DeferredError:
-    """An error flag on a device, with a copy on the host that is updated without waiting.
+    """An error flag on a device, with a host copy that is updated asynchronously.
 
-    Reading the flag would make the host wait for all the work queued before it. The copy is read
-    instead: it may lag behind, and is right once the device has come that far.
+    Reading the flag itself would wait for all work queued on the device. The host copy may lag behind,
+    but is correct once the device has caught up.
 
     Args:
-        device: where errors are found.
+        device: where errors are detected.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Only copies into pinned memory are asynchronous.
+        # Only copies to pinned memory are asynchronous.
         pinned = device.type == "cuda" and torch.cuda.is_available()
         self._flag = torch.zeros((), dtype=torch.bool, device=device)
         self._host_flag = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
 
     def note(self, wrong: torch.Tensor) -> None:
-        """Takes note of an error where `wrong`, bool `[]` on the device, is true."""
+        """Records an error if `wrong`, bool `[]` on the device, is true."""
         self._flag.logical_or_(wrong)
         self._host_flag.copy_(self._flag, non_blocking=True)
 
     def pop(self, *, wait: bool = False) -> bool:
-        """Returns whether there was an error, and forgets it.
+        """Returns whether there was an error, and clears the flag.
 
         Args:
-            wait: whether to wait for the device, so that no error so far is missed.
+            wait: whether to synchronise with the device, so that no error so far is missed.
         """
         source = self._flag if wait else self._host_flag
         # Tensors of a simulated device (a subclass) have no value to read.
@@ -57,24 +57,24 @@ class DeferredError:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles lose pinned memory, and begin without an error.
+        # Pinned memory can't be copied or pickled: a copy starts afresh, without an error.
         return type(self), (self._flag.device,)
 
 
-# torch.pow works on vectors of up to `_VECTOR` numbers; what is left over takes another path, which may
-# differ in the last bit. More than `_SERIAL` numbers are split among threads.
+# torch.pow is vectorised over up to `_VECTOR` numbers; the remainder takes a scalar path, which may
+# differ in the last bit. Above `_SERIAL` numbers it uses several threads.
 _VECTOR = 16
 _SERIAL = 32_768
 
 
 def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch.Tensor:
-    """Returns `(p + eps)^alpha`, bit-equal for equal priorities wherever they stand.
+    """Returns `(p + eps)^alpha`, bitwise equal for equal priorities at any position.
 
-    So the weights of a table do not depend on whether they came one by one or all at once.
+    So weights do not depend on whether they are computed one by one or all at once.
 
     Args:
         priorities: `[n]` float32.
-        alpha: exponent of the draws.
+        alpha: priority exponent.
         eps: added to priorities.
 
     Returns:
@@ -91,19 +91,19 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
 
 
 class LaneOrder:
-    """Maps slots, which are time-major, to leaves, which lie lane by lane.
+    """Maps slots, which are time-major, to leaves, which are lane-major.
 
-    Slot `t * E + l` is leaf `l * R + t`: so the newest rows of a lane are at most two ranges of leaves,
-    even when lanes are filled unequally. Negative slots stay as they are.
+    Slot `t * E + l` is leaf `l * R + t`, so the newest rows of a lane are at most two ranges of leaves,
+    whatever the fill of each lane. Negative slots are returned unchanged.
 
     Args:
-        capacity: number of slots, E R or a little more.
+        capacity: number of slots.
         num_lanes: E.
-        kernels: the backend that answers for the slots.
+        kernels: the backend of the slots' device.
 
     Attributes:
-        lane_leaves: R.
-        num_leaves: E R; some may have no slot.
+        lane_leaves: R, `capacity / E` rounded up.
+        num_leaves: E R; some leaves may have no slot.
 
     >>> order = LaneOrder(6, 2, backend("cpu"))
     >>> order.leaves(torch.arange(6)).tolist()
@@ -129,28 +129,28 @@ class LaneOrder:
         return self._transposed(leaves, self.lane_leaves, self.num_lanes)
 
 
-#: Whose largest weight is 1: that of the batch, that of all rows that could have been drawn, or none.
+#: What importance weights are divided by: the batch maximum, the maximum over all drawable rows, or
+#: nothing.
 Normalization = Literal["batch", "storage", "none"]
 
 
 class PriorityTable:
-    """Decides which priorities are taken in, and draws in proportion to them.
+    """Stores and validates priorities, and draws in proportion to them.
 
-    A row that is written gets the largest priority reported so far, 1 before there is any. What is
-    reported later is checked: on the CPU at once; on a GPU without waiting for it, so that a wrong
-    report changes nothing there either, and raises in a later call.
+    A written row gets the largest priority reported so far, or 1 if there is none. Reported priorities
+    are checked: on the CPU immediately; on a GPU without synchronising, so an invalid report changes
+    nothing, but a later call raises the error.
 
     Args:
         capacity: N.
-        alpha: exponent of the draws.
+        alpha: priority exponent.
         eps: added to priorities.
         normalize: whose largest importance weight is 1.
-        device: where the table lives.
+        device: device of the table.
 
     Attributes:
         has_rows: whether any slot has held a row since the table was made or cleared.
-        refreshes: the storage's count of refreshes from disk when the table last followed it; 0 without
-            a directory.
+        refreshes: the storage's refresh count when the table last followed it; 0 without a directory.
     """
 
     refreshes = 0
@@ -172,11 +172,11 @@ class PriorityTable:
         self._rows = backend(device).RawPriorities(capacity, device)
         self._deferred_error = DeferredError(device)
         self._new_weight = (ABSENT, torch.zeros(1))
-        # The number of lanes is known once windows are drawn; it does not matter before.
+        # The number of lanes is only needed, and known, once windows are drawn.
         self._plant(num_lanes=1)
 
     def _plant(self, num_lanes: int) -> None:
-        """Makes an empty tree with its leaves lane by lane."""
+        """Makes an empty tree with lane-major leaves."""
         kernels = backend(self.device)
         self._order = LaneOrder(self.capacity, num_lanes, kernels)
         self._tree = kernels.SumTree(self._order.num_leaves, self.device)
@@ -186,7 +186,7 @@ class PriorityTable:
 
     @property
     def priorities(self) -> torch.Tensor:
-        """`[N]` float32 raw priorities, `ABSENT` where there is no row. A copy."""
+        """`[N]` float32 raw priorities, `ABSENT` for empty slots. A copy."""
         return self._rows.priorities.clone()
 
     @property
@@ -196,7 +196,7 @@ class PriorityTable:
 
     @property
     def new_priority(self) -> float:
-        """The priority that rows get when they are written. Waits for the device."""
+        """The priority of newly written rows. Synchronises with the device."""
         self.raise_deferred_error(wait=True)
         return self._rows.largest.item() or 1.0
 
@@ -204,7 +204,7 @@ class PriorityTable:
         return leaf_weights(priorities, alpha=self._alpha, eps=self._eps)
 
     def _all_weights(self) -> torch.Tensor:
-        """Returns what each leaf weighs by the raw priorities."""
+        """Returns the weight of each leaf, computed from the raw priorities."""
         priorities = self._rows.priorities
         weights = torch.where(priorities < ABSENT, self._weigh(priorities), 0.0)
         if self._order.num_lanes == 1:
@@ -216,7 +216,7 @@ class PriorityTable:
 
     @property
     def normalize(self) -> Normalization:
-        """Whose largest importance weight is 1. To change to "storage" takes a pass over all rows."""
+        """Whose largest importance weight is 1. Setting "storage" takes a pass over all rows."""
         return self._normalize
 
     @normalize.setter
@@ -226,7 +226,7 @@ class PriorityTable:
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """Within it, draws return importance weights that are not normalised."""
+        """Context in which draws return unnormalised importance weights."""
         kept, self._normalize = self._normalize, "none"
         try:
             yield
@@ -241,7 +241,7 @@ class PriorityTable:
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
             beta: exponent of the importance weights.
-            num_rows: how many rows there are, on the host or the device.
+            num_rows: the number of rows, on the host or the device.
 
         Returns:
             `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
@@ -251,7 +251,7 @@ class PriorityTable:
     def draw_newest(
         self, noise: torch.Tensor, beta: float, episodes: EpisodeIndex, window: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws among the newest rows only, `[]` int64 `window` of them; see `draw`."""
+        """Draws among the newest `window` rows, `[]` int64; see `draw`."""
         if episodes.num_envs != self._order.num_lanes:
             finish(partial(self._arrange, episodes.num_envs))
         ranges = episodes.ring.newest_ranges(window, self._order.lane_leaves)
@@ -268,7 +268,7 @@ class PriorityTable:
         num_rows: int | torch.Tensor | None,
         *ranges: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws from all leaves, or those of ranges: `[R]` first leaves and `[R]` ends."""
+        """Draws from all leaves, or from ranges, given as two tensors of first leaves and ends."""
         leaves, weights = self._tree.draw(noise, *ranges)
         if self._normalize == "batch":
             reference = weights.amin()
@@ -284,7 +284,7 @@ class PriorityTable:
         return slots, weights, self._rows.generations.index_select(0, slots)
 
     def rescale(self, *, alpha: float, eps: float) -> None:
-        """Changes the exponent, exactly, in a pass over all rows."""
+        """Changes `alpha` and `eps`, recomputing all weights from the raw priorities."""
         self._alpha, self._eps = alpha, eps
         self._new_weight = (ABSENT, torch.zeros(1))
         self._tree.renew(self._all_weights())
@@ -295,7 +295,7 @@ class PriorityTable:
         """Gives rows that were written the largest priority.
 
         Args:
-            slots: `[B]` int64, contiguous; -1 names none.
+            slots: `[B]` int64, contiguous; -1 is skipped.
 
         Raises:
             IndexError: a slot is not below N. Nothing has changed then.
@@ -304,7 +304,7 @@ class PriorityTable:
             raise self._no_slot(slots)
 
     def _renew(self, slots: torch.Tensor) -> bool:
-        """Gives rows the largest priority; returns whether the host found slots out of range."""
+        """Gives rows the largest priority; returns whether slots were found out of range (CPU only)."""
         priority = self._rows.renew(slots)
         if self._on_host and priority < 0:
             return True
@@ -314,10 +314,10 @@ class PriorityTable:
         return False
 
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
-        """Returns what rows weigh, `[1]`, that get `priority` when they are written."""
+        """Returns the weight, `[1]`, of new rows with this priority."""
         if not self._on_host:
             return self._weigh(priority.reshape(1))
-        # Steps are written one by one, and it rarely changes.
+        # Cached: steps are often written one by one, and the priority rarely changes.
         if self._new_weight[0] != (priority := float(priority)):
             self._new_weight = priority, self._weigh(torch.tensor([priority]))
         return self._new_weight[1]
@@ -325,12 +325,12 @@ class PriorityTable:
     def update(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
     ) -> None:
-        """Takes in reported priorities. Of a slot that occurs twice, the last wins.
+        """Applies reported priorities. For repeated slots the last one wins.
 
         Args:
-            slots: `[B]` int64, contiguous; slots without a row and below 0 are left alone.
+            slots: `[B]` int64, contiguous; slots without a row and below 0 are skipped.
             priority: `[B]` float32, contiguous.
-            generation: `[B]` int32 as drawn: slots that were written since are left alone.
+            generation: `[B]` int32 as drawn: slots written since are skipped. None skips none.
 
         Raises:
             ValueError: a priority is NaN, negative or infinite. Nothing has changed then.
@@ -345,7 +345,7 @@ class PriorityTable:
     def _report(
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
     ) -> bool:
-        """Takes in priorities; returns whether they were refused, as far as the host knows."""
+        """Applies priorities; returns whether they were rejected (CPU only)."""
         written, wrong = self._rows.report(slots, priority, generation)
         if not self._on_host:
             self._deferred_error.note(wrong)
@@ -369,10 +369,10 @@ class PriorityTable:
         )
 
     def raise_deferred_error(self, *, wait: bool = False) -> None:
-        """Raises the error of an earlier update, if the host knows of one.
+        """Raises the error of an earlier update, if it has reached the host.
 
         Args:
-            wait: whether to wait for the device, so that none is missed.
+            wait: whether to synchronise with the device, so that none is missed.
         """
         if not self._on_host and self._deferred_error.pop(wait=wait):
             raise ValueError(
@@ -381,19 +381,19 @@ class PriorityTable:
                 "Look for NaN in the loss."
             )
 
-    # The whole of it
+    # State
 
     def follow(self, storage: Any) -> bool:
-        """Takes in what another process has changed in the priorities of a storage.
+        """Reads another process's updates to the priorities of a storage on disk.
 
         Returns:
-            False where the priorities are not those of a storage on disk.
+            False if this table does not hold the priorities of that storage on disk.
         """
         del storage
         return False
 
     def clear(self) -> None:
-        """Forgets all rows and what was reported."""
+        """Removes all rows and resets the largest priority."""
         finish(self._clear)
 
     def _clear(self) -> None:
@@ -401,18 +401,18 @@ class PriorityTable:
         self._fill(torch.full_like(self._rows.priorities, ABSENT), largest=0.0)
 
     def _fill(self, priorities: torch.Tensor, largest: float) -> None:
-        """Replaces the rows, which all count as written anew, and what was reported."""
+        """Replaces all priorities and the largest one; all rows get a new generation."""
         self._rows.priorities.copy_(priorities)
         self._rows.generations.add_(1)
         self._rows.largest.fill_(largest)
         self._tree.renew(self._all_weights())
 
     def validate(self) -> None:
-        """Checks priorities, and the sums and minima over them, walking all rows.
+        """Checks priorities, and the sums and minima over them, in a pass over all rows.
 
         Raises:
-            RuntimeError: a priority is negative or NaN, or sums and minima don't fit.
-            ValueError: priorities were refused on the device, and no call has told yet.
+            RuntimeError: a priority is negative or NaN, or sums or minima are wrong.
+            ValueError: the device rejected priorities, and no call has raised that error yet.
         """
         self.raise_deferred_error(wait=True)
         largest, priorities = self._rows.largest.item(), self._rows.priorities
@@ -445,7 +445,7 @@ class PriorityTable:
                 raise RuntimeError(f"the {name} over the priorities is {one}, must be {other}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the raw priorities and two numbers; trees are derived from them."""
+        """Returns the raw priorities, the largest one and the number of lanes."""
         self.raise_deferred_error(wait=True)
         return {
             "priorities": self.priorities,
@@ -454,13 +454,13 @@ class PriorityTable:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. All rows count as written anew."""
+        """Restores what `state_dict` returned. All rows get a new generation."""
         self._plant(state_dict["num_lanes"])
         self._fill(state_dict["priorities"], float(state_dict["largest"]))
         self.has_rows = bool((self._rows.priorities < ABSENT).any())
 
-    # The tree is derived, and compiled loops hold views of tensors: copies and pickles carry the rows
-    # alone, and choose their own backend.
+    # Copies and pickles carry the rows only and choose their own backend: the tree is derived, and
+    # compiled loops hold views of tensors.
 
     def __getstate__(self) -> dict[str, Any]:
         own = {

@@ -1,4 +1,4 @@
-"""Which rows of the ring belong to one episode, and how old they are."""
+"""The episode index: which rows of the ring belong to which episode, and how old they are."""
 
 from trl_storages.kernels.ring_tables import GOAL_KINDS
 from trl_storages.ring.index import EpisodeIndex, episodes_of, known_episodes

@@ -1,4 +1,4 @@
-"""The queries of an episode index: where rows lie, how old they are, and draws of them.
+"""The queries of an episode index: positions and ages of rows, and draws of rows and episodes.
 
 Letters: T live steps per lane at most, E lanes (environments), B any shape of slots.
 """
@@ -22,7 +22,7 @@ __all__ = ["EpisodeAnswers"]
 
 
 class EpisodeAnswers:
-    """Says of each row where it lies in its episode, how old it is, and draws rows.
+    """Answers where each row is in its episode and how old it is, and draws rows.
 
     Args:
         capacity: as in `EpisodeIndex`.
@@ -50,7 +50,7 @@ class EpisodeAnswers:
         self.device = arguments.device("device", device)
         self._on_host = self.device.type == "cpu"
         kernels = backend(self.device)
-        #: The tables, for kernels that look at them.
+        #: The tables, for use by kernels.
         self.ring = kernels.Ring(capacity, num_envs, self.device, spare_steps=spare_steps)
         self.num_envs = num_envs
         self.spare_steps = spare_steps
@@ -67,33 +67,33 @@ class EpisodeAnswers:
         if self.num_envs == 1:
             found: int = self.host_steps.item() - self.host_tails.item()
             return found
-        # For a few numbers Python's sum takes a third of the time of NumPy's.
+        # For a few numbers, Python's sum is three times as fast as NumPy's.
         return int(sum(self.host_steps.tolist()) - sum(self.host_tails.tolist()))
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many live rows as there can be."""
+        """Whether every lane holds its maximum of live rows."""
         return len(self) == self.capacity
 
     @property
     def is_level(self) -> bool:
-        """Whether all lanes hold equally many rows, so that the live slots are the first ones."""
+        """Whether all lanes hold equally many rows and the live slots are the first ones."""
         fill, start = self.host_fill, self.host_tails % self.ring_steps
         is_at_start = (start == 0) | (fill == self.ring_steps) | (fill == 0)
         return bool(((fill == fill[0]) & is_at_start).all())
 
     @property
     def num_slots_reached(self) -> int:
-        """How many slots there are up to the last live one."""
+        """The number of slots up to and including the last live one."""
         fill, start = self.host_fill, self.host_tails % self.ring_steps
-        # Rows that wrap around reach to the end of the ring.
+        # Lanes that wrap around reach the end of the ring.
         last = np.minimum(start + fill, self.ring_steps) - 1
         last = last * self.num_envs + np.arange(self.num_envs)
         return int(last[fill > 0].max(initial=-1)) + 1
 
     @property
     def num_rows(self) -> torch.Tensor:
-        """`[]` int64, on the device: rows that are live now."""
+        """`[]` int64, on the device: the number of live rows."""
         return self.ring.fill.sum()
 
     @property
@@ -123,33 +123,33 @@ class EpisodeAnswers:
 
     @cached_property
     def host_steps(self) -> np.ndarray:
-        """`[E]` int64, the cursors as the host knows them without asking the device."""
-        # On the CPU they are the same memory.
+        """`[E]` int64, the host's copy of the cursors."""
+        # On the CPU both share memory.
         return self.cursors.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
 
     @cached_property
     def host_tails(self) -> np.ndarray:
-        """`[E]` int64, the tails as the host knows them without asking the device."""
+        """`[E]` int64, the host's copy of the tails."""
         return self.tails.numpy() if self._on_host else np.zeros(self.num_envs, np.int64)
 
     @property
     def host_fill(self) -> np.ndarray:
-        """`[E]` int64, the live rows of each lane as the host knows them."""
+        """`[E]` int64, the live rows of each lane, on the host."""
         found: np.ndarray = self.host_steps - self.host_tails
         return found
 
-    # Questions about slots
+    # Queries by slot
 
     def steps(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the absolute step of each slot in its lane, int64, counted from 0."""
         return self.ring.steps(_slots("slots", slots))
 
     def is_live(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns whether each slot, of any number at all, is one that holds a row, bool."""
+        """Returns whether each slot holds a live row, bool. Accepts any integers."""
         slots = _slots("slots", slots)
         inside = (slots >= 0) & (slots < self.num_slots)
         slots = slots.clamp(0, self.num_slots - 1)
-        # Counted back from the cursor, a slot that holds no live row comes out before the tail.
+        # Counted back from the cursor, the step of a slot without a live row is before the tail.
         return inside & (self.ring.steps(slots) >= self.ring.oldest(slots))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor | int) -> torch.Tensor:
@@ -164,7 +164,7 @@ class EpisodeAnswers:
         return self.ring.shift(_slots("slots", slots), steps)
 
     def extent(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns how many surviving rows of the same episode lie before and after each slot.
+        """Returns how many surviving rows of the same episode come before and after each slot.
 
         Args:
             slots: int64 slots of live rows, any shape B.
@@ -175,23 +175,23 @@ class EpisodeAnswers:
         return self.ring.extent(_slots("slots", slots))
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many surviving rows of the same episode lie before each slot, int64."""
+        """Returns how many surviving rows of the same episode come before each slot, int64."""
         return self.extent(slots)[0]
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many rows of the same episode lie after each slot, int64."""
+        """Returns how many rows of the same episode come after each slot, int64."""
         return self.extent(slots)[1]
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Finds each row and those that follow it in its episode.
+        """Returns each row and those that follow it in its episode.
 
         Args:
             slots: int64 slots of live rows, `[B]`.
             num_rows: n, at least 1.
 
         Returns:
-            `[n, B]` int64 slots, the row itself first; where the episode ends before, its last row
-            stands for the rest. And `[B]` int64: how many different rows there are, from 1 to n.
+            `[n, B]` int64 slots, the row itself first, padded by repeating the episode's last row; and
+            `[B]` int64, the number of distinct rows, from 1 to n.
         """
         num_rows = arguments.integer("num_rows", num_rows, at_least=1)
         return self.ring.windows(_slots("slots", slots), num_rows)
@@ -199,23 +199,22 @@ class EpisodeAnswers:
     def sequences(
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str = "pad"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Finds the rows around each one, within its episode or its lane.
+        """Returns the rows around each slot, within its episode or its lane.
 
         Args:
             slots: int64 slots of live rows, `[B]`.
             burn_in: how many rows before it.
-            num_steps: S, how many rows altogether.
+            num_steps: S, how many rows in total.
             boundary: "pad", "fit" or "cross", as in `EpisodeSequence`.
 
         Returns:
-            `[B, S]` int64 slots in time order; the first or last row there is stands for those beyond
-            it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an episode
-            begins with it.
+            `[B, S]` int64 slots in time order, padded by repeating the first or last row; `[B, S]` bool,
+            False for padding; and `[B, S]` bool, whether an episode begins with the row.
         """
         return self.ring.sequences(_slots("slots", slots), burn_in, num_steps, boundary)
 
     def episode_id(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns an int64 number per slot, equal for rows of one live episode and no others."""
+        """Returns an int64 number per slot, equal exactly for rows of the same live episode."""
         return self.ring.entries(_slots("slots", slots))
 
     def is_end(self, slots: torch.Tensor) -> torch.Tensor:
@@ -236,8 +235,8 @@ class EpisodeAnswers:
     def ages(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the rank by age of each slot among all live rows: 0 is the newest.
 
-        Rows are ordered by how many steps they lie behind the cursor of their own lane, and in one
-        such step by lane: those that hold more rows first, of equal ones the last lane first.
+        Rows are ordered by how many steps they are behind their lane's cursor. Ties are broken by lane:
+        lanes with more rows first, then higher lane numbers first.
 
         Args:
             slots: int64 slots of live rows, any shape B.
@@ -259,13 +258,13 @@ class EpisodeAnswers:
         return self.ring.slots_by_age(_slots("ranks", ranks))
 
     def live_slots(self) -> torch.Tensor:
-        """Returns the slots of all rows, `[num_rows]` int64, the newest first."""
+        """Returns the slots of all rows, `[num_rows]` int64, newest first."""
         return self.slots_by_age(torch.arange(len(self), device=self.device))
 
     # Draws
 
     def random_slots(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` live slots uniformly with replacement, whatever the lanes' fill.
+        """Draws `n` live slots uniformly with replacement, whatever the fill of each lane.
 
         Returns:
             `[n]` int64 slots.
@@ -275,7 +274,7 @@ class EpisodeAnswers:
         return self.ring.draw(random_noise(n, generator=generator, device=self.device))
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` episodes uniformly with replacement: finished ones of which no row is lost.
+        """Draws `n` whole episodes (finished, no row evicted) uniformly with replacement.
 
         Returns:
             `[n]` int64 slots of their first rows.
@@ -298,14 +297,14 @@ class EpisodeAnswers:
 
     def has_whole_episode(self) -> bool:
         """Returns whether there is an episode that `random_episodes` can draw."""
-        # Trying at random is quickest, unless there is none or hardly any.
+        # Random trials are fastest, unless whole episodes are rare.
         generator = torch.Generator(self.device)
         if draw_whole_episodes(self, 1, generator) is not None:
             return True
         return len(first_of_whole_episodes(self)) > 0
 
     def episodes(self) -> TensorDict:
-        """Lists the live episodes, lane by lane, the oldest first. Costs a pass over the rows.
+        """Lists the live episodes, lane by lane, oldest first, in a pass over the rows.
 
         Returns:
             TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool

@@ -1,10 +1,10 @@
-"""Which rows of the ring belong to one episode, kept up to date in O(1) per written step.
+"""The episode index of a ring, updated in O(1) per written step.
 
 Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), B any shape of
 slots.
 
-A lane is the stream of one environment. The ring is time-major: step s of lane l lives in slot
-`(s % R) * E + l`, and each lane has a cursor of its own, so a lane may skip a step. The live rows of a
+A lane is the stream of one environment. The ring is time-major: step s of lane l is in slot
+`(s % R) * E + l`. Each lane has its own cursor, so lanes may advance independently. The live rows of a
 lane are those from its tail up to its cursor; the tail is at most T steps behind.
 """
 
@@ -52,49 +52,49 @@ def episodes_of(storage: Any) -> EpisodeIndex:
 
 
 def known_episodes(storage: Any) -> EpisodeIndex | None:
-    """Returns the same, None if no `EpisodeWriter` writes to this storage."""
+    """Like `episodes_of`, but returns None if no `EpisodeWriter` writes to this storage."""
     found: EpisodeIndex | None = getattr(storage, "episodes", None)
     return found
 
 
 class LaneRows(NamedTuple):
-    """The last n rows of a lane, and what is known of them."""
+    """The last n rows of a lane and their episode structure."""
 
     slots: torch.Tensor
-    """`[n]` int64, where they lie."""
+    """`[n]` int64 slots."""
     done: torch.Tensor
-    """`[n]` bool, which end their episodes."""
+    """`[n]` bool, whether each row ends its episode."""
     begins: torch.Tensor
-    """`[n]` bool, which begin one, or are the first of theirs that survive."""
+    """`[n]` bool, whether each row is the first surviving row of its episode."""
     before: torch.Tensor
-    """`[n]` int64, how many rows of its episode there were before each."""
+    """`[n]` int64, how many rows of its episode were written before each row."""
     is_open: bool
     """Whether the next row of the lane continues the episode of the last one."""
 
 
 class Kept(NamedTuple):
-    """The rows that are kept when all others are forgotten."""
+    """The rows that are kept when all others are removed."""
 
     old: torch.Tensor
-    """`[n]` int64 slots where they lie."""
+    """`[n]` int64, their current slots."""
     new: torch.Tensor
-    """`[n]` int64 slots where they are to lie."""
+    """`[n]` int64, the slots they move to."""
     lanes: list[LaneRows]
     """The same, lane by lane."""
 
 
 class EpisodeIndex(SavedPart, EpisodeAnswers):
-    """Knows for every slot of a ring how much of its own episode lies before and after it.
+    """Knows for every slot of a ring how many rows of its episode come before and after it.
 
-    An episode ends where `done` is true and is cut where the next row of the lane belongs to another
-    trajectory. A cut or unfinished episode is a correct, shorter segment. Queries run on `device`
-    without synchronising with the host, and cost the same however many rows are stored.
+    An episode ends where `done` is true, and is cut where the next row of the lane belongs to another
+    trajectory. A cut or unfinished episode is a valid, shorter segment. Queries run on `device` without
+    synchronising with the host, at a cost independent of the number of rows.
 
     Args:
-        capacity: live rows at most; rounded down to a multiple of `num_envs`.
+        capacity: maximum number of live rows; rounded down to a multiple of `num_envs`.
         num_envs: number of lanes E.
-        device: where the index lives and answers.
-        spare_steps: R - T. A write of so many steps goes to slots that hold no live row.
+        device: device of the tables and the results.
+        spare_steps: R - T. A write of up to this many steps touches no slot of a live row.
 
     Raises:
         ValueError: `num_envs` is below 1, `capacity` below `num_envs` or `spare_steps` below 0.
@@ -109,7 +109,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     # Lanes and slots
 
     def lane_ids(self, lanes: Lanes = None) -> torch.Tensor:
-        """Returns the lanes that `lanes` names, checked on the host.
+        """Returns the numbers of lanes as a tensor, checked on the host.
 
         Args:
             lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
@@ -125,7 +125,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         return torch.tensor(self.named_lanes(lanes), device=self.device)
 
     def named_lanes(self, lanes: Lanes = None) -> Sequence[int]:
-        """Returns the numbers of the lanes that `lanes` names, as `lane_ids` does."""
+        """Returns the numbers of lanes on the host; see `lane_ids`."""
         return named_lanes(lanes, self.num_envs)
 
     def next_slots(self, num_steps: int, lanes: Lanes = None) -> torch.Tensor:
@@ -133,35 +133,34 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
         Args:
             num_steps: S.
-            lanes: the L lanes that are written; None is all of them.
+            lanes: the L lanes to write; None is all of them.
 
         Returns:
-            `[L, S]` int64 slots. Of more than T steps only the last T are kept; the others are given
-            slot -1.
+            `[L, S]` int64 slots. If S > T only the last T steps are kept; the others get slot -1.
         """
         num_steps = arguments.integer("num_steps", num_steps)
         return self.ring.next_slots(self.lane_ids(lanes), num_steps)
 
     def newest_slot(self, lanes: Lanes = None) -> int:
-        """Returns the slot of the newest row of the last one of `lanes`, without asking the device."""
+        """Returns the slot of the newest row of the last of `lanes`, without synchronising."""
         lane = self.num_envs - 1 if lanes is None else self.named_lanes(lanes)[-1]
         found: int = (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
         return found
 
     def newest_slots(self, lanes: Sequence[int] | None = None) -> torch.Tensor:
-        """Returns the slots `[L]` of the newest rows of lanes that are named; None is all."""
+        """Returns the slots `[L]` of the newest rows of lanes; None is all."""
         lane = np.arange(self.num_envs) if lanes is None else np.array(lanes)
         slots = (self.host_steps[lane] - 1) % self.ring_steps * self.num_envs + lane
         return torch.from_numpy(slots).to(self.device)
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
-        """Returns the slots of the surviving rows that were written after so many steps.
+        """Returns the slots of the surviving rows written after the given steps.
 
         Args:
-            num_steps: `[E]` int64 on the host, a former `num_steps_written`.
+            num_steps: `[E]` int64 on the host, an earlier `num_steps_written`.
 
         Returns:
-            int64 slots `[n]`, lane by lane, the oldest row first.
+            int64 slots `[n]`, lane by lane, oldest row first.
         """
         tails, cursors = self.host_tails.tolist(), self.host_steps.tolist()
         steps = [
@@ -176,19 +175,19 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def append(
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
-        """Takes S further steps of L lanes.
+        """Appends S steps to each of L lanes.
 
         Args:
             done: `[L, S]` bool, or `[L]` for one step: the episode ends with this row.
             cut: bool of the same shape: this row does not continue the row before it in its lane.
-            lanes: the L distinct lanes that are written; None is all of them.
+            lanes: the L distinct lanes to write; None is all of them.
 
         Returns:
-            int64 slots of the shape of `done`, as `next_slots` named them.
+            int64 slots of the shape of `done`, as returned by `next_slots` before.
 
         Raises:
-            ValueError: `done` has another shape than the lanes ask for, or a lane is unknown or named
-                twice. The index is unchanged then.
+            ValueError: the shape of `done` does not fit the lanes, or a lane is unknown or repeated. The
+                index is unchanged then.
         """
         arguments.tensor("done", done, dtype=torch.bool)
         shape, num_lanes = done.shape, len(self.named_lanes(lanes))
@@ -209,7 +208,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def _advance(
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
-        """Does what `append` does, for flags `[L, S]` that were checked."""
+        """Implements `append` for flags `[L, S]` that were checked."""
         done = done.to(self.device).contiguous()
         rows = backend(self.device).NewRows([], _NO_PLACES, done.numel(), 0, done, self.device)
         if cut is not None:
@@ -226,7 +225,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PLACES,
     ) -> torch.Tensor | None:
-        """Takes steps of lanes that are named, and copies their rows; see `kernels.host.Ring.append`."""
+        """Appends steps and copies their rows; see `kernels.host.Ring.append`."""
         if not self._on_host:
             self.host_steps[block.which] += block.num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
@@ -235,13 +234,13 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
     ) -> None:
-        """Replaces what is known of lanes by their surviving rows, after steps that went unseen.
+        """Rebuilds lanes from their last rows, after steps that this index did not see.
 
         Args:
             done: `[L, S]` bool, of the last S steps of the lanes: the episode ends with this row. The
                 last T of them survive.
-            begins: `[L, S]` bool: it begins with this row. Where that of the first row is not among
-                these, the episode has lost rows.
+            begins: `[L, S]` bool: an episode begins with this row. If the first surviving row's episode
+                began earlier, it counts as having lost rows.
             cursor: steps written to each of the lanes.
             lanes: the L distinct lanes; None is all of them.
         """
@@ -256,28 +255,28 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             self.ring.begin(first[~begins[:, : oldest + 1].any(1).to(self.device)], -1)
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
-        """Evicts the rows before a step of each lane; steps never start again.
+        """Evicts the rows before a given step of each lane; step counters are not reset.
 
         Args:
-            tails: `[E]` int64 on the host, the first step of each lane that stays. Before the tail it
-                evicts nothing, beyond the cursor all rows there are; a lane without a row begins an
-                episode with its next one.
+            tails: `[E]` int64 on the host, the first step of each lane to keep, clamped to between its
+                current tail and its cursor. A lane left without rows starts a new episode with its next
+                row.
         """
         tails = np.clip(np.asarray(tails, np.int64), self.host_tails, self.host_steps)
         self.ring.evict(torch.from_numpy(tails))
         self.host_tails[:] = tails
 
     def end_episodes(self, lanes: Lanes = None) -> None:
-        """Cuts the running episode of the lanes: their next row begins another one."""
+        """Cuts the running episodes: the next row of each lane starts a new one."""
         self.ring.is_open[self.lane_ids(lanes)] = 0
 
     def counters(self) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
-        """Returns copies of all that a write of steps goes on from."""
+        """Returns copies of all counters that a write changes."""
         on_host = None if self._on_host else (self.host_steps.copy(), self.host_tails.copy())
         return self.ring.counters(), on_host
 
     def recount(self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]) -> None:
-        """Puts `counters` back: the steps that were taken since can be taken once more."""
+        """Restores `counters`, so that the steps written since can be written again."""
         lanes, on_host = counters
         self.ring.recount(lanes)
         if on_host is not None:
@@ -286,24 +285,24 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def slots_after(
         self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]
     ) -> torch.Tensor:
-        """Returns the slots of the surviving rows that were written since; see `slots_since`."""
+        """Returns the slots of the surviving rows written since `counters`; see `slots_since`."""
         lanes, on_host = counters
         return self.slots_since(
             torch.as_tensor(lanes[:, CURSOR] if on_host is None else on_host[0])
         )
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forgets every row but the last `keep_steps` of each lane, which move to the ring's start.
+        """Removes all rows but the last `keep_steps` of each lane, which move to the start of the ring.
 
         Returns:
-            int64 slots `[n]` where the kept rows lie, and `[n]` where the caller must move them.
+            int64 slots `[n]` of the kept rows, and the slots `[n]` to which the caller must move them.
         """
         kept = self.newest(keep_steps)
         self.restart(kept)
         return kept.old, kept.new
 
     def newest(self, keep_steps: int) -> Kept:
-        """Returns what `restart` must know to keep the last `keep_steps` of each lane."""
+        """Describes the last `keep_steps` rows of each lane, for `restart`."""
         lanes = self._last_rows(arguments.integer("keep_steps", keep_steps))
         new = [
             torch.arange(len(rows.slots), device=self.device) * self.num_envs + lane
@@ -312,7 +311,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         return Kept(torch.cat([rows.slots for rows in lanes]), torch.cat(new), lanes)
 
     def _last_rows(self, most: int) -> list[LaneRows]:
-        """Returns what is known of the rows of each lane, at most so many."""
+        """Describes the last rows of each lane, at most `most`."""
         lanes, is_open = [], self.is_open.tolist()
         bounds = zip(self.host_tails.tolist(), self.host_steps.tolist(), strict=True)
         for lane, (tail, cursor) in enumerate(bounds):
@@ -323,45 +322,45 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         return lanes
 
     def _put_rows(self, lane: int, rows: LaneRows, cursor: int) -> None:
-        """Replaces what is known of a lane by its last rows, of which the newest is before a cursor."""
+        """Rebuilds a lane from its last rows, the newest at step `cursor - 1`."""
         done, begins, before = (it.to(self.device) for it in rows[1:4])
         self.rejoin(done.unsqueeze(0), begins.unsqueeze(0), cursor, [lane])
         if num_rows := len(done):
             oldest = cursor - num_rows
             slot = oldest % self.ring_steps * self.num_envs + lane
-            # An episode that lost its beginning has lost it for good.
+            # Keep the true first step of an episode that has lost rows, so that it stays incomplete.
             self.ring.begin(torch.tensor([slot], device=self.device), oldest - before[:1])
         if not rows.is_open:
             self.end_episodes([lane])
 
     def restart(self, kept: Kept) -> None:
-        """Forgets every row but those that `newest` named."""
+        """Removes all rows except those described by `newest`."""
         for tensor in self.ring.tensors.values():
             tensor.zero_()
         for lane, rows in enumerate(kept.lanes):
             self._put_rows(lane, rows, len(rows.slots))
 
     def moved(self, spare_steps: int) -> EpisodeIndex:
-        """Returns an index on the CPU of the same rows, in a ring of so many spare steps.
+        """Returns a CPU index of the same rows, in a ring with `spare_steps`.
 
-        It is this one where these are as many already. Lanes whose oldest episode began before step 0
-        go on at later steps if there are spare ones, which are then those before the oldest row.
+        Returns this index itself if it already fits. With spare steps, a lane whose oldest episode would
+        have begun before step 0 is shifted to later steps.
         """
         if spare_steps == self.spare_steps and self._on_host:
             return self
         other = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare_steps)
         for lane, rows in enumerate(self._last_rows(self.steps_per_lane)):
             cursor, tail = self.host_steps.item(lane), self.host_tails.item(lane)
-            # What came before the oldest row must have steps as well.
+            # Evicted rows of the oldest episode need steps of at least 0 too.
             if tail < spare_steps and (tail < rows.before[:1]).any():
                 cursor += other.ring_steps
             other._put_rows(lane, rows, cursor)
         return other
 
-    # The whole of it
+    # State
 
     def validate(self) -> None:
-        """Checks every invariant, walking all rows.
+        """Checks every invariant, in a pass over all rows.
 
         Raises:
             RuntimeError: an invariant is broken; the message names the lane and the step.
@@ -376,15 +375,15 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """Checks that `load_state_dict` can take a state, without changing anything.
 
         Raises:
-            KeyError, TypeError, ValueError: it is that of an index of another size or number of
-                lanes, or damaged.
+            KeyError, TypeError, ValueError: the state is damaged, or from an index of another size or
+                number of lanes.
         """
         self.read_state(state_dict)
 
     def read_state(self, state_dict: Any) -> EpisodeIndex:
-        """Returns an index on the CPU that a saved state describes. Walks all rows of it.
+        """Builds a CPU index from a saved state, and validates it in a pass over its rows.
 
-        It has as many spare steps as the one that was saved.
+        It has as many spare steps as the saved one.
 
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
@@ -413,7 +412,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         return read
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Takes over a state that was checked."""
+        """Loads a state that was checked."""
         read = self.read_state(state).moved(self.spare_steps)
         for name, tensor in self.ring.tensors.items():
             tensor.copy_(read.ring.tensors[name])
@@ -421,10 +420,10 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         self.host_tails[:] = self.tails.cpu().numpy()
 
     def share_memory_(self) -> EpisodeIndex:
-        """Moves the tables to memory that other processes see, when they get this index."""
+        """Moves the tables to shared memory; processes that this index is sent to share them."""
         self.ring.share_memory_()
         if self._on_host:
-            # Views of where they were.
+            # Cached views of the old memory.
             self.__dict__.pop("host_steps", None)
             self.__dict__.pop("host_tails", None)
         return self

@@ -1,4 +1,4 @@
-"""What must hold in an episode index at any time."""
+"""The invariants of an episode index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_invariants"]
 
 
 def check_invariants(index: EpisodeIndex) -> None:
-    """Walks all rows, and compares what the index says of them with what they say themselves.
+    """Recomputes the answers for all rows from their episode numbers, and compares them with the index.
 
     Raises:
         RuntimeError: an invariant is broken; the message names the lane and the step.

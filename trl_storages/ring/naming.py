@@ -1,4 +1,4 @@
-"""Which lanes of a ring are meant, and which rows: slices of the history by age, slots, masks.
+"""Resolves user-given lanes and row indices: numbers, masks, slots, and slices of the history by age.
 
 Letters: N capacity, B any shape of slots.
 """
@@ -20,7 +20,7 @@ Lanes = Sequence[int] | torch.Tensor | None
 
 
 def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
-    """Returns the numbers of the lanes that `lanes` names, checked on the host.
+    """Resolves lanes to their numbers, checked on the host.
 
     Args:
         lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
@@ -55,7 +55,7 @@ def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
 
 
 def is_key(index: Any) -> bool:
-    """Returns whether an index names an entry of the rows, and not rows.
+    """Returns whether an index is the key of an entry rather than a selection of rows.
 
     >>> is_key("reward"), is_key(("next", "reward")), is_key(3), is_key((3, 4))
     (True, True, False, False)
@@ -66,12 +66,12 @@ def is_key(index: Any) -> bool:
 
 
 def slots_of(episodes: EpisodeIndex, index: Any) -> torch.Tensor:
-    """Returns the slots that an index names.
+    """Resolves an index to slots.
 
     Args:
-        episodes: knows which rows are live, and how old they are.
-        index: a slice of the history in time order, the oldest row first; or slots, as an int, a list
-            or an integer tensor of any shape B, or as a mask.
+        episodes: the episode index of the rows.
+        index: a slice of the history in time order, oldest row first; or slots, as an int, a list, an
+            integer tensor of any shape B, or a mask.
 
     Returns:
         int64 slots, `[]` for an int, all of them live.
@@ -89,7 +89,7 @@ def slots_of(episodes: EpisodeIndex, index: Any) -> torch.Tensor:
     if isinstance(index, slice):
         size = len(episodes)
         places = range(size)[index]
-        # torch.arange(start, stop, step) refuses some of the empty ranges.
+        # torch.arange(start, stop, step) rejects some empty ranges.
         place = places.start + places.step * torch.arange(len(places), device=episodes.device)
         return episodes.slots_by_age(size - 1 - place)
     if isinstance(index, tuple) or index is None or index is Ellipsis:

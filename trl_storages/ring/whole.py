@@ -1,4 +1,4 @@
-"""Draws whole episodes: finished ones, of which no row was evicted.
+"""Draws whole episodes: finished ones, no row of which was evicted.
 
 Letters: E lanes (environments).
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_whole_episodes", "first_of_whole_episodes"]
 
-# Attempts before the caller has to list all whole episodes.
+# Attempts before the caller falls back to listing all whole episodes.
 _PATIENCE = 32
 
 
 def draw_whole_episodes(
     index: EpisodeAnswers, n: int, generator: torch.Generator | None
 ) -> torch.Tensor | None:
-    """Draws `n` whole episodes uniformly with replacement, at a cost independent of how many there are.
+    """Draws `n` whole episodes uniformly with replacement, at a cost independent of their number.
 
     Returns:
         `[n]` int64 slots of their first rows, or None if too few draws were whole episodes.
@@ -32,16 +32,16 @@ def draw_whole_episodes(
     ring, most_live, room = index.ring, index.steps_per_lane, index.ring_steps
     begun = ring.lanes[:, BEGUN]
     lanes = torch.arange(index.num_envs, device=index.device)
-    # Live episodes of a lane have the numbers `oldest .. begun - 1`.
+    # The live episodes of a lane are numbered `oldest .. begun - 1`.
     start = index.tails
     entry = ring.entries(start % room * index.num_envs + lanes)
     oldest = begun - 1 - (begun - 1 - entry + lanes * most_live) % most_live
-    # One that began before the oldest row has lost its beginning.
+    # Skip an oldest episode that has lost its first rows.
     oldest += ring.spans[entry, FIRST] < start
     counts = torch.where(index.fill > 0, begun - oldest, 0).clamp(min=0)
     ends = counts.cumsum(0)
     found = torch.full((n,), -1, device=index.device)
-    # Cut and running episodes are rejected; as a rule they are few.
+    # Rejection sampling: cut and running episodes are usually few.
     for _ in range(_PATIENCE if int(ends[-1]) else 0):
         draw = random_noise(n, generator=generator, device=index.device) % ends[-1]
         lane = torch.searchsorted(ends, draw, right=True)
