@@ -1,13 +1,12 @@
 """Replay storages for TorchRL: hindsight, n-step, priorities and recency at sample time.
 
-Begin with a ready-made storage, such as `UniformReplayStorage` or `HERReplayStorage`: it is made of the
-spaces of an environment, written by `record` (plain loops) or `extend` (collectors and datasets), and
-read by `sample`. The `help()` of `UniformReplayStorage` explains every option. `ReplayStorage` puts parts
-of one's own together. `trl_storages.datasets` makes storages of datasets, `trl_storages.plotting` shows
-them.
+Start with a ready-made storage, such as `UniformReplayStorage` or `HERReplayStorage`: construct it from
+the spaces of an environment, write with `record` (plain loops) or `extend` (collectors and datasets),
+and read with `sample`. `help(UniformReplayStorage)` documents every option. `ReplayStorage` combines
+custom parts. `trl_storages.datasets` loads datasets, `trl_storages.plotting` visualises storages.
 """
 
-# Imported for what it registers: the test environments.
+# Imported to register the test environments.
 import trl_storages.envs  # noqa: F401
 from trl_storages.functional.priorities import sequence_priority
 from trl_storages.functional.returns import returns_to_go

@@ -1,13 +1,13 @@
-"""Every name of TorchRL, tensordict and torch that is not public and that this package builds on.
+"""All private names of TorchRL, tensordict and torch that this package uses.
 
-There is no public way to do what these do; a test checks each against the installed release, so that a
-release that changes one fails there, by name, and not in a training run.
+They have no public equivalent. A test checks each against the installed release, so that a breaking
+release fails there, by name, and not in a training run.
 
 Imported below:
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
-- `TensorGuards`: compares dtypes, shapes, strides and devices with those of other tensors, in one call.
+- `TensorGuards`: compares dtypes, shapes, strides and devices of several tensors in one call.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 
 Attributes that subclasses here read or override, with the class that owns them:
@@ -65,7 +65,7 @@ def new_tensordict(
 ) -> TensorDict:
     """Builds a TensorDict from a dict of tensors and TensorDicts that are known to fit."""
     data = TensorDict._new_unsafe(source, batch_size=batch_size, nested=False)
-    # Passing it would ask torch for other devices each time.
+    # Set directly: passing the device to the constructor makes it query torch for devices each time.
     data._device = device
     return data
 

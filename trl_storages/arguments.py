@@ -1,7 +1,7 @@
-"""Checks of what callers pass: what must hold and what came, in one wording.
+"""Argument checks with uniform error messages: what must hold, and what came.
 
-Each function returns the argument as what is meant, or raises. NumPy scalars and tensors of one element
-are numbers like any others; a bool is no number.
+Each function returns the normalised argument, or raises. NumPy scalars and one-element tensors count as
+numbers; a bool does not.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _INT64_MAX = 2**63 - 1
 
 
 def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_MAX) -> int:
-    """Returns a whole number of a range.
+    """Returns an integer within a range.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is not whole, or out of range.
 
     >>> integer("num_envs", np.int64(2), at_least=1)
@@ -83,7 +83,7 @@ def optional(
     *limits: Limits.args,
     **named: Limits.kwargs,
 ) -> Kind | None:
-    """Returns what another of these checks returns, or None.
+    """Applies another check, but lets None pass.
 
     >>> optional(integer, "seed", None), optional(integer, "seed", np.int64(2), at_least=1)
     (None, 2)
@@ -100,18 +100,18 @@ def number(
     at_most: float = math.inf,
     infinite: bool = False,
 ) -> float:
-    """Returns a number of a range, as a float.
+    """Returns a number within a range, as a float.
 
     Args:
-        name: of the argument.
-        value: what came.
-        above: excluded lower bound.
-        at_least: included lower bound.
-        at_most: included upper bound.
+        name: name of the argument.
+        value: the argument.
+        above: exclusive lower bound.
+        at_least: inclusive lower bound.
+        at_most: inclusive upper bound.
         infinite: whether it may be infinite.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is out of range or NaN.
 
     >>> number("eta", 1.2, above=0, at_most=1)
@@ -132,18 +132,18 @@ def number(
 
 
 def choice(name: str, value: Any, names: Collection[str]) -> Any:
-    """Returns one of several names in small letters, also of one in others or an enum's member.
+    """Returns one of several names in lower case; accepts any case and enum members.
 
     Raises:
-        ValueError: it is none of them.
-        TypeError: it is no name.
+        ValueError: it is not one of them.
+        TypeError: it is neither a string nor an enum member.
 
     >>> choice("strategy", "FUTURE", ["final", "future"])
     'future'
     """
     named = value
     if isinstance(value, Enum):
-        # Of some libraries' enums the names are the names, of others the values.
+        # Some libraries' enums have the name as member value, others as member name.
         named = value.value if isinstance(value.value, str) else value.name
     if isinstance(named, str) and named.lower() in names:
         return named.lower()
@@ -155,7 +155,7 @@ def flag(name: str, value: Any) -> bool:
     """Returns a bool.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a bool.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {shown(value)}.")
@@ -163,16 +163,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what: str = "") -> Kind:
-    """Returns an object of a class.
+    """Returns an instance of a class.
 
     Args:
-        name: of the argument.
-        value: what came.
-        kind: the class, or several.
-        what: how the message calls it; the name of the class if empty.
+        name: name of the argument.
+        value: the argument.
+        kind: the class, or a tuple of classes.
+        what: description for the message; the class name if empty.
 
     Raises:
-        TypeError: it is of another class.
+        TypeError: it is not an instance.
     """
     if not isinstance(value, kind):
         what = what or f"a {kind.__name__}"  # type: ignore[union-attr]
@@ -181,16 +181,16 @@ def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what
 
 
 def function(name: str, value: Any, what: str, takes: int | None = None) -> Callable[..., Any]:
-    """Returns something that can be called.
+    """Returns a callable.
 
     Args:
-        name: of the argument.
-        value: what came.
-        what: how it is called, for the message.
-        takes: how many arguments it is called with; None does not look.
+        name: name of the argument.
+        value: the argument.
+        what: its parameters, for the message.
+        takes: how many positional arguments it must accept; None skips this check.
 
     Raises:
-        TypeError: it can't be, or not with so many arguments.
+        TypeError: it is not callable, or not with that many arguments.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {shown(value)}.")
@@ -198,7 +198,7 @@ def function(name: str, value: Any, what: str, takes: int | None = None) -> Call
         try:
             parameters = inspect.signature(value)
         except ValueError:
-            return value  # one of those in C that do not say
+            return value  # some C functions have no signature
         try:
             parameters.bind(*[None] * takes)
         except TypeError:
@@ -210,9 +210,9 @@ def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
     """Returns a mapping.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a mapping.
     """
-    # A TensorDict is one that is not registered as such.
+    # A TensorDict is a mapping, but not registered as one.
     return instance(name, value, (Mapping, TensorDictBase), what=what)
 
 
@@ -220,8 +220,8 @@ def device(name: str, value: Any) -> torch.device:
     """Returns a device.
 
     Raises:
-        TypeError: it names none.
-        ValueError: there is none of that name.
+        TypeError: it is neither a device nor a string.
+        ValueError: there is no such device.
     """
     must = f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {shown(value)}."
     if not isinstance(value, str | torch.device):
@@ -233,12 +233,12 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def directory(name: str, value: Any) -> Path:
-    """Returns the path of a directory, which need not exist; `~` is the home of its user.
+    """Returns the path of a directory, which need not exist; `~` is expanded.
 
     Raises:
-        TypeError: it is no path.
-        ValueError: no file system has such a path.
-        NotADirectoryError: there is a file of this name, or where a directory above it must be.
+        TypeError: it is not a path.
+        ValueError: it is not a valid path.
+        NotADirectoryError: the path, or one of its parents, is a file.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be the path of a directory, got {shown(value)}.")
@@ -256,10 +256,10 @@ def directory(name: str, value: Any) -> Path:
 
 
 def key(name: str, value: Any) -> NestedKey:
-    """Returns the key of an entry of a TensorDict, a string or a tuple of them, in its short form.
+    """Returns a TensorDict key, a string or a tuple of strings, in its shortest form.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a key.
         ValueError: it is empty.
     """
     parts = value if isinstance(value, tuple) else (value,)
@@ -274,10 +274,10 @@ def key(name: str, value: Any) -> NestedKey:
 
 
 def root_key(name: str, value: Any) -> NestedKey:
-    """Returns the key of an entry that has a successor under "next", such as an observation.
+    """Returns the key of a root entry that has a counterpart under "next", such as an observation.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a key.
         ValueError: it is empty, or lies under "next" itself.
     """
     found = key(name, value)
@@ -290,11 +290,11 @@ def root_key(name: str, value: Any) -> NestedKey:
 
 
 def keys(name: str, value: Any) -> list[NestedKey]:
-    """Returns several keys.
+    """Returns several keys as a list.
 
     Raises:
-        TypeError: they are none, or a single string.
-        ValueError: one is empty.
+        TypeError: it is not a sequence of keys, or a single string.
+        ValueError: a key is empty.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a sequence of keys, got {shown(value)}.")
@@ -305,12 +305,12 @@ def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
     """Returns a tensor.
 
     Args:
-        name: of the argument.
-        value: what came.
-        dtype: what it must hold; None takes any.
+        name: name of the argument.
+        value: the argument.
+        dtype: required dtype; None accepts any.
 
     Raises:
-        TypeError: it is none, or of another dtype.
+        TypeError: it is not a tensor, or of another dtype.
     """
     if not isinstance(value, torch.Tensor) or (dtype is not None and value.dtype != dtype):
         what = "a tensor" if dtype is None else f"a tensor of {dtype}"
@@ -319,10 +319,10 @@ def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
 
 
 def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns numbers as a tensor: a number, a list of them, an array or a tensor.
+    """Converts a number, a list of numbers, an array or a tensor to a tensor.
 
     Raises:
-        TypeError: they are none.
+        TypeError: it can't be converted.
     """
     try:
         return torch.as_tensor(value, dtype=dtype)
@@ -331,10 +331,10 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
 
 
 def slots(name: str, value: Any) -> Any:
-    """Returns slots of rows as they came: a tensor or array of integers of any shape.
+    """Returns slots unchanged: an integer tensor or array of any shape.
 
     Raises:
-        TypeError: they are none.
+        TypeError: it is neither.
     """
     if isinstance(value, torch.Tensor):
         fits = value.dtype in (torch.int64, torch.int32)
@@ -346,10 +346,10 @@ def slots(name: str, value: Any) -> Any:
 
 
 def steps(name: str, value: Any) -> TensorDictBase:
-    """Returns steps, rows or a batch as TorchRL's collectors and replay buffers hand them on.
+    """Returns steps, rows or a batch as a TensorDict.
 
     Raises:
-        TypeError: they are no TensorDict.
+        TypeError: it is not a TensorDict.
     """
     if isinstance(value, TensorDictBase):
         return value
@@ -362,10 +362,10 @@ def steps(name: str, value: Any) -> TensorDictBase:
 
 
 def generator(name: str, value: Any) -> torch.Generator | None:
-    """Returns a generator, or None for torch's default one.
+    """Returns a generator, or None for torch's default generator.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is neither.
     """
     if value is None:
         return None
@@ -390,7 +390,7 @@ def _is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns what came, short enough for a line."""
+    """Returns a description of a value, short enough for one line."""
     if isinstance(value, torch.Tensor | np.ndarray) and (value.ndim or not _is_number(value)):
         return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):

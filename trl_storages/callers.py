@@ -1,4 +1,4 @@
-"""Warnings that point at the line of a script that caused them."""
+"""Warnings that point at the user's line that caused them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 __all__ = ["warn_caller"]
 
-#: Packages that stand between a script and what warns.
+#: Packages whose frames are skipped.
 _BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
 
 
@@ -15,8 +15,8 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the nearest line outside of this package and the libraries that call it.
 
     Args:
-        message: what to say.
-        category: of the warning.
+        message: the message.
+        category: the warning category.
     """
     depth, frame = 0, inspect.currentframe()
     while frame is not None:

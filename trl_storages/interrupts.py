@@ -1,4 +1,4 @@
-"""Writes that happen as a whole or not at all, even when they are interrupted."""
+"""Atomic writes: an interrupt can't leave them half done."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ATTEMPTS = 9
 
 
 def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = None) -> Result:
-    """Does what must not stay half done: an interrupt is raised after all of it is done.
+    """Runs `act` to completion; an interrupt is re-raised afterwards.
 
-    No undo log is kept. A write works out all it needs before it begins, so running it again from the
-    beginning completes it, however far it came.
+    No undo log is needed: a write prepares all its inputs before it starts, so running it again from
+    the start completes it, wherever it was interrupted.
 
     Args:
-        act: idempotent, also after it was interrupted half way.
-        start_over: called before `act` is repeated, to restore the counters that it starts from.
+        act: must be idempotent, also after an interruption.
+        start_over: called before each retry, to restore the counters that `act` starts from.
 
     Returns:
-        what `act` returns.
+        the result of `act`.
 
     >>> calls = []
     >>> def act():
@@ -48,17 +48,18 @@ def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = 
 def complete(
     error: BaseException, act: Callable[[], object], start_over: Callable[[], object] | None = None
 ) -> bool:
-    """Does what `finish` does after an error, for a caller that has caught it.
+    """Retries `act` as `finish` does, for a caller that has caught the error.
 
     Args:
-        error: what interrupted `act`. An error of `act` itself comes again, and is left to the caller.
+        error: what interrupted `act`. If `act` itself raised it, the retry raises it again, and this
+            returns False.
         act: as in `finish`.
         start_over: as in `finish`.
 
     Returns:
-        whether `act` ran to its end.
+        whether `act` completed.
     """
-    # Timeouts and signal handlers may raise errors of any kind.
+    # Exceptions are retried once too, as timeouts and signal handlers may raise any.
     for _ in range(1 if isinstance(error, Exception) else _ATTEMPTS):
         with suppress(type(error)):
             if start_over is not None:

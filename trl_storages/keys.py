@@ -52,7 +52,7 @@ TERMINATED: NestedKey = ("next", "terminated")
 TRUNCATED: NestedKey = ("next", "truncated")
 TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
 
-# What a sampled batch carries besides the stored fields.
+# Entries of a sampled batch besides the stored fields.
 INDEX: NestedKey = "index"
 MASK: NestedKey = ("collector", "mask")
 GOAL_INDEX: NestedKey = "goal_index"
@@ -65,7 +65,7 @@ LEARNING_MASK: NestedKey = "learning_mask"
 SEQUENCE_ID: NestedKey = "sequence_id"
 STEP_IN_SEQUENCE: NestedKey = "step_in_sequence"
 BUFFER_IDS: NestedKey = "buffer_ids"
-#: No stored field may have these names: it would be replaced in batches.
+#: Stored fields must not have these names: sampling would overwrite them.
 SET_BY_SAMPLING: tuple[NestedKey, ...] = (
     INDEX,
     MASK,
@@ -80,13 +80,13 @@ SET_BY_SAMPLING: tuple[NestedKey, ...] = (
     STEP_IN_SEQUENCE,
     BUFFER_IDS,
 )
-# TorchRL's InitTracker and MultiStep write the same, so that these may be stored as well.
+# May be stored as well, as TorchRL's InitTracker and MultiStep write them.
 IS_INIT: NestedKey = "is_init"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 
 def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
-    """Returns the keys under which a batch says which rows lend it goals, and whether they do.
+    """Returns the keys of a goal's slots and of its relabelling mask in a batch.
 
     >>> goal_entries("desired_goal"), goal_entries(("goals", "actor"))
     (('goal_index', 'her_mask'), (('goals', 'actor_index'), ('goals', 'actor_mask')))
@@ -98,7 +98,7 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
 
 
 def check_storable(key: NestedKey) -> None:
-    """Raises a ValueError if batches have something else under a key."""
+    """Raises a ValueError if sampling sets this key in batches."""
     if (other := overlapping(key, SET_BY_SAMPLING)) is not None:
         raise ValueError(
             f"a stored field must not have a name that sampling sets in batches, got {key!r}, where "
@@ -108,14 +108,14 @@ def check_storable(key: NestedKey) -> None:
 
 
 def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None:
-    """Returns the key among others that can't be beside `key`, or None.
+    """Returns the first of `others` that is equal to, or nested with, `key`; None if there is none.
 
     >>> overlapping(("next", "reward"), ["next"]), overlapping("reward", [("next", "reward")])
     ('next', None)
     """
     path = key_path(key)
     for other in map(key_path, others):
-        # A key that is the beginning of another one would be a tensor and a branch at once.
+        # A key that is a prefix of another would be both a tensor and a branch.
         shared = min(len(path), len(other))
         if path[:shared] == other[:shared]:
             return unravel_key(other)
@@ -123,7 +123,7 @@ def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None
 
 
 def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:
-    """Returns the flags of terminal states and of cuts, and the `done` beside each, where both are there.
+    """Maps each `terminated` and `truncated` key under `next` to the `done` next to it, if present.
 
     >>> done_beside([DONE, TERMINATED, ("next", "agents", "terminated")])
     {('next', 'terminated'): ('next', 'done')}
@@ -133,7 +133,7 @@ def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:
     return {key: done for key, done in beside.items() if done in keys}
 
 
-# What bears these names is of one step, and does not go on from one step to the next.
+# Entries with these names belong to a single step and do not carry over to the next.
 _OF_A_STEP = frozenset({"reward", "done", "terminated", "truncated"})
 
 
@@ -147,25 +147,25 @@ def next_key(key: NestedKey) -> NestedKey:
 
 
 def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value is the value of the next row, within an episode.
+    """Returns the entries whose next value is the next row's value within an episode.
 
     Args:
-        keys: of a row.
+        keys: the keys of a row.
 
     >>> continued_keys(["pixels", ("next", "pixels"), "done", ("next", "done")])
     ['pixels']
     """
     if OBSERVATION in keys and next_key(OBSERVATION) in keys:
         return [OBSERVATION]
-    # A goal may be drawn anew within an episode.
+    # A goal may be resampled within an episode.
     return [key for key in shared_keys(keys) if key != DESIRED_GOAL]
 
 
 def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value may be the value of the next row.
+    """Returns the entries whose next value may be the next row's value.
 
     Args:
-        keys: of a row.
+        keys: the keys of a row.
 
     >>> shared_keys(["observation", ("next", "observation"), "desired_goal", ("next", "desired_goal")])
     ['observation', 'desired_goal']
@@ -181,12 +181,12 @@ def key_path(key: NestedKey) -> tuple[str, ...]:
 def leaves(
     tree: Any, what: str, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields path and value of all that nested mappings hold; the inverse of `nested`.
+    """Yields the path and value of each leaf of nested mappings; the inverse of `nested`.
 
     Args:
         tree: a mapping, or a single value.
-        what: what messages call it.
-        path: where it lies itself.
+        what: its name in messages.
+        path: path of `tree` itself.
 
     Raises:
         TypeError: a name is not a string.
@@ -204,7 +204,7 @@ def leaves(
 
 
 def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    """Returns nested dictionaries of pairs of a path and a value, none the beginning of another.
+    """Builds nested dictionaries from (path, value) pairs; no path may be a prefix of another.
 
     >>> nested([(("goals", "last"), 1), (("speed",), 2)])
     {'goals': {'last': 1}, 'speed': 2}

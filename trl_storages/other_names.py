@@ -1,4 +1,4 @@
-"""What other libraries call what there is here, and what a slip was meant to be."""
+"""Names used by other libraries, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def _by_their_name(names: Mapping[str, str]) -> dict[str, str]:
     return {theirs: ours for ours, said in names.items() for theirs in said.split()}
 
 
-#: Name elsewhere -> name here. Elsewhere is Stable-Baselines 2 and 3, rllte, PyTorchRL, garage, TorchRL,
-#: CleanRL, cpprb, tianshou, flashbax and dopamine.
+#: Their name -> ours, for Stable-Baselines 2 and 3, rllte, PyTorchRL, garage, TorchRL, CleanRL, cpprb,
+#: tianshou, flashbax and dopamine.
 OTHER_NAMES = _by_their_name(
     {
         "alpha": "prioritized_replay_alpha priority_exponent",
@@ -47,7 +47,7 @@ OTHER_NAMES = _by_their_name(
     }
 )
 
-#: Arguments of a step, of their `add` -> of `record`.
+#: Arguments of their `add` -> arguments of `record`.
 STEP_NAMES = _by_their_name(
     {
         "actions": "act action",
@@ -61,7 +61,7 @@ STEP_NAMES = _by_their_name(
     }
 )
 
-#: Method or attribute of their buffers -> what is written here.
+#: Method or attribute of their buffers -> what to write here.
 METHOD_NAMES = _by_their_name(
     {
         "ReturnImprovementEta": "update_eta",
@@ -99,11 +99,11 @@ METHOD_NAMES = _by_their_name(
 
 
 def meant(name: str, names: Collection[str]) -> str:
-    """Returns the end of an error message, which says what to write instead of a name.
+    """Returns the end of an error message: what to write instead of an unknown name.
 
     Args:
-        name: as it came.
-        names: those that there are.
+        name: the unknown name.
+        names: the valid names.
 
     >>> meant("gamma", ["alpha", "discount"]), meant("alhpa", ["alpha"]), meant("x", ["alpha"])
     ('it is called discount here.', 'do you mean alpha?', 'there are alpha.')
@@ -111,7 +111,7 @@ def meant(name: str, names: Collection[str]) -> str:
     ours = OTHER_NAMES.get(name)
     if ours is not None and (ours in names or "(" in ours):
         return f"it is called {ours} here."
-    # What an option of a ready-made storage is called on the storage.
+    # An option of a ready-made storage whose attribute has another name.
     if (other := next((key for key in names if OTHER_NAMES.get(key) == name), None)) is not None:
         return f"it is called {other} here."
     if close := get_close_matches(name, names, 1):

@@ -1,6 +1,6 @@
-"""Pictures of what is stored and drawn.
+"""Plots of stored rows and sampled batches.
 
-Each function draws into the Axes that it is given, or into a new figure, and returns the Axes.
+Each function draws into the given Axes, or into a new figure, and returns the Axes.
 Letters: B batch, E lanes (environments), R steps of the ring.
 """
 
@@ -25,21 +25,21 @@ _BLUE, _LIGHT, _ORANGE, _RED, _GREY, _DARK = (
     *("#3b6ea5", "#b9d0e8", "#e08a1e"),
     *("#c23b3b", "#e9e9e9", "#333333"),
 )
-# Neighbouring episodes differ, and dark marks are seen on each.
+# Neighbouring episodes get different colours, all light enough for dark marks.
 _EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
-# More than this can't be told apart in a picture.
+# More than this can't be distinguished in a plot.
 _MOST_BARS, _MOST_MARKS = 400, 150
 
 
 def plot_ages(
     storage: ReplayStorage, batch: TensorDictBase, *, bins: int = 40, ax: Axes | None = None
 ) -> Axes:
-    """Shows how old the rows of a batch are, beside what uniform draws would give.
+    """Plots the ages of a batch's rows, compared with uniform draws.
 
     Args:
-        storage: that the batch was sampled from.
-        batch: one batch, or several by `torch.cat`; the more samples, the smoother.
-        bins: bars from the newest row to the oldest.
+        storage: the storage that the batch was sampled from.
+        batch: one batch, or several joined by `torch.cat`; more samples give a smoother plot.
+        bins: number of bars, from the newest row to the oldest.
         ax: where to draw; None makes a figure.
 
     Raises:
@@ -72,12 +72,12 @@ def plot_ages(
 
 
 def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
-    """Shows the priorities of all rows, slot by slot, and where the ring is written next.
+    """Plots the priorities of all rows by slot, and the write cursor.
 
-    Of many rows each bar stands for several neighbours, by their mean and their largest.
+    If there are many rows, each bar shows the mean and maximum of several neighbouring slots.
 
     Args:
-        storage: that draws by priority.
+        storage: a storage that draws by priority.
         ax: where to draw; None makes a figure.
 
     Raises:
@@ -102,7 +102,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
             "sampler=PERSampler(...), or alpha=0.6 to a ready-made storage."
         )
     priorities = _array(sampler.priorities).astype(np.float64)
-    # Slots without a row have none.
+    # Empty slots have no priority.
     priorities[~np.isfinite(priorities)] = np.nan
     ax = _axes("plot_priorities", ax, (6, 2.6))
     num_slots = len(priorities)
@@ -129,13 +129,13 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
-    """Shows the ring: its lanes, the episodes in them, and where each is written next.
+    """Plots the ring: its lanes, their episodes, and each lane's write cursor.
 
-    Neighbouring episodes have different colours. Unless there are too many to tell apart, their last
-    rows are marked: by a line where they ended, by dots where they were cut or are running.
+    Neighbouring episodes have different colours. Unless there are too many, the end of each is marked:
+    by a solid line if it ended, by a dotted one if it was cut or is running.
 
     Args:
-        storage: any, of any number of lanes.
+        storage: any storage, with any number of lanes.
         ax: where to draw; None makes a figure.
 
     Raises:
@@ -206,16 +206,16 @@ def plot_episode(
     most: int = 12,
     ax: Axes | None = None,
 ) -> Axes:
-    """Shows an episode, the samples of a batch that lie in it, and the goals they are seen with.
+    """Plots one episode, the samples of a batch from it, and their goals.
 
-    A line of the picture is a sample: a bar from the state it begins with to the one it leads to, over n
-    steps or the steps of a sequence, and a star at the state whose goal it has.
+    Each line of the plot is a sample: a bar from its first state to the state it leads to, over n steps
+    or the steps of a sequence, and a star at the state that its goal comes from.
 
     Args:
-        storage: that the batch was sampled from.
-        batch: its samples; the rows of a sequence are shown as one.
-        sample: number of the sample whose episode is shown; None takes the episode with the most.
-        most: samples that are shown.
+        storage: the storage that the batch was sampled from.
+        batch: the samples; the rows of a sequence count as one.
+        sample: number of the sample whose episode to plot; None takes the episode with most samples.
+        most: maximum number of samples to plot.
         ax: where to draw; None makes a figure.
 
     Raises:
@@ -235,7 +235,7 @@ def plot_episode(
     explained = storage.explain(batch)
     num_samples = batch.shape[0]
     if batch.ndim == 1 and (place := batch.get(keys.STEP_IN_SEQUENCE, None)) is not None:
-        # The rows of sequences come one after another.
+        # The rows of a sequence are consecutive.
         num_samples //= int(place.max()) + 1
     columns = {
         name: _array(column).reshape(num_samples, -1) for name, column in explained.columns.items()
@@ -254,7 +254,7 @@ def plot_episode(
     if len(order) > most:
         picked = np.linspace(0, len(order) - 1, most).round().astype(np.int64)
         if sample is not None:
-            # It takes the place of the one that is nearest.
+            # Replace the nearest pick by the requested sample.
             at = np.flatnonzero(which[order] == sample)[0]
             picked[np.abs(picked - at).argmin()] = at
         order = order[picked]
@@ -286,11 +286,11 @@ def plot_episode(
 
 
 def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the states that each sample begins with and leads to."""
+    """Returns the steps at which each sample begins and ends."""
     step = shown["step"]
     steps = shown.get("steps", np.ones_like(step))
     valid = shown.get("valid", np.ones_like(step, bool))
-    # Rows of other episodes, as of a stream that goes on, have steps of their own.
+    # Ignore rows of other episodes, as in sequences that cross episodes.
     valid = valid & (shown["episode"] == shown["episode"][:, :1])
     begin = np.where(valid, step, step.max() + 1).min(1)
     end = np.where(valid, step + steps, -1).max(1)
@@ -319,7 +319,7 @@ def _draw_samples(
     for mask, text in ((~relabelled, "stored goal"), (outside, "goal of another episode")):
         for line in lines[mask]:
             first, last = begin[order[line]], end[order[line]]
-            # On the side where there is more room.
+            # Put the label on the side with more room.
             is_right = 2 * (first + last) < 3 * shown["length"][0, 0]
             ax.annotate(
                 text,
@@ -339,11 +339,11 @@ def _check(storage: Any) -> None:
 
 
 def _axes(what: str, ax: Any, size: tuple[float, float]) -> Axes:
-    """Returns where to draw.
+    """Returns the given Axes, or those of a new figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: it is no Axes.
+        TypeError: `ax` is not an Axes.
     """
     try:
         from matplotlib import pyplot
@@ -358,7 +358,7 @@ def _axes(what: str, ax: Any, size: tuple[float, float]) -> Axes:
 
 
 def _legend(ax: Axes) -> None:
-    """Says above the picture what the marks are, where they hide nothing."""
+    """Puts the legend above the plot, where it hides nothing."""
     ax.legend(
         loc="lower right",
         bbox_to_anchor=(1, 1),

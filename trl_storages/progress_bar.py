@@ -1,4 +1,4 @@
-"""A bar that shows how far a long loop has come."""
+"""A progress bar for long loops."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Item = TypeVar("Item")
 
 
 def tracker(what: str, show: bool) -> Callable[[Iterable[Item]], Iterable[Item]]:
-    """Returns a function that wraps an iterable, to show a bar while it is walked.
+    """Returns a function that wraps an iterable in a progress bar.
 
     Args:
-        what: stands before the bar.
+        what: label of the bar.
         show: whether to show it.
 
     Raises:
-        ImportError: tqdm is not installed, and a bar is wanted.
+        ImportError: `show` is True, but tqdm is not installed.
     """
     if not show:
         return lambda items: items

@@ -72,7 +72,7 @@ _COUNT = partial(arguments.integer, at_least=1)
 
 
 class RowOptions(TypedDict, total=False):
-    """Keywords of all ready-made storages; `UniformReplayStorage` says what each does."""
+    """Options of all ready-made storages; `UniformReplayStorage` documents each."""
 
     storage_size: Annotated[int, Option(1_000_000, arguments.integer)]
     num_envs: Annotated[int, Option(1, _COUNT)]
@@ -84,7 +84,7 @@ class RowOptions(TypedDict, total=False):
     prefetch: Annotated[int, Option(0, arguments.integer)]
     seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
-    # Keys are `Any`: to type checkers a `dict[str, ...]` is no `Mapping[NestedKey, ...]`.
+    # Keys are `Any`, as type checkers do not accept a `dict[str, ...]` as `Mapping[NestedKey, ...]`.
     extra_fields: Annotated[
         Mapping[Any, tuple[torch.dtype, Sequence[int]]], Option({}, _extra_fields)
     ]
@@ -98,7 +98,7 @@ class RowOptions(TypedDict, total=False):
 
 
 class Options(RowOptions, total=False):
-    """Further keywords of those that draw single rows: how rows are drawn and shown."""
+    """Further options of storages that draw single rows: sampling and transforms."""
 
     n_step: Annotated[int, Option(1, NStep.n_steps.check)]
     discount: Annotated[float, Option(0.99, NStep.gamma.check)]
@@ -111,7 +111,7 @@ class Options(RowOptions, total=False):
     sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
 
 
-#: Option -> the option that it needs, and the value that turns that one off.
+#: Option -> the option it requires, and the value that turns that one off.
 _NEEDED = {
     "beta": ("alpha", 0),
     "normalize": ("alpha", 0),
@@ -119,7 +119,7 @@ _NEEDED = {
     "c_min": ("eta", 1),
 }
 
-#: What `ReplayStorage` is made of.
+#: The parts of a `ReplayStorage`.
 _PARTS = ("recorder", "sampler", "storage", "transform", "writer")
 
 #: All options by name.
@@ -130,17 +130,16 @@ OPTIONS: dict[str, Option] = {
 
 
 def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any]:
-    """Returns all options, checked.
+    """Returns all options, with defaults filled in and checked.
 
     Args:
-        made: what is made.
-        given: those that were given.
-        defaults: of what is made, where they differ from those of all.
+        made: the class being constructed.
+        given: the options that were passed.
+        defaults: the class's own defaults.
 
     Raises:
-        TypeError: there is no such option; the message says what to write instead. Or one is of another
-            kind than it must be.
-        ValueError: one is out of its range, or does nothing without another one.
+        TypeError: an option is unknown (the message says what to write instead) or has the wrong type.
+        ValueError: an option is out of range, or has no effect without another one.
     """
     names = [*signature(made).parameters]
     if useless := [name for name in given if name in OPTIONS and name not in names]:
@@ -158,7 +157,7 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
     checks = {name: option.check for name, option in OPTIONS.items()}
     every = checked(made.__name__, every, checks, names)
     for name, (switch, off) in _NEEDED.items():
-        # Nothing to say to those who turn the other one off themselves.
+        # No error if the caller explicitly turned the other one off.
         if name in given and switch not in given and every[switch] == off:
             raise ValueError(
                 f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "
@@ -168,7 +167,7 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
 
 
 def with_options(shown: Signature, options: type[RowOptions], defaults: RowOptions) -> Signature:
-    """Returns a signature with the options in the place of its `**options`."""
+    """Replaces `**options` in a signature by the individual options."""
     hints, changed = get_type_hints(options), {**defaults}
     parameters = []
     for parameter in shown.parameters.values():

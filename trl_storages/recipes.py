@@ -1,7 +1,7 @@
 """Ready-made storages: choose one, give it the spaces of an environment, write and sample.
 
-Each is a `ReplayStorage` over packed rows. Those that draw single rows differ in their defaults only:
-every option works in each of them, alone and together. One that draws whole episodes has fewer.
+Each is a `ReplayStorage` over packed rows. Those that draw single rows differ only in their defaults:
+each supports every option, in any combination. The one that draws whole episodes has fewer options.
 """
 
 from __future__ import annotations
@@ -58,61 +58,59 @@ __all__ = [
 class UniformReplayStorage(ReplayStorage):
     """Stores transitions of an environment and draws them uniformly.
 
-    The spaces fix the layout of the rows, so that a first write that does not fit is an error. Stored
-    are the observation (the entries of a dict space under their own names, any other space as
+    The spaces fix the layout of the rows, so even a first write that does not fit raises. Stored are
+    the observation (the entries of a dict space under their own names, any other space as
     `observation`) at the root and under `next`, `action`, and `reward`, `done`, `terminated` and
-    `truncated` under `next`. Further entries that a collector or a policy adds are left out.
+    `truncated` under `next`. Further entries added by a collector or policy are dropped.
 
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: transitions in total, over all environments.
-        num_envs: E, environments that are recorded side by side, those of all workers together.
-        batch_size: B, transitions a sample.
-        device: where batches arrive. The rows live there too, unless `path` is given.
-        path: directory of memory-mapped rows, which outlive the process; if it holds some, writing
-            and sampling go on where they were, and TorchRL's logger says so; `empty()` forgets them. None
+        storage_size: total number of transitions, over all environments.
+        num_envs: E, number of environments recorded in parallel, over all workers.
+        batch_size: B, transitions per batch.
+        device: device of the batches. The rows are there too, unless `path` is given.
+        path: directory of memory-mapped rows, which outlive the process; if it holds rows, writing and
+            sampling continue from them, which TorchRL's logger reports; `empty()` removes them. None
             keeps rows in memory.
-        n_step: n of the n-step returns; 1 shows transitions as they are.
+        n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
-        alpha: how strongly priorities count; 0 draws without priorities.
-        beta: how far importance weights correct for priorities. It needs `alpha` above 0, as do the two
-            that follow.
+        alpha: priority exponent; 0 draws without priorities.
+        beta: exponent of the importance weights. It requires `alpha` above 0, as do the next two.
         normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
-        eps: what is added to priorities, so that rows without error stay drawable.
+        eps: added to priorities, so that rows with priority 0 stay drawable.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
-        c_min: the smallest window of recent rows. It needs `eta` below 1.
-        prefetch: batches that are drawn ahead, in threads.
-        seed: seed of the draws; None follows torch's default generator.
+        c_min: the smallest window of recent rows. It requires `eta` below 1.
+        prefetch: number of batches to draw ahead in a background thread.
+        seed: seed of the draws; None uses torch's default generator.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
         extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
             log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
             it. That of `("next", "reward")` is in the place of (float32, [1]).
-        frame_stack: k, where observations are stacks of the k newest frames along their first or last
-            dimension: each frame is stored once, and batches have the stacks. A mapping from key to
-            `FrameStack` says which they are, and how an episode begins (by its first frame repeated,
-            unless said otherwise).
-        share_next: whether next observations are stored once, as the observations of the rows that
-            follow: little more than half the memory, for batches that are the same. Collectors may
-            leave them out then (`compact_obs=True`), which loses those that end episodes.
-        sample_unit: what a drawn row grows into, such as `EpisodeSequence`; None leaves it a row.
+        frame_stack: k, if observations are stacks of the k newest frames along their first or last
+            dimension: each frame is stored once, and batches contain the stacks. A mapping from key to
+            `FrameStack` selects the entries and how an episode begins (by default, its first frame is
+            repeated).
+        share_next: whether to store next observations only as the observations of the following rows:
+            little more than half the memory, for identical batches. Collectors may then omit them
+            (`compact_obs=True`), which loses the final observations of episodes.
+        sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
-            that reset their environments by themselves.
-        on_gap: "warn" once of a step that does not begin with the observation that the step before it
-            in its lane led to, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
+            that reset their environments themselves.
+        on_gap: what to do if a step's observation is not the next observation of the previous step in
+            its lane: "warn" once, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
 
     `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
-    `num_goals` and `strategy`, read and set what its parts have, for the next batch that is drawn; with
-    `prefetch` so many are drawn already.
+    `num_goals` and `strategy`, read and set the parameters of its parts, from the next draw on; batches
+    already prefetched keep the old values.
 
     Raises:
-        ValueError: `storage_size` is smaller than `num_envs`, or an option is out of its range, or does
-            nothing without another one, or a field has a name that sampling sets in batches, such as
+        ValueError: `storage_size` is smaller than `num_envs`; an option is out of range, or has no
+            effect without another one; or a field has a name that sampling sets in batches, such as
             `index`.
-        TypeError: a space is of a kind that rows cannot hold, an option of another one than it must
-            be, or there is no such option.
+        TypeError: a space is not supported, or an option is unknown or has the wrong type.
 
     >>> import gymnasium, trl_storages
     >>> env = gymnasium.make("CartPole-v1")
@@ -157,7 +155,8 @@ class UniformReplayStorage(ReplayStorage):
             observation_space: as in the constructor.
             action_space: as in the constructor.
             given: all options, checked.
-            goals: what draws goals, and what writes them; None shows those that are stored.
+            goals: the sampler that draws goals and the transform that writes them; None keeps stored
+                goals.
         """
         for name, space in (
             ("observation_space", observation_space),
@@ -174,7 +173,7 @@ class UniformReplayStorage(ReplayStorage):
                 f"num_envs={num_envs}; got {storage_size}."
             )
         fields = transition_fields(observation_space, action_space, info_keys)
-        # Of infos without a space the first write says more.
+        # The layout of infos without a space is fixed by the first write.
         infos = arguments.keys("info_keys", info_keys)
         stored = {**dict.fromkeys(infos), **fields}
         further = given["extra_fields"]
@@ -183,7 +182,7 @@ class UniformReplayStorage(ReplayStorage):
         stored |= further
         for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
             stored[key] = (*fields[key], stack)
-        # An info may be stored at the root and under `next`, and is the same at both.
+        # Infos are no observations: stored at the root and under `next`, they have the same value.
         observations = keys.continued_keys([key for key in fields if key not in infos])
         infos += [key for key in further if key != keys.REWARD]
         fields |= further
@@ -235,16 +234,16 @@ class UniformReplayStorage(ReplayStorage):
 
     @classmethod
     def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
-        """Makes a storage of an environment: of its spaces, and of how many it is.
+        """Makes a storage for an environment, from its spaces and number of environments.
 
         Args:
-            env: gymnasium's, alone or a vector of them, whose `autoreset_mode` is taken as well; or
-                TorchRL's, which may be several.
-            **options: as in the constructor. `reward_fn` of hindsight is given, as it may be a
-                function of one's own.
+            env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well;
+                or a TorchRL environment, batched or not.
+            **options: as in the constructor. `reward_fn` for hindsight must be passed, as it may be a
+                custom function.
 
         Raises:
-            TypeError: it is no environment, or there is no such option.
+            TypeError: it is not an environment, or an option is unknown.
             ValueError: as in the constructor.
 
         >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
@@ -278,7 +277,7 @@ class UniformReplayStorage(ReplayStorage):
 
 
 class NStepReplayStorage(UniformReplayStorage):
-    """Shows transitions over n steps, 3 unless said otherwise.
+    """Samples n-step transitions, with n = 3 by default.
 
     Args:
         observation_space: as in `UniformReplayStorage`.
@@ -301,7 +300,7 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     Args:
         observation_space: as in `UniformReplayStorage`.
         action_space: as in `UniformReplayStorage`.
-        alpha: how strongly priorities count.
+        alpha: priority exponent.
         **options: as in `UniformReplayStorage`.
 
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
@@ -319,7 +318,7 @@ class PrioritizedReplayStorage(UniformReplayStorage):
 
 
 class EREReplayStorage(UniformReplayStorage):
-    """Emphasises recent experience, within phases of updates.
+    """Emphasises recent experience within phases of updates; see `ERESampler`.
 
     Args:
         observation_space: as in `UniformReplayStorage`.
@@ -341,15 +340,14 @@ class EREReplayStorage(UniformReplayStorage):
 class EpisodeReplayStorage(UniformReplayStorage):
     """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
 
-    Episodes are drawn uniformly and shown as they are stored, so it has none of the options that single
-    rows are drawn and shown by: `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`
-    and `sample_unit`.
+    Episodes are drawn uniformly and returned as stored, so the options for single rows do not apply:
+    `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min` and `sample_unit`.
 
     Args:
         observation_space: as in `UniformReplayStorage`.
         action_space: as in `UniformReplayStorage`.
-        batch_size: episodes a sample.
-        **options: those of `UniformReplayStorage` that are not named above.
+        batch_size: episodes per batch.
+        **options: those of `UniformReplayStorage` that are not listed above.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
@@ -380,13 +378,13 @@ class EpisodeReplayStorage(UniformReplayStorage):
         """Writes steps, such as a whole episode.
 
         Raises:
-            ValueError: there are more steps than a lane has room for, so that no episode among them
-                could stay whole. Nothing is written then.
+            ValueError: there are more steps than a lane can hold, so an episode among them might not
+                stay whole. Nothing is written then.
         """
         tensordicts = self._steps(tensordicts)
         steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
         if len(tensordicts.batch_size) == 1 and lanes is None:
-            # One step of each lane, or trajectories that are shared out among them.
+            # One step per lane, or trajectories that are distributed among the lanes.
             steps = -(-steps // self.episodes.num_envs)
         if steps > room:
             raise ValueError(
@@ -396,7 +394,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
         return super().extend(tensordicts, lanes=lanes, update_priority=update_priority)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Returns whether an episode is there to be sampled: finished, and stored whole."""
+        """Returns whether a finished episode is stored whole."""
         if not super().can_sample(batch_size):
             return False
         with self._replay_lock, self._write_lock:
@@ -416,10 +414,10 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
 
 class HERReplayStorage(UniformReplayStorage):
-    """Stores transitions of a goal environment and shows most of them with a goal that was reached.
+    """Hindsight experience replay: relabels most sampled transitions with an achieved goal.
 
     Args:
-        observation_space: a dict space with `achieved_goal` and `desired_goal`, or such a spec.
+        observation_space: a dict space or spec with `achieved_goal` and `desired_goal`.
         action_space: as in `UniformReplayStorage`.
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`, as in
             `GoalRelabel`; `gym_reward(env)` for the environment's own.
@@ -427,7 +425,7 @@ class HERReplayStorage(UniformReplayStorage):
         goal_selection_strategy: "future", "final", "episode", "random", "geometric" or "current", or a
             mixture such as `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are
             discounted by `discount`.
-        num_goals: k, relabelled transitions for each one as stored.
+        num_goals: k, relabelled transitions per one left as stored.
         **options: as in `UniformReplayStorage`; `transition` holds `info_keys` under the same keys.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a drawn row grows into: a segment of its episode, or of its lane.
+"""Sample units: expand a drawn row into a sequence of its episode or lane.
 
 Letters: B anchors, S rows of a sequence.
 """
@@ -27,34 +27,33 @@ _OUR_NAMES = {name: ours for ours, name in _THEIR_NAMES.items()}
 
 
 class EpisodeSequence(Sequence):  # type: ignore[misc]
-    """Takes the rows around each drawn one, without leaving its episode unless told to.
+    """Expands each drawn row into a sequence, which stays within its episode unless told otherwise.
 
-    An anchor at step t grows into the S = `burn_in + length + bootstrap` rows of steps
+    An anchor at step t becomes the S = `burn_in + length + bootstrap` rows of steps
 
         [t - burn_in, t + length + bootstrap)
 
-    in time order. A batch of B anchors becomes `[B * S]` rows, which `batch.reshape(-1, S)` tells apart
-    again. What becomes of those that the anchor's episode does not have, `boundary` says:
+    in time order. A batch of B anchors becomes `[B * S]` rows; `batch.reshape(-1, S)` separates them.
+    `boundary` decides about steps outside of the anchor's episode:
 
-    - "pad": its first or last surviving row stands for them, and `validity_mask` is False there.
-    - "fit": all S move by as little as keeps them in the episode. An episode of fewer than S rows is
-      padded: it gives up burn-in first, then bootstrap, then the last rows to learn from.
-    - "cross": the lane goes on into the episodes before and after, as Dreamer reads it. Only where it
-      has no older or newer row is it padded. `is_init` marks where another episode begins.
+    - "pad": repeats the first or last surviving row, with `validity_mask` False.
+    - "fit": shifts the sequence by as little as keeps it within the episode. An episode shorter than S
+      is padded, at the expense of burn-in first, then bootstrap, then the last learning rows.
+    - "cross": continues into the lane's previous and next episodes, as in Dreamer, and pads only where
+      the lane has no older or newer rows. `is_init` marks where another episode begins.
 
-    What the sampler said of the anchor (a priority weight, a goal) is said of each of its rows, so a
-    sequence has one goal, across episodes too. The rows are found by index: nothing is stored twice,
-    however the sequences overlap.
+    The sampler's entries for the anchor (a priority weight, a goal) are repeated for each of its rows,
+    so a sequence has one goal, even across episodes. Rows are gathered by index: overlapping sequences
+    cost no extra storage.
 
-    It does what TorchRL's `Sequence` does with `episode_boundary` "pad", "stop" and "include_reset",
-    whose names are taken too, with the same entries and `is_init`; but TorchRL's never moves for the
-    burn-in. It asks the episode index instead of searching all rows for boundaries after each write.
-    It works with several lanes and where an episode was cut, on any device, without synchronising
-    with the host.
+    Equivalent to TorchRL's `Sequence` with `episode_boundary` "pad", "stop" and "include_reset" (names
+    accepted here too), with the same entries and `is_init`; but TorchRL's never shifts for the burn-in.
+    It uses the episode index instead of searching all rows for boundaries after each write, and works
+    with several lanes and cut episodes, on any device, without synchronising with the host.
 
     Args:
         length: rows to learn from.
-        burn_in: rows before them, to warm a recurrent state up.
+        burn_in: rows before them, to warm up a recurrent state.
         bootstrap: rows after them, for targets.
         boundary: what to do at the ends of an episode: "pad", "fit" (or "stop") or "cross" (or
             "include_reset").
@@ -81,31 +80,31 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             burn_in=arguments.integer("burn_in", burn_in),
             bootstrap=arguments.integer("bootstrap", bootstrap),
         )
-        # What is said of the rows of every batch of a size, and of which: that of the last batch. One
-        # name for both, as storages that draw in threads of their own may share a unit.
+        # Cache (key, value) of entries that depend on the batch size only. Replaced as one tuple, as
+        # storages that draw in different threads may share a unit.
         self._made: tuple[tuple[Any, ...], dict[str, Tensor]] | None = None
 
     @property
     def num_steps(self) -> int:
-        """S, so that `batch.reshape(-1, unit.num_steps)` is one sequence a line."""
+        """S; `batch.reshape(-1, unit.num_steps)` has one sequence per row."""
         return self.burn_in + self.length + self.bootstrap
 
     def expand(
         self, index: Tensor, info: dict[str, Any], storage: Storage
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Grows anchors into sequences, one after another.
+        """Expands anchors into consecutive sequences.
 
         Args:
             index: `[B]` int64 slots of the anchors.
-            info: what the sampler said of them: entries `[B, ...]` are repeated for each row.
-            storage: its episode index knows the boundaries.
+            info: the sampler's info; entries `[B, ...]` are repeated for each row.
+            storage: a storage with an episode index.
 
         Returns:
             `[B * S]` int64 slots, and the info with, for each of them, `anchor_index`, the slot of
             the row that was drawn; `sequence_id` in 0 .. B - 1; `step_in_sequence` in 0 .. S - 1;
-            `validity_mask`, whether it is a row of its own and no repetition; `learning_mask`,
-            whether it is one of the `length` rows behind the burn-in; and `is_init`, `[B * S, 1]`,
-            whether its episode begins with it, as TorchRL's recurrent modules read it.
+            `validity_mask`, False for padding; `learning_mask`, whether it is one of the `length` rows
+            after the burn-in; and `is_init`, `[B * S, 1]`, whether its episode begins with it, as read
+            by TorchRL's recurrent modules.
 
         Raises:
             RuntimeError: `storage` has no episode index.
@@ -127,29 +126,28 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     def targets(
         self, batch: TensorDictBase, values: Tensor, *, discount: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns what the values of the rows to learn from are learnt towards, and where that is known.
+        """Computes the value targets of the learning rows, and a mask of where they are known.
 
             y_t = R_t + γ^m V_{t+m},   or R_t where the m steps end in a terminal state
 
         R_t is the reward of a row and m its `steps_to_next_obs`, 1 without n-step returns. V_{t+m} is
-        found in the sequence itself, so a recurrent network runs over each row once. It is not known
-        where row t+m lies beyond the sequence (as where `bootstrap` is below m), is padding, or belongs
-        to another episode.
+        taken from the sequence itself, so a recurrent network runs over each row once. It is unknown
+        where row t+m is beyond the sequence (as when `bootstrap` is below m), is padding, or belongs to
+        another episode.
 
         Args:
             batch: as sampled, `[B * S]`, or `[B, S]`.
-            values: V, `[B, length + bootstrap]`, of the observations of the rows behind the burn-in. Of a
-                double Q-learner: what the target network gives the actions that the network prefers.
-            discount: γ in [0, 1], that of the n-step returns.
+            values: V, `[B, length + bootstrap]`, of the observations of the rows after the burn-in. For
+                double Q-learning: the target network's values of the online network's greedy actions.
+            discount: γ in [0, 1], as in the n-step returns.
 
         Returns:
-            y, `[B, length]`; and a mask, `[B, length]`, False where V is not known or the row itself is
+            y, `[B, length]`; and a mask, `[B, length]`, False where V is unknown or the row itself is
             padding.
 
         Raises:
-            KeyError: the batch has no rewards, or is not one of sequences.
-            ValueError: `values` is not of the shape that the batch asks for, or the batch not of this
-                unit.
+            KeyError: the batch has no rewards, or does not hold sequences.
+            ValueError: the shape of `values` does not fit the batch, or the batch is not of this unit.
 
         Reference: Kapturowski et al. 2019 (R2D2), section 2.3.
         """
@@ -171,17 +169,17 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         reward, is_over, steps = (column[:, : self.length] for column in (reward, is_over, steps))
         after = torch.arange(self.length, device=steps.device) + steps
         is_inside, after = after < values.shape[1], after.clamp(max=values.shape[1] - 1)
-        # Rows of one episode have seen equally many begin.
+        # Counting beginnings numbers the episodes within a sequence.
         episode = begins.cumsum(1)
         is_there = is_inside & is_valid.gather(1, after)
         is_there &= episode.gather(1, after) == episode[:, : self.length]
         to_come = discount**steps * values.gather(1, after)
-        # where, not a product: a value of a row that is not there may be NaN.
+        # `where`, not a product: values of rows outside may be NaN.
         target = reward + torch.where(is_there & ~is_over, to_come, 0)
         return target, is_valid[:, : self.length] & (is_over | is_there)
 
     def _behind_burn_in(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
-        """Returns an entry of one number a row as `[B, length + bootstrap]`."""
+        """Returns an entry of one number per row as `[B, length + bootstrap]`, without the burn-in."""
         column = batch.get(key, None)
         if column is None:
             raise KeyError(
@@ -195,7 +193,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         return column.reshape(-1, self.num_steps)[:, self.burn_in :]
 
     def _numbers(self, num_anchors: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns what does not depend on the anchors, as it was if the last batch needed the same."""
+        """Returns the entries that do not depend on the anchors, cached from the last batch."""
         made_for = (num_anchors, device, self.burn_in, self.length, self.bootstrap)
         if (made := self._made) is not None and made[0] == made_for:
             return made[1]
@@ -219,7 +217,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
 
 def _repeat(value: Any, num_steps: int) -> Any:
-    """Says of each row what `value` says of its anchor; a value without dimension is left alone."""
+    """Repeats each anchor's value for its rows; non-tensors and scalars are returned unchanged."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     return value.unsqueeze(1).expand(-1, num_steps, *value.shape[1:]).flatten(0, 1)

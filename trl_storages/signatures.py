@@ -1,4 +1,4 @@
-"""How classes show themselves where their bases in TorchRL hide it: constructors, and attributes."""
+"""Explicit constructor signatures and checked attributes for subclasses of TorchRL classes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 
 
 class Setting(Generic[Value]):
-    """An attribute that is checked when it is set, and may be set at any time.
+    """An attribute that is checked whenever it is set.
 
     Args:
-        check: `(name, value) -> what is meant`, or raises.
-        doc: what it is.
-        then: called with the object when another value has come in the place of the first one.
+        check: `(name, value) -> normalised value`, or raises.
+        doc: the docstring.
+        then: called with the object after the value has changed; not for the initial value.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Setting(Generic[Value]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    # The value lies in the object under its own name, where Python finds it without asking.
+    # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
     if TYPE_CHECKING:
 
         @overload
@@ -62,9 +62,9 @@ class Setting(Generic[Value]):
 
 
 def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Makes a `__repr__` one that never raises, such as that of an object whose constructor raised.
+    """Makes a `__repr__` that never raises, even if the object's constructor did.
 
-    Debuggers, and Ray where it reports why an actor could not be made, show objects in any state.
+    Debuggers, and Ray when it reports a failed actor, print objects in any state.
     """
 
     @wraps(show)
@@ -78,19 +78,19 @@ def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 class Sealed:
-    """Takes no new attributes once it is made, so that none can be misspelt when it is set.
+    """Rejects new attributes after construction, so that misspelt ones raise.
 
-    A subclass names its own in its constructor. The parameters of that are shown by `help()` and
-    `inspect.signature`, where TorchRL's classes are made by functions that take `*args, **kwargs`.
+    A subclass sets its own attributes in its constructor. `help()` and `inspect.signature` show the
+    constructor's parameters, where TorchRL's classes only show `*args, **kwargs`.
     """
 
-    #: Said to whoever gives the constructor arguments too many, or not enough.
+    #: Added to the error if the constructor is called with wrong arguments.
     _made_by: ClassVar[str] = ""
     _is_sealed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Who has no constructor has nothing to name in it.
+        # Without a constructor there is nothing to wait for.
         cls._is_sealed = cls.__init__ is object.__init__
         if not cls._is_sealed:
             cls.__init__ = _sealing(cls.__init__)  # type: ignore[method-assign]
@@ -115,18 +115,18 @@ class Sealed:
 
 
 def _sealing(make: Callable[..., None]) -> Callable[..., None]:
-    """Makes a constructor one that seals, and that says how it is called where it was called wrong."""
+    """Wraps a constructor to seal the object, and to add usage help to errors of wrong arguments."""
 
     @wraps(make)
     def made(part: Any, *args: Any, **options: Any) -> None:
         kind = type(part)
         if kind.__init__ is not made:
-            make(part, *args, **options)  # the constructor of a subclass goes on
+            make(part, *args, **options)  # called by a subclass's constructor, which seals later
             return
         try:
             make(part, *args, **options)
         except TypeError as error:
-            # Python's own names what was called.
+            # Python's message starts with the name of the function that was called wrongly.
             ours = {f"{base.__qualname__}.__init__()" for base in kind.__mro__}
             if not kind._made_by or str(error).split(" ")[0] not in ours:
                 raise
@@ -137,9 +137,9 @@ def _sealing(make: Callable[..., None]) -> Callable[..., None]:
 
 
 class SealedStorage(Sealed):
-    """A replay buffer that is `Sealed`, and whose methods can't be called as in other libraries."""
+    """A `Sealed` replay buffer that names the right method for names from other libraries."""
 
-    # Type checkers would take any attribute then.
+    # Hidden from type checkers, which would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -147,5 +147,5 @@ class SealedStorage(Sealed):
                 raise AttributeError(
                     f"{type(self).__name__} has no attribute {name!r}: it is {METHOD_NAMES[name]} here."
                 )
-            # A name that nobody knows; or a property raised this, and does so again.
+            # An unknown name, or a property that raised AttributeError and does so again.
             return object.__getattribute__(self, name)

@@ -1,9 +1,9 @@
-"""Samplers and sample units of TorchRL's own, over rows that lie in lanes.
+"""Runs TorchRL's own samplers and sample units over rows in lanes, or rejects them.
 
-They take the slots below the length of a storage for its rows, and the next slot for the next step. In a
-ring of one lane that is so. With several, neighbours belong to different environments, and where lanes
-hold unequally many rows, some of the first slots hold none. What can be made right is shown the storage
-in another light here; the rest is refused, with the part of this package to use.
+They assume that the rows occupy the first slots and that the next step is in the next slot. That holds
+for a ring of one lane. With several, neighbouring slots belong to different environments, and while
+lanes are filled unequally, some of the first slots are empty. Parts that can be adapted are adapted
+here; the others are rejected with an error that names the part of this package to use.
 
 Letters: B batch, E lanes (environments).
 """
@@ -52,7 +52,7 @@ _USE_SEQUENCES = (
 )
 _USE_SINGLE_ROWS = "pass UniformSampler(), or PERSampler(capacity) for priorities"
 
-#: What TorchRL's parts ask of the rows, by the first class here that they are of.
+#: What TorchRL's parts assume about the rows; the first matching class decides.
 _ASKED: dict[type, str] = {
     ConsumingSampler: "to be consumed",
     SamplerEnsemble: "several storages",
@@ -69,14 +69,14 @@ _ASKED: dict[type, str] = {
 
 
 def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
-    """Returns what a part asks of the rows; None of one that TorchRL did not write."""
+    """Returns what a part assumes about the rows; None if it is not TorchRL's."""
     method = getattr(part, "sample", None) or getattr(part, "expand", None)
     if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
     return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
 
 
-# What does not depend on the rows: checked where parts meet.
+# Checks that do not depend on the rows, made when parts are combined.
 
 
 def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = None) -> None:
@@ -163,11 +163,11 @@ def _buffers(storage: Storage) -> Iterator[ReplayBuffer]:
     return (buffer for buffer in storage._attached_entities if isinstance(buffer, ReplayBuffer))
 
 
-# What depends on the rows: checked with each draw.
+# Checks that depend on the rows, made at each draw.
 
 
 class _Seen:
-    """What TorchRL's samplers of single rows ask of a storage, with another length."""
+    """A stand-in storage for TorchRL's single-row samplers, with a different length."""
 
     ndim = 1
 
