@@ -76,14 +76,14 @@ def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
     return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
 
 
-# Checks that do not depend on the rows, made when parts are combined.
+# Checks that do not depend on the rows: done when parts are combined.
 
 
 def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = None) -> None:
-    """Checks that a sampler with those below it, or a sample unit, can be right over lanes.
+    """Checks that a sampler (with its base samplers) or a sample unit can work correctly over lanes.
 
     Args:
-        part: anybody's; only TorchRL's own are looked at.
+        part: any sampler or unit; only TorchRL's own are checked.
         num_envs: E.
         storage: holds the rows; None if it is not known.
 
@@ -111,7 +111,7 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
             f"of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
         )
-    # A fragmented sampler asks each row for its trajectory and its step.
+    # A fragmented sampler reads the trajectory and step of each row.
     if num_envs > 1 and asked == "neighbours" and not getattr(part, "fragmented", False):
         raise ValueError(
             f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie "
@@ -136,15 +136,15 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
 
 
 def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> None:
-    """Checks that nobody but `ReplayStorage`s register a writer with the storage it writes to.
+    """Checks that only `ReplayStorage`s registered a writer with the storage it writes to.
 
     Args:
-        storage: where it writes to.
-        writer: the one.
+        storage: the storage it writes to.
+        writer: the writer to check.
         num_registered: how often it was registered with this storage.
 
     Raises:
-        ValueError: TorchRL's `ReplayBufferEnsemble` does.
+        ValueError: TorchRL's `ReplayBufferEnsemble` registered it too.
     """
     owners = [
         buffer
@@ -163,7 +163,7 @@ def _buffers(storage: Storage) -> Iterator[ReplayBuffer]:
     return (buffer for buffer in storage._attached_entities if isinstance(buffer, ReplayBuffer))
 
 
-# Checks that depend on the rows, made at each draw.
+# Checks that depend on the rows: done at each draw.
 
 
 class _Seen:
@@ -180,11 +180,11 @@ class _Seen:
 
 
 def size_of_draw(storage: Storage, batch_size: int) -> int:
-    """Returns B, if a storage has rows to draw.
+    """Checks that a storage has rows to draw, and returns B.
 
     Raises:
-        RuntimeError: it is empty.
-        TypeError, ValueError: it is no storage, or B is below 1.
+        RuntimeError: the storage is empty.
+        TypeError, ValueError: it is not a storage, or B is below 1.
     """
     # Anything with an episode index and a length will do.
     if known_episodes(storage) is None:
@@ -197,10 +197,10 @@ def size_of_draw(storage: Storage, batch_size: int) -> int:
 
 
 def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-    """Draws with any sampler, from the live rows whatever the fill of each lane.
+    """Draws live rows with any sampler, however full each lane is.
 
     Args:
-        sampler: anybody's.
+        sampler: any sampler, TorchRL's or not.
         storage: holds the rows, and their episode index if there is one.
         batch_size: B.
 
@@ -209,8 +209,8 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
 
     Raises:
         ValueError: as `check_part`.
-        RuntimeError: the rows are such that the sampler would join episodes, or draw slots without a
-            row. The message names what to use instead.
+        RuntimeError: with the rows as they are, the sampler would join episodes or draw empty slots.
+            The message names what to use instead.
     """
     if (asked := _asked_by(sampler)) is None:
         return sampler.sample(storage, batch_size)
@@ -237,10 +237,10 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
 
 
 def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
-    """Numbers the live slots so that only a lane that grows changes the numbers.
+    """Maps ranks to live slots, by a numbering that changes only when a lane grows.
 
     Args:
-        episodes: knows how many rows each lane holds.
+        episodes: gives the number of rows in each lane.
         ranks: `[B]` int64, below the number of live rows.
 
     Returns:
@@ -248,7 +248,7 @@ def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
     """
     fill, lanes = torch.sort(episodes.fill, stable=True)
     num_envs = episodes.num_envs
-    # Level j holds the places that exactly the j emptiest lanes have no row at.
+    # Level j holds the places at which exactly the j emptiest lanes have no row.
     first_place = torch.cat([fill.new_zeros(1), fill[:-1]])
     width = num_envs - torch.arange(num_envs, device=fill.device)
     size = (fill - first_place) * width
@@ -256,18 +256,18 @@ def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
     level = torch.searchsorted(end, ranks, right=True)
     offset = ranks - (end - size)[level]
     lane = lanes[num_envs - 1 - offset % width[level]]
-    # A lane that is not full begins with its tail, which does not move before it is.
+    # A lane that is not full begins at its tail, which does not move until the lane is full.
     start = torch.where(episodes.fill < episodes.ring_steps, episodes.tails, 0)
     place = start[lane] + first_place[level] + offset // width[level]
     return place % episodes.ring_steps * num_envs + lane
 
 
 def check_draws(storage: Any, writer: Writer) -> None:
-    """Checks what a buffer draws that hands its sampler the storage as it is, as TorchRL's own do.
+    """Checks the draws of buffers that pass the storage straight to their sampler, as TorchRL's own do.
 
     Args:
         storage: written by an `EpisodeWriter`.
-        writer: the one; buffers that have another are left alone, and those that call `draw`.
+        writer: that writer; buffers with another one are skipped, as are those that call `draw`.
 
     Raises:
         ValueError: as `check_part`.
@@ -282,8 +282,8 @@ def check_draws(storage: Any, writer: Writer) -> None:
         _check_sequences(unit, storage)
         if (asked := _asked_by(sampler)) is None:
             continue
-        # A PackedStorage draws for the one itself, and the other sees all slots of a storage whose
-        # length is that of its longest lane.
+        # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
+        # length is that of the longest lane, an "a length" sampler sees all slots.
         if asked != ("any slot" if isinstance(storage, PackedStorage) else "a length"):
             _check_level(sampler, episodes)
         if asked == "neighbours":
@@ -302,12 +302,12 @@ def _check_level(sampler: Sampler, episodes: EpisodeIndex) -> None:
 def expand(
     unit: SampleUnit, index: Any, info: dict[str, Any], storage: Storage
 ) -> tuple[Any, dict[str, Any]]:
-    """Expands drawn rows by any sample unit, within their episodes.
+    """Expands drawn rows with any sample unit, within their episodes.
 
     Args:
-        unit: anybody's.
+        unit: any sample unit, TorchRL's or not.
         index: `[B]` slots.
-        info: what the sampler said of them.
+        info: what the sampler returned with them.
         storage: holds the rows, and their episode index if there is one.
 
     Returns:
@@ -326,7 +326,7 @@ def expand(
 
 def _check_sequences(unit: Any, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
-    # The others cross them because they were told to.
+    # Other settings of a sequence cross episode ends on request.
     if (
         _asked_by(unit) == "neighbours"
         and unit.episode_boundary != "include_reset"
@@ -336,11 +336,11 @@ def _check_sequences(unit: Any, storage: Storage) -> None:
 
 
 def _check_slices(sampler: SliceSampler, storage: Storage, slots: torch.Tensor | None) -> None:
-    """Raises a RuntimeError if a sampler of slices does not see where the stored episodes end.
+    """Raises a RuntimeError if a slice sampler does not see where the stored episodes end.
 
     Args:
-        sampler: it has drawn, so that it knows the entries to read.
-        storage: of one lane, or of several if the sampler asks each row for its step.
+        sampler: has drawn before, so that it knows which entries to read.
+        storage: has one lane, or several if the sampler reads the step of each row.
         slots: `[B]` what was drawn; None if it is not known.
     """
     if sampler.fragmented:
@@ -353,7 +353,7 @@ def _check_slices(sampler: SliceSampler, storage: Storage, slots: torch.Tensor |
 
 
 def _check_ends(part: Any, storage: Any, traj_key: NestedKey | None, end_keys: Any) -> None:
-    """Checks that a part which reads these entries sees each end of an episode of the one lane."""
+    """Checks that a part that reads these entries sees every episode end in a storage of one lane."""
     episodes: EpisodeIndex = storage.episodes
     if not len(episodes):
         return
@@ -381,7 +381,7 @@ def _check_ends(part: Any, storage: Any, traj_key: NestedKey | None, end_keys: A
 
 
 def _check_steps(sampler: SliceSampler, storage: Any, slots: torch.Tensor) -> None:
-    """Checks that rows which follow one another by trajectory and step do so in their lane too."""
+    """Checks that rows that are consecutive by trajectory and step are consecutive in their lane too."""
     episodes: EpisodeIndex = storage.episodes
     names = sampler.traj_key, sampler.step_key
     fields = read_fields(storage, slots, names)
@@ -397,10 +397,10 @@ def _check_steps(sampler: SliceSampler, storage: Any, slots: torch.Tensor) -> No
 
 
 def mark_stored_rows(sampler: Sampler, storage: Any) -> bool:
-    """Gives the rows that are stored already a priority in TorchRL's own sampler, wherever they lie.
+    """Gives already stored rows a priority in TorchRL's own sampler, whichever slots they are in.
 
     Returns:
-        False if nobody keeps the episodes of the storage, so that it is not known where they lie.
+        False if the storage has no episode index, so that the slots of its rows are not known.
     """
     episodes = known_episodes(storage)
     if episodes is None:

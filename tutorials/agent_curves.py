@@ -1,9 +1,9 @@
-"""Draws the mean returns of `dqn.py` and `sac.py` over a run, of each seed that is kept.
+"""Draws the learning curves of `dqn.py` and `sac.py`: mean returns over a run, one line for each seed.
 
     python tutorials/dqn.py --seed 3 --results tutorials/agent_curves.jsonl   # another seed
     python tutorials/agent_curves.py                                          # draws them all
 
-Its lines are written by the two scripts.
+The two scripts write the lines of agent_curves.jsonl.
 """
 
 import argparse

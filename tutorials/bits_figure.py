@@ -1,11 +1,11 @@
 """Draws figure 1 of Andrychowicz et al. 2017: flipping n bits, with hindsight and without.
 
-    python tutorials/bits_figure.py           # makes the runs that are missing, then draws
+    python tutorials/bits_figure.py           # does the missing runs, then draws
     python tutorials/bits_figure.py --draw    # draws the finished ones
 
-An agent learns with DQN for 1,024 steps a bit, an update of 128 transitions for every four; the
-budget was chosen on a seed that is not shown. Finished runs are lines of
-`tutorials/bits_figure.jsonl`: one that was stopped is made again, and no other.
+Each agent learns with DQN for 1,024 steps per bit, with one update on 128 transitions every four steps;
+the budget was chosen on a seed that is not shown. Each finished run is a line of
+`tutorials/bits_figure.jsonl`; only runs that were interrupted are repeated.
 
 Reference: Andrychowicz et al. 2017, arXiv:1707.01495, figure 1.
 """
@@ -25,7 +25,7 @@ from options import OneLineParser, integer_from, need
 BITS = (5, 10, 15, 20, 25, 30, 35, 40)
 SEEDS = (0, 1, 2)
 STEPS_PER_BIT = 1024
-# As in the paper; and the more environments step together, the less each of their steps takes.
+# The batch size is the paper's; stepping more environments together makes each of their steps faster.
 OPTIONS = ("--batch-size=128", "--num-envs=16")
 ROW = ("BitFlipping-v0", "dqn")
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -33,7 +33,7 @@ PICTURE = Path(__file__).parent / "images" / "bits_figure.png"
 
 
 def planned(bits: Sequence[int], seeds: Sequence[int]) -> list[Run]:
-    """Returns the runs, seed by seed, so that there soon is a first curve."""
+    """Returns the runs, seed by seed, so that a first curve is complete early."""
     task = train_her.TASKS[ROW]
     return [
         Run(
@@ -53,7 +53,7 @@ def planned(bits: Sequence[int], seeds: Sequence[int]) -> list[Run]:
 
 
 def draw(finished: Mapping[Run, Mapping[str, Any]], path: Path) -> None:
-    """Draws the mean over the seeds, and each run as a point, into a PNG file."""
+    """Draws the mean over the seeds, and each run as a point, to a PNG file."""
     pyplot = need("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     for hindsight, name, style in ((True, train_her.WITH, "o-"), (False, train_her.WITHOUT, "s--")):

@@ -1,13 +1,13 @@
-"""DQN with returns of three steps, all in one file: a plain loop over vector environments.
+"""DQN with 3-step returns in a single file: a plain loop over vector environments.
 
     python tutorials/dqn.py                        # CartPole-v1, about a minute
     python tutorials/dqn.py --env Acrobot-v1 --steps 100000
     python tutorials/dqn.py --seed 1 --results tutorials/agent_curves.jsonl
 
-The storage is made of the spaces of the environments and fed by `record`; `sample` returns a
-TensorDict, here of three folded steps each. Results are added to a file as a line of JSON.
+The storage is created from the environments' spaces and filled by `record`; `sample` returns a
+TensorDict, here with three steps folded into each row. `--results` appends a line of JSON to a file.
 
-Reference: Mnih et al. 2015; Watkins 1989 for returns of several steps.
+Reference: Mnih et al. 2015; Watkins 1989 for n-step returns.
 """
 
 import argparse
@@ -30,10 +30,10 @@ NUM_ENVS = 8
 BATCH_SIZE = 128
 DISCOUNT = 0.99
 LEARNING_RATE = 1e-3
-FIRST_UPDATE = 1_000  # environment steps that are taken at random before
+FIRST_UPDATE = 1_000  # environment steps taken at random before the first update
 STEPS_PER_UPDATE = 4
 UPDATES_PER_TARGET = 100
-FIRST_EPSILON, LAST_EPSILON, EXPLORING = 1.0, 0.02, 0.4  # of the steps, while epsilon falls
+FIRST_EPSILON, LAST_EPSILON, EXPLORING = 1.0, 0.02, 0.4  # last: share of the steps
 CURVE_POINTS = 10
 
 
@@ -51,10 +51,10 @@ class QNetwork(nn.Sequential):
 
 
 def td_loss(batch: TensorDictBase, network: QNetwork, target: QNetwork) -> torch.Tensor:
-    """Compares values with folded rewards and the best value m steps on, unless there is none."""
+    """Compares values with the folded rewards plus the best value m steps later, if there is one."""
     with torch.no_grad():
         best = target(batch["next", "observation"]).amax(dim=-1, keepdim=True)
-        # Windows are shorter at ends of episodes; truncated ends still have a value, terminal ones none.
+        # Windows are shorter at episode ends; bootstrap at truncated ends, not at terminal ones.
         discount = DISCOUNT ** batch["steps_to_next_obs"]
         goes_on = ~batch["next", "terminated"]
         wanted = batch["next", "reward"] + discount * best * goes_on
@@ -63,7 +63,7 @@ def td_loss(batch: TensorDictBase, network: QNetwork, target: QNetwork) -> torch
 
 
 def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
-    """Trains an agent; returns the mean return of the last 20 episodes after so many steps."""
+    """Trains an agent; returns pairs of a step count and the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     explores = np.random.default_rng(seed)
     envs = gymnasium.make_vec(
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
     parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
     parser.add_argument("--results", type=Path, help="file that gets one more line")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # Networks as small as these gain nothing from more.
+    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
     curve = train(args.env, args.steps, args.seed)
     if args.results is not None:
         run = {"agent": "DQN", "env": args.env, "seed": args.seed, "steps": args.steps}

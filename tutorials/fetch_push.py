@@ -1,13 +1,14 @@
-"""A robot arm learns to push a block, with hindsight, from rows on disk; stopped, it goes on.
+"""A robot arm learns to push a block, with hindsight and rows on disk; an interrupted run resumes.
 
     python tutorials/fetch_push.py               # FetchPush-v4, seeds 0 and 1
-    python tutorials/fetch_push.py               # again, after it was stopped: goes on
-    python tutorials/fetch_push.py --seeds 2     # another one
-    python tutorials/fetch_push.py --draw        # only draws the finished ones
+    python tutorials/fetch_push.py               # again, after an interruption: resumes
+    python tutorials/fetch_push.py --seeds 2     # another seed
+    python tutorials/fetch_push.py --draw        # only draws the finished runs
 
-Each round plays an episode in all environments, learns by DDPG, and saves the agent. What was played is
-on disk already, and a round has a seed of its own: one that was stopped is played again just as it was,
-and a run that was killed ends like one that was not. A finished run is a line of fetch_push.jsonl.
+Each round plays one episode in every environment, trains with DDPG, and saves the agent. Recorded steps
+are already on disk, and each round has its own seed: an interrupted round is replayed identically, and a
+run that was killed gives the same result as one that was not. A finished run is a line of
+fetch_push.jsonl.
 
 Reference: Plappert et al. 2018, arXiv:1802.09464; priorities: Zhao & Tresp 2018, arXiv:1810.01363.
 """
@@ -33,11 +34,11 @@ from trl_storages import HERReplayStorage, gym_reward
 
 ENV = "FetchPush-v4"
 STEPS = 300_000
-AT_LEAST = 0.8  # of the last tests are asked to succeed; written down before the runs
+AT_LEAST = 0.8  # success rate required in the last tests; set before the runs
 NUM_ENVS, EPISODE_STEPS = 8, 50
 UPDATES_PER_ROUND, BATCH_SIZE = 100, 256
-NOISE, RANDOM_SHARE, HOLD = 0.2, 0.3, 10  # of played actions; random ones are held so many steps
-WAYS = 0.01, 0.3  # metres of a block's way that count, at least and at most
+NOISE, RANDOM_SHARE, HOLD = 0.2, 0.3, 10  # of training actions; random ones are held HOLD steps
+WAYS = 0.01, 0.3  # bounds in metres on the distance a block moved in an episode, its priority
 ROUNDS_PER_TEST, TEST_ROUNDS, LAST_TEST_ROUNDS = 50, 5, 25
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PICTURE = Path(__file__).parent / "images" / "fetch_push.png"
@@ -60,14 +61,14 @@ def episodes(envs: VectorEnv, agent: Agent, seed: int, explore: bool) -> Iterato
 
 
 def success_rate(envs: VectorEnv, agent: Agent, rounds: int) -> float:
-    """Returns the share of episodes, always the same ones, that end with the block at its goal."""
+    """Returns the share of a fixed set of episodes that end with the block at its goal."""
     seeds = [10**9 + number * NUM_ENVS for number in range(rounds)]
     last = [[*episodes(envs, agent, seed, explore=False)][-1] for seed in seeds]
     return round(float(np.mean([rewards == 0 for _, _, rewards, *_ in last])), 4)
 
 
 def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
-    """Opens the rows of a run, or makes them."""
+    """Opens the storage of a run, or creates it."""
     return HERReplayStorage.from_env(
         envs,
         reward_fn=gym_reward(gymnasium.make(ENV)),
@@ -81,21 +82,21 @@ def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
 
 
 def play(envs: VectorEnv, agent: Agent, storage: HERReplayStorage, first: int, seed: int) -> None:
-    """Plays a round, whose rows are those from `first` on."""
+    """Plays a round, whose rows begin at slot `first`."""
     ways = np.zeros(NUM_ENVS)
     for number, step in enumerate(episodes(envs, agent, seed, explore=True)):
-        # Of a round that was stopped, the first steps are there already.
+        # The first steps of an interrupted round are already stored.
         if len(storage) <= first + number * NUM_ENVS:
             storage.record(*step)
         ways += np.linalg.norm(step[-1]["achieved_goal"] - step[0]["achieved_goal"], axis=-1)
-    # Most blocks are not touched at first, and there is little to learn from these.
+    # At first most blocks are never touched, and those episodes teach little.
     priorities = torch.from_numpy(ways).clamp(*WAYS).repeat(EPISODE_STEPS)
     storage.update_priority(torch.arange(first, first + len(priorities)), priorities)
 
 
 def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
-    """Trains an agent from where `path` has it; returns how the whole run went."""
-    # In one process: with one for each environment, a step takes longer on two cores.
+    """Trains an agent, resuming from the state in `path`; returns the record of the whole run."""
+    # All in one process: on two cores, one process per environment makes a step slower.
     options = {"autoreset_mode": AutoresetMode.DISABLED}
     envs = gymnasium.make_vec(ENV, NUM_ENVS, "sync", options, max_episode_steps=EPISODE_STEPS)
     storage = make_storage(envs, steps, path / "rows")

@@ -1,6 +1,6 @@
-"""Four algorithms for goals, of TorchRL's modules and losses: DQN, DDPG, TD3 and SAC.
+"""Four goal-conditioned algorithms from TorchRL's modules and losses: DQN, DDPG, TD3 and SAC.
 
-Nothing here knows of replay, or of hindsight: a goal is one more input of each network.
+Nothing in this file depends on replay or hindsight: the goal is one more input of each network.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ INPUTS = ["observation", "desired_goal"]
 
 @dataclass
 class Agent:
-    """What a training loop needs of an algorithm, whichever it is.
+    """What a training loop needs from any of the algorithms.
 
-    `policy` acts greedily, `explorer` as it does while it collects, and the entries of `loss` whose
-    names begin with "loss" are minimised; the policy's own once in `policy_delay` updates.
+    `policy` acts greedily and `explorer` collects data. The entries of `loss` whose names begin with
+    "loss" are minimised, the policy's own only once every `policy_delay` updates.
     """
 
     policy: TensorDictModule
@@ -42,15 +42,15 @@ class Agent:
 
 
 class Network(torch.nn.Module):
-    """Two hidden layers over entries that are joined and scaled.
+    """Two hidden layers over inputs that are concatenated and standardised.
 
-    Positions of a robot differ by centimetres around a metre; a network hardly sees that until they
-    are shifted and scaled to mean 0 and deviation 1.
+    A robot's positions vary by centimetres around a metre; a network barely sees such differences until
+    they are standardised to mean 0 and standard deviation 1.
 
     Args:
-        examples: `[n, num_inputs]` values of `INPUTS`, joined; what is scaled is like these.
+        examples: `[n, num_inputs]` values of `INPUTS`, concatenated, that give mean and deviation.
         num_outputs: size of the output.
-        num_actions: size of an action that is one more input, taken as it is.
+        num_actions: size of an action that is a further input, not scaled.
     """
 
     mean: torch.Tensor
@@ -60,7 +60,7 @@ class Network(torch.nn.Module):
         super().__init__()
         actions = examples.new_zeros(num_actions)
         self.register_buffer("mean", torch.cat([examples.mean(dim=0), actions]))
-        # What hardly moves stays small, or its noise would be as large as all else.
+        # Inputs that barely vary stay small, or their noise would be scaled up to the size of the rest.
         deviation = examples.std(dim=0).clamp(min=0.01)
         self.register_buffer("deviation", torch.cat([deviation, actions + 1]))
         self.mlp = MLP(
@@ -117,12 +117,12 @@ def make_sac(examples: torch.Tensor, actions: TensorSpec) -> Agent:
         distribution_class=TanhNormal,
         distribution_kwargs={"low": actions.space.low, "high": actions.space.high},
     )
-    # With TorchRL's default, an entropy bonus of weight 1, rewards of -1 would hardly count.
+    # TorchRL's default, an entropy bonus of weight 1, would drown out rewards of -1.
     loss = SACLoss(policy, make_critic(examples, actions), action_spec=actions, alpha_init=0.1)
     return Agent(policy, policy, loss)
 
 
-# Each is made from examples `[n, num_inputs]` of `INPUTS` together, and the spec of one action.
+# Each takes examples `[n, num_inputs]` of the concatenated `INPUTS`, and the spec of one action.
 ALGORITHMS: dict[str, Callable[[torch.Tensor, TensorSpec], Agent]] = {
     "dqn": make_dqn,
     "ddpg": make_ddpg,

@@ -1,11 +1,11 @@
-"""Trains the agents of the guides at their whole budgets, on three seeds, and prints what they learnt.
+"""Trains the agents of the guides with their full budgets, on three seeds, and prints the results.
 
-    python tutorials/guide_results.py                              # makes the runs that are missing
+    python tutorials/guide_results.py                              # does the missing runs
     python tutorials/guide_results.py --table                      # only prints the table
-    python tutorials/guide_results.py --only rlpd --seeds 3 4      # another guide alone, other seeds
+    python tutorials/guide_results.py --only rlpd --seeds 3 4      # one guide only, other seeds
 
 A finished run is one line of guide_results.jsonl, with its budget and with its bound as it stood before
-the run. It is made again only where one of these has changed since.
+the run. It is repeated only if one of these has changed since.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from learning_results import versions
 from options import OneLineParser, integer_from
 
 RESULTS = Path(__file__).with_name("guide_results.jsonl")
-# What each measures after its training.
+# What each guide measures after training.
 GUIDES = {
     "offline_goals": "tests that arrive",
     "recurrent": "signs that are followed",
@@ -34,7 +34,7 @@ GUIDES = {
 
 
 def planned(guides: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns all that decides the runs, and what is asked of them."""
+    """Returns all settings that determine the runs, and their required results."""
     return [
         {
             "guide": name,
@@ -52,9 +52,9 @@ def planned(guides: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]
 
 
 def make(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains an agent; returns how it went."""
+    """Trains an agent; returns the record of the run."""
     guide = importlib.import_module(run["guide"])
-    # Time on a processor: it hardly depends on what else the machine does.
+    # CPU time, since it hardly depends on the load of the machine.
     start = time.process_time()
     result = guide.train(run["agent"], run["seed"], guide.Budget())
     seconds = round(time.process_time() - start)
@@ -79,7 +79,7 @@ def finished_run(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def of_run(run: Mapping[str, Any], finished: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the finished run of the same settings, the last of equal ones."""
+    """Returns the finished run with the same settings, the latest if there are several."""
     same = (record for record in reversed(finished) if run.items() <= record.items())
     return next(same, None)
 
@@ -90,7 +90,7 @@ def make_missing(
     make: Callable[[Mapping[str, Any]], dict[str, Any]],
     path: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Makes those of the runs that are not finished; keeps each as one more line, and yields it."""
+    """Does the runs that are not finished; appends each to the file as a line, and yields it."""
     torch.set_num_threads(1)
     for run in runs:
         if of_run(run, finished) is None:
@@ -101,13 +101,13 @@ def make_missing(
 
 
 def meets(record: Mapping[str, Any]) -> bool:
-    """Says whether a result is within its bounds."""
+    """Returns whether a result is within its bounds."""
     low, high = record["at_least"], record["at_most"]
     return (low is None or record["result"] >= low) and (high is None or record["result"] <= high)
 
 
 def table(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -> str:
-    """Returns the results as Markdown; one outside of its bound stands out in bold."""
+    """Returns the results as Markdown; results outside their bounds are bold."""
     lines = ["| guide | agent | measured | results | asked |", "|---|---|---|---|---|"]
     for guide, agent in dict.fromkeys((run["guide"], run["agent"]) for run in runs):
         of_row = [run for run in runs if (run["guide"], run["agent"]) == (guide, agent)]
@@ -129,7 +129,7 @@ def asked(run: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the runs that are missing; returns 1 where one is not within its bound."""
+    """Does the missing runs; returns 1 if any result is outside its bound."""
     parser = OneLineParser(
         prog="guide_results.py",
         description=__doc__,

@@ -1,12 +1,12 @@
-"""Trains every algorithm with hindsight and without, on three seeds, and prints what they learnt.
+"""Trains every algorithm with and without hindsight, on three seeds, and prints the results.
 
-    python tutorials/learning_results.py --jobs 2                      # makes the runs that are missing
+    python tutorials/learning_results.py --jobs 2                      # does the missing runs
     python tutorials/learning_results.py --table                       # only prints the table
     python tutorials/learning_results.py --only '*:sac' --seeds 3 4    # other rows, other seeds
 
-The runs are those of train_her.py; its `TASKS` say the budgets and the success rates that are asked.
-A finished run is one line of the results, with all that decided it and its bound as it stood before
-the run. It is made again only where one of these has changed since.
+The runs are those of train_her.py; its `TASKS` define the budgets and the required success rates.
+A finished run is one line of the results, with all settings that determine it and its bound as it stood
+before the run. It is repeated only if one of these has changed since.
 """
 
 import argparse
@@ -33,9 +33,9 @@ MODULES = ("trl_storages", "torchrl", "torch", "gymnasium", "gymnasium_robotics"
 
 @dataclass(frozen=True)
 class Run:
-    """All that decides how a run goes, and the success rate that is asked of it.
+    """All settings that determine a run, and the success rate required of it.
 
-    `bound` is a lower one for an agent with hindsight, and an upper one for an agent without.
+    `bound` is a lower bound for an agent with hindsight, and an upper bound for an agent without.
     """
 
     env: str
@@ -54,14 +54,14 @@ class Run:
         return train_her.WITH if self.hindsight else train_her.WITHOUT
 
     def meets(self, success: float) -> bool:
-        """Says whether `success` is within the bound."""
+        """Returns whether `success` is within the bound."""
         if self.bound is None:
             return True
         return success >= self.bound if self.hindsight else success <= self.bound
 
 
 def rows_named(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the environment and algorithm of each row that one of the patterns fits."""
+    """Returns the environment and algorithm of each row that matches one of the patterns."""
     return [
         row
         for row in train_her.TASKS
@@ -70,7 +70,7 @@ def rows_named(patterns: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def planned(rows: Iterable[tuple[str, str]], seeds: Sequence[int]) -> list[Run]:
-    """Returns the runs of some rows, seed by seed, so that every row soon has a first result."""
+    """Returns the runs of some rows, seed by seed, so that every row has a first result early."""
     tasks = {row: train_her.TASKS[row] for row in rows}
     return [
         Run(
@@ -91,10 +91,10 @@ def planned(rows: Iterable[tuple[str, str]], seeds: Sequence[int]) -> list[Run]:
 
 
 def make(run: Run, path: Path, further: Sequence[str] = ()) -> dict[str, Any]:
-    """Trains an agent, with further options; keeps how it went as one more line, and returns that."""
+    """Trains an agent, with further options; appends the record of the run as a line and returns it."""
     finished = read(path)
     if run in finished:
-        # Another program has made it since this one began.
+        # Another process has finished it since this one started.
         return finished[run]
     torch.set_num_threads(1)
     options = {"env": run.env, "algo": run.algo, "seed": run.seed, "steps": run.steps}
@@ -102,9 +102,9 @@ def make(run: Run, path: Path, further: Sequence[str] = ()) -> dict[str, Any]:
         options["bits"] = run.bits
     args = train_her.parse([*(f"--{name}={value}" for name, value in options.items()), *further])
     storage = train_her.make_storage(args, run.name, args.num_goals if run.hindsight else 0)
-    # Only the end counts; a robot's tests take longer than its training.
+    # Only the final result counts, and testing a robot takes longer than training it.
     args.curve_points = 2
-    # Time on a processor: it hardly depends on what else the machine does.
+    # CPU time, since it hardly depends on the load of the machine.
     start = time.process_time()
     curve = train_her.train(args, storage, run.name)
     record = {
@@ -118,19 +118,19 @@ def make(run: Run, path: Path, further: Sequence[str] = ()) -> dict[str, Any]:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        # In one write, so that the lines of runs that end together don't mix.
+        # One write, so that lines of runs that end at the same time don't interleave.
         file.write(json.dumps(record) + "\n")
     return record
 
 
 def versions() -> dict[str, str]:
-    """Returns the releases that a run in this process was made with."""
+    """Returns the library versions that runs in this process use."""
     modules = {name: sys.modules[name].__version__ for name in MODULES if name in sys.modules}
     return {"python": platform.python_version(), **modules}
 
 
 def read(path: Path) -> dict[Run, dict[str, Any]]:
-    """Returns the finished runs; the last of equal ones counts."""
+    """Returns the finished runs; of runs with the same settings, the latest counts."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(finished_run(path, number, line) for number, line in enumerate(lines, 1))
 
@@ -146,7 +146,7 @@ def finished_run(path: Path, number: int, line: str) -> tuple[Run, dict[str, Any
 
 
 def table(records: Mapping[Run, Mapping[str, Any]], runs: Sequence[Run]) -> str:
-    """Returns the results as Markdown; a success rate outside of its bound stands out in bold."""
+    """Returns the results as Markdown; success rates outside their bounds are bold."""
     lines = [
         "| environment | algorithm | steps | with hindsight | asked | without | asked |",
         "|---|---|---|---|---|---|---|",
@@ -177,13 +177,13 @@ def asked(run: Run) -> str:
 def make_all(
     runs: Sequence[Run], path: Path, jobs: int, further: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Makes some runs, so many side by side; yields what was kept of each as it ends."""
+    """Does some runs, several in parallel; yields the record of each as it ends."""
     if jobs == 1:
         yield from (make(run, path, further) for run in runs)
         return
-    # The progress bars of several runs would write over each other.
+    # The progress bars of several runs would overwrite each other.
     os.environ["TQDM_DISABLE"] = "1"
-    # A fork would take over the state of torch's threads, but not the threads.
+    # A fork would copy the state of torch's threads, but not the threads.
     processes = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
         futures = [processes.submit(make, run, path, further) for run in runs]
@@ -212,11 +212,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the runs that are missing; returns 1 where one is not within its bound."""
+    """Does the missing runs; returns 1 if any result is outside its bound."""
     args = parse(argv)
     runs, finished = planned(rows_named(args.only), args.seeds), read(args.results)
     missing = [] if args.table else [run for run in runs if run not in finished]
-    # Says now, and not after an hour, what an environment needs that is not installed.
+    # Reports missing dependencies of an environment now instead of after an hour.
     for env, algo in {(run.env, run.algo): None for run in missing}:
         need("tqdm"), train_her.parse(["--env", env, "--algo", algo])
     for number, record in enumerate(make_all(missing, args.results, args.jobs), 1):

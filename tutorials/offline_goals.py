@@ -1,18 +1,18 @@
-"""Learns to reach any goal of a maze from a data set alone, by goals out of a mixture.
+"""Learns to reach any goal of a maze from a dataset alone, with goals drawn from a mixture.
 
     python tutorials/offline_goals.py                              # a mixture of goals: about 1 minute
-    python tutorials/offline_goals.py --agent future               # the same agent by future goals alone
+    python tutorials/offline_goals.py --agent future               # the same agent with future goals only
 
-The data are of a ball that rolls around at random in PointMaze: short episodes, none of which leads from
-one arm of the U-shaped maze to the other. The test is just that. Goals of the `future` of a step are
-goals of its own episode; whoever learns by these alone has never been asked for more. With `random`
-goals, of any episode, values must be put together from episodes that meet, and `current` ones say what
-it is like to have arrived. The two agents differ in nothing but these shares.
+The data show a ball that rolls around at random in PointMaze: short episodes, none of which leads from
+one arm of the U-shaped maze to the other. The test requires exactly that. `future` goals of a step come
+from its own episode, so an agent that trains on these alone never sees a goal beyond it. `random` goals
+come from any episode, so values must be stitched together from episodes that meet, and `current` goals
+teach the value of having arrived. The two agents differ only in these shares.
 
 Each batch has two goals, one for the value and one for the actor, drawn by two samplers.
 
-Reference: Park et al. 2025, OGBench, arXiv:2410.20092, whose GCIVL the agent is: a value by expectile
-regression (Kostrikov et al. 2021, arXiv:2110.06169), and an actor by weights of its advantage.
+Reference: Park et al. 2025, OGBench, arXiv:2410.20092; the agent is their GCIVL: a value function by
+expectile regression (Kostrikov et al. 2021, arXiv:2110.06169), and an advantage-weighted actor.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from torchrl.modules import MLP
 from trl_storages import GoalRelabel, HERReplayStorage, HERSampler, ReplayStorage
 from trl_storages.datasets import from_arrays
 
-# Where goals come from: those of the value, and those of the actor.
+# Where goals come from: first those of the value, then those of the actor.
 AGENTS: dict[str, tuple[Any, Any]] = {
     "mixture": ({"future": 0.5, "random": 0.3, "current": 0.2}, {"future": 0.5, "random": 0.5}),
     "future": ("future", "future"),
 }
-# Success rates that are asked of the whole budget; they were written down before its runs.
+# Success rates required with the full budget; set before the runs.
 AT_LEAST, AT_MOST = {"mixture": 0.80}, {"future": 0.50}
-NEAR = 0.45  # Whoever comes so close has arrived, says PointMaze.
+NEAR = 0.45  # PointMaze's distance at which a goal counts as reached
 DISCOUNT, EXPECTILE, TEMPERATURE = 0.95, 0.8, 5.0
 U_MAZE = [
     [1, 1, 1, 1, 1],
@@ -49,12 +49,12 @@ U_MAZE = [
     [1, 1, 1, 1, 1],
 ]
 FREE = [(row, column) for row in range(5) for column in range(5) if not U_MAZE[row][column]]
-ENDS = [(1, 1), (3, 1)]  # of both arms
+ENDS = [(1, 1), (3, 1)]  # of the two arms
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many episodes of data, updates and tests."""
+    """The numbers of data episodes, updates and tests."""
 
     episodes: int = 2_000
     updates: int = 10_000
@@ -62,7 +62,7 @@ class Budget:
 
 
 class Slower(gymnasium.Wrapper):
-    """Holds each action for some steps, for the ball hardly moves in one."""
+    """Holds each action for some steps, since the ball barely moves in one."""
 
     def __init__(self, env: gymnasium.Env, steps: int = 10) -> None:
         super().__init__(env)
@@ -82,7 +82,7 @@ def make_maze() -> gymnasium.Env:
 
 
 def roll_around(episodes: int, seed: int, steps: int = 12) -> dict[str, np.ndarray]:
-    """Collects data: pushes the ball into a random direction, and soon into another."""
+    """Collects data: pushes the ball in a random direction, and soon in another."""
     env, rng = make_maze(), np.random.default_rng(seed)
     observations: list[np.ndarray] = []
     actions: list[np.ndarray] = []
@@ -108,7 +108,7 @@ def arrived(achieved: Tensor, goal: Tensor, _: Mapping[Any, Tensor]) -> Tensor:
 
 
 def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> ReplayStorage:
-    """Makes a storage of the data, whose batches have a goal for the value and one for the actor."""
+    """Creates a storage of the data; its batches have one goal for the value and one for the actor."""
     of_value, of_actor = AGENTS[agent]
     storage = from_arrays(
         data,
@@ -128,7 +128,7 @@ def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> Repla
 
 
 class Learner:
-    """An actor, and what it is worth to be somewhere with a goal."""
+    """An actor, and a value function of state and goal."""
 
     def __init__(self) -> None:
         layers = {"num_cells": [128, 128], "activation_class": nn.ReLU}
@@ -152,7 +152,7 @@ class Learner:
                 late.lerp_(new, 0.02)
 
     def value_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """Draws values to the better of what followed: above 0.5, an expectile leans to the maximum."""
+        """Pulls values towards the better outcomes: an expectile above 0.5 leans towards the maximum."""
         goal = batch["desired_goal"]
         with torch.no_grad():
             goes_on = ~batch["next", "terminated"]
@@ -162,7 +162,7 @@ class Learner:
         return (torch.where(error > 0, EXPECTILE, 1 - EXPECTILE) * error**2).mean()
 
     def actor_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """Imitates the actions, the more the nearer they have led to the actor's goal."""
+        """Imitates the actions, weighted by how much closer they led to the actor's goal."""
         goal = batch["actor_goal"]
         with torch.no_grad():
             gain = self.value(torch.cat([after, goal], -1)) - self.value(
@@ -174,13 +174,13 @@ class Learner:
 
     @torch.no_grad()
     def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the action of the actor."""
+        """Returns the actor's action."""
         inputs = np.concatenate([seen["observation"], seen["desired_goal"]])
         return self.actor(torch.from_numpy(inputs).float()).numpy()
 
 
 def success_rate(learner: Learner, tests: int, seed: int, steps: int = 50) -> float:
-    """Returns how often it arrives, from the end of one arm at the end of the other."""
+    """Returns how often the ball gets from the end of one arm to the end of the other."""
     env, arrivals = make_maze(), 0
     for test in range(tests):
         start, goal = ENDS if test % 2 else ENDS[::-1]
@@ -195,7 +195,7 @@ def success_rate(learner: Learner, tests: int, seed: int, steps: int = 50) -> fl
 
 
 def train(agent: str, seed: int, budget: Budget) -> float:
-    """Collects data, learns from them, and returns the share of tests that succeed."""
+    """Collects data, learns from it, and returns the share of tests that succeed."""
     torch.manual_seed(seed)
     storage = make_storage(roll_around(budget.episodes, seed * 1_000_000), agent, seed)
     learner = Learner()

@@ -1,4 +1,4 @@
-"""What the tutorials' command lines do about mistakes: one line that says what to change."""
+"""Command-line errors of the tutorials, reported in one line that says what to change."""
 
 import argparse
 import importlib
@@ -11,15 +11,15 @@ __all__ = ["OneLineParser", "device_here", "integer_from", "need"]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with an option, and only that."""
+    """Reports only what is wrong with an option, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Exits the program."""
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:
-    """Returns the type of an option that counts from `minimum`."""
+    """Returns the type of an integer option that is at least `minimum`."""
 
     def integer(text: str) -> int:
         if not text.lstrip("-").isdecimal() or int(text) < minimum:
@@ -30,7 +30,7 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 
 
 def device_here(text: str) -> torch.device:
-    """Returns the device of that name, if tensors can be made on it."""
+    """Returns the device of that name, if tensors can be created on it."""
     try:
         return torch.empty(0, device=text).device
     except (RuntimeError, AssertionError) as error:
@@ -39,7 +39,7 @@ def device_here(text: str) -> torch.device:
 
 
 def need(module: str) -> Any:
-    """Imports a module of the `tutorials` extra, or ends with the line that installs it."""
+    """Imports a module of the `tutorials` extra, or exits with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

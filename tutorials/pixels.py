@@ -1,12 +1,12 @@
-"""Learns from stacks of frames of 84 x 84 pixels, of which each is stored once: DQN with DrQ's shifts.
+"""Learns from stacks of 84 x 84 pixel frames, each frame stored once: DQN with DrQ's random shifts.
 
     python tutorials/pixels.py                    # each frame is stored once
-    python tutorials/pixels.py --plain            # eight times, as it is written: learns just the same
+    python tutorials/pixels.py --plain            # eight times, as written: gives the same results
 
-A ball falls askew and bounces off the walls, and a bat must be below it when it lands. A single frame
-does not say where the ball flies, so the agent sees the newest four, and a transition is of two such
-stacks: 56 kB. With `frame_stack=` and `share_next=` a row holds one frame, and batches are the same to
-the last bit. Each drawn stack is moved by up to four pixels, all of its frames alike.
+A ball falls at an angle and bounces off the walls, and a bat must be below it when it lands. A single
+frame does not show where the ball is heading, so the agent sees the newest four, and a transition has
+two such stacks: 56 kB. With `frame_stack=` and `share_next=` a row holds one frame, and batches are
+bit-identical. Each drawn stack is shifted by up to four pixels, all of its frames alike.
 
 Reference: Kostrikov et al. 2020, Image Augmentation Is All You Need, arXiv:2004.13649; Yarats et al.
 2021, Mastering Visual Continuous Control, arXiv:2107.09645.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from trl_storages import NStepReplayStorage
 
-# How stacks are stored. Results are those of the first one: those of the other are the same.
+# How stacks are stored. Results are reported for the first; the second gives the same ones.
 STORED: dict[str, Any] = {"frames": {"frame_stack": 4, "share_next": True}, "plain": {}}
 AGENTS, AT_LEAST = ("frames",), {"frames": 0.60}  # chance catches 0.3
 AT_MOST: dict[str, float] = {}
@@ -38,7 +38,7 @@ SIDE, CELLS, SHIFT, N_STEP, DISCOUNT, BATCH_SIZE = 84, 12, 4, 3, 0.95, 32
 
 @dataclass(frozen=True)
 class Budget:
-    """How many steps are taken, at random before the first update, and from one update to the next."""
+    """The numbers of steps: in all, random ones before the first update, and from update to update."""
 
     steps: int = 5_000
     before: int = 300
@@ -46,7 +46,7 @@ class Budget:
 
 
 class Catch(gymnasium.Env):
-    """A ball of one cell falls askew; a bat of three must be below it. The reward is 1 for a catch."""
+    """A ball of one cell falls at an angle; a bat of three must catch it. The reward is 1 for a catch."""
 
     observation_space, action_space = Box(0, 255, (SIDE, SIDE), np.uint8), Discrete(3)
 
@@ -76,14 +76,14 @@ class Catch(gymnasium.Env):
 
 
 def make_storage(agent: str, seed: int, size: int) -> NStepReplayStorage:
-    """Makes a storage of stacks, or of the frames that they are made of."""
+    """Creates a storage of stacks, or of single frames from which stacks are rebuilt."""
     env = FrameStackObservation(Catch(), 4)
     options = {"batch_size": BATCH_SIZE, "n_step": N_STEP, "discount": DISCOUNT, **STORED[agent]}
     return NStepReplayStorage.from_env(env, storage_size=size, seed=seed, **options)
 
 
 def shifted(stacks: Tensor) -> Tensor:
-    """Moves each stack by up to four pixels: `[B, 4, 84, 84]` bytes in, floats in [0, 1] out."""
+    """Shifts each stack by up to four pixels: `[B, 4, 84, 84]` bytes in, floats in [0, 1] out."""
     padded = nn.functional.pad(stacks.float() / 255, [SHIFT] * 4, mode="replicate")
     windows = padded.unfold(2, SIDE, 1).unfold(3, SIDE, 1)  # [B, 4, 9, 9, 84, 84], a view
     down, right = torch.randint(2 * SHIFT + 1, (2, len(stacks)))
@@ -91,7 +91,7 @@ def shifted(stacks: Tensor) -> Tensor:
 
 
 class Learner:
-    """Double Q-learning of values from stacks."""
+    """Double Q-learning on frame stacks."""
 
     def __init__(self) -> None:
         sees = [nn.Conv2d(4, 16, 7, stride=7), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
@@ -118,12 +118,12 @@ class Learner:
 
     @torch.no_grad()
     def act(self, stack: np.ndarray) -> int:
-        """Returns the action of the largest value."""
+        """Returns the action with the largest value."""
         return int(self.network(torch.from_numpy(stack).unsqueeze(0) / 255).argmax())
 
 
 def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = None) -> float:
-    """Trains; returns the share of balls caught in the end, and puts that of each tenth into `curve`."""
+    """Trains; returns the final share of balls caught, and adds that of each tenth to `curve`."""
     torch.manual_seed(seed)
     learner, rng = Learner(), np.random.default_rng(seed)
     env, caught = FrameStackObservation(Catch(), 4), []
@@ -148,7 +148,7 @@ def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = Non
 
 
 def share_caught(learner: Learner, seed: int, episodes: int = 100) -> float:
-    """Returns the share of balls that are caught by the best actions."""
+    """Returns the share of balls that the greedy policy catches."""
     env, caught = FrameStackObservation(Catch(), 4), 0.0
     for episode in range(episodes):
         (stack, _), done = env.reset(seed=seed + episode), False

@@ -1,15 +1,14 @@
-"""Learns from pictures the way of DrQ-v2: one process acts and learns, others draw its batches from disk.
+"""Learns from images as DrQ-v2 does: one process acts and learns, others draw its batches from disk.
 
     python tutorials/pixels_on_disk.py                             # catches a ball, from 8 x 8 pixels
-    python tutorials/pixels_on_disk.py --path replay --keep        # and keeps what it has seen
-    python tutorials/pixels_on_disk.py --path replay --keep        # once more: goes on with it
+    python tutorials/pixels_on_disk.py --path replay --keep        # and keeps the rows
+    python tutorials/pixels_on_disk.py --path replay --keep        # again: resumes with these rows
 
-A replay of pictures outgrows the memory, and folding n steps and gathering batches takes time that the
-learner could use. So the rows are on disk, in `--path`, and each frame of the stacks that the agent sees
-is stored once. `storage.record` writes them there, and each worker of `storage.loader` reads what is
-committed, in a process of its own: whole rows at any moment, new ones after `--fetch-every` batches.
-Killed at any moment, the program goes on with `--path` where it was; without `--keep` the files are
-deleted at its end.
+A replay of images outgrows memory, and folding n steps and gathering batches takes time that the learner
+could use. So the rows are on disk, in `--path`, and each frame of the agent's stacks is stored once.
+`storage.record` writes them there, and each worker of `storage.loader` reads the committed rows in its
+own process: only whole rows at any moment, and new ones after `--fetch-every` batches. If the program is
+killed, `--path` resumes where it stopped; without `--keep` the files are deleted at the end.
 
 Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
 Reinforcement Learning, arXiv:2107.09645, here with DQN and the actions left, stay and right.
@@ -67,7 +66,7 @@ class Catch(gymnasium.Env):
 
 
 def make_network() -> nn.Module:
-    """Returns a network from stacks of pictures to the values of the actions."""
+    """Returns a network that maps stacks of images to action values."""
     return nn.Sequential(
         nn.Conv2d(FRAMES, 16, 3, padding=1),
         nn.ReLU(),
@@ -81,7 +80,7 @@ def make_network() -> nn.Module:
 
 
 def shifted(stacks: Tensor) -> Tensor:
-    """Moves each stack by up to a pixel, the augmentation of DrQ: uint8 in, floats in [0, 1] out."""
+    """Shifts each stack by up to a pixel, the augmentation of DrQ: uint8 in, floats in [0, 1] out."""
     padded = nn.functional.pad(stacks.float() / 255, [PAD] * 4)
     windows = padded.unfold(2, SIDE, 1).unfold(3, SIDE, 1)  # [B, 4, 3, 3, 8, 8], a view
     down, right = torch.randint(2 * PAD + 1, (2, len(stacks)))
@@ -89,7 +88,7 @@ def shifted(stacks: Tensor) -> Tensor:
 
 
 class Learner:
-    """DQN on batches that come from elsewhere."""
+    """DQN on the batches it is given."""
 
     def __init__(self) -> None:
         self.network = make_network()
@@ -110,13 +109,13 @@ class Learner:
 
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> int:
-        """Returns the action of the largest value."""
+        """Returns the action with the largest value."""
         stack = torch.from_numpy(observation).float().unsqueeze(0) / 255
         return int(self.network(stack).argmax())
 
 
 def train(arguments: argparse.Namespace, path: Path) -> float:
-    """Acts, learns, and returns the share of balls that are caught in the end."""
+    """Acts, learns, and returns the final share of balls caught."""
     torch.manual_seed(arguments.seed)
     env, learner = FrameStackObservation(Catch(), FRAMES), Learner()
     rng = np.random.default_rng(arguments.seed)
@@ -150,7 +149,7 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
             learner.update(next(batches))
     rate = evaluate(learner, env)
     print(f"{rate:.2f} of the balls are caught, {len(storage)} steps are stored")
-    del batches  # ends the workers
+    del batches  # stops the workers
     storage.close(keep=arguments.keep)
     return rate
 

@@ -1,6 +1,6 @@
-"""DDPG of TorchRL's loss, for goals that are rarely reached: the agent of fetch_push.py.
+"""DDPG with TorchRL's loss, for goals that are rarely reached: the agent of fetch_push.py.
 
-Reference: Plappert et al. 2018, arXiv:1802.09464: bounded targets, small actions, scaled inputs.
+Reference: Plappert et al. 2018, arXiv:1802.09464: clipped targets, small actions, scaled inputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ LAYERS = partial(MLP, num_cells=[128, 128, 128], activation_class=nn.ReLU)
 
 
 class Normalizer(nn.Module):
-    """Shifts and scales inputs `[B, D]` to mean 0 and deviation 1 of all it has seen, within 5."""
+    """Standardises inputs `[B, D]` by the mean and deviation of all it has seen, clipped to [-5, 5]."""
 
     moments: Tensor
     count: Tensor
@@ -35,7 +35,7 @@ class Normalizer(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def see(self, inputs: Tensor) -> None:
-        """Takes inputs into account."""
+        """Updates mean and deviation with these inputs."""
         self.moments += torch.stack([inputs, inputs**2]).sum(1, dtype=torch.float64)
         self.count += len(inputs)
 
@@ -47,40 +47,40 @@ class Normalizer(nn.Module):
 
 
 def joined(observations: Mapping[str, Any] | TensorDictBase) -> Tensor:
-    """Returns observations and goals side by side, `[B, D]`."""
+    """Returns observations and goals concatenated, `[B, D]`."""
     return torch.cat([torch.as_tensor(observations[key]).float() for key in INPUTS], dim=-1)
 
 
 class Critic(nn.Module):
-    """The value of actions `[B, A]` that follow inputs `[B, D]`."""
+    """The value of actions `[B, A]` given inputs `[B, D]`."""
 
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         super().__init__()
         self.layers = LAYERS(num_inputs + num_actions, 1)
 
     def forward(self, inputs: Tensor, actions: Tensor) -> Tensor:
-        """Returns `[B, 1]`; of actions that are being learnt, less their squares."""
+        """Returns `[B, 1]`, minus the mean squared action while the actor is trained."""
         values = self.layers(torch.cat([inputs, actions], dim=-1))
         if actions.requires_grad:
-            # Without these, actions grow until the tanh has no gradient any more.
+            # Without the penalty, actions grow until the tanh saturates and has no gradient.
             values = values - (actions**2).mean(dim=-1, keepdim=True)
         return values
 
 
 def bounded(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keeps targets within what a return can be: at worst, -1 is the reward of every step to come."""
+    """Clips targets to the range of possible returns: the worst is a reward of -1 at every step."""
     return lambda *args, **kwargs: estimate(*args, **kwargs).clamp(-1 / (1 - DISCOUNT), 0)
 
 
 class Agent(nn.Module):
-    """DDPG: the networks, and one update of them."""
+    """DDPG: the networks and their update."""
 
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         super().__init__()
         self.actor = nn.Sequential(LAYERS(num_inputs, num_actions), nn.Tanh())
         policy = TensorDictModule(self.actor, in_keys=["inputs"], out_keys=["action"])
         critic = ValueOperator(Critic(num_inputs, num_actions), in_keys=["inputs", "action"])
-        # Priorities say what there is to learn from, and are not to be corrected for.
+        # Priorities favour useful episodes on purpose, so importance weights must not undo them.
         self.loss = DDPGLoss(policy, critic, delay_actor=True, use_prioritized_weights=False)
         self.loss.make_value_estimator(gamma=DISCOUNT)
         estimator = self.loss.value_estimator
@@ -91,11 +91,11 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Any]) -> Tensor:
-        """Returns the best known actions `[E, A]`, in [-1, 1]."""
+        """Returns the actor's actions `[E, A]`, in [-1, 1]."""
         return self.actor(self.normalizer(joined(observations)))
 
     def update(self, batch: TensorDictBase) -> None:
-        """Takes one step of each network on a batch, of the critic first."""
+        """Takes one gradient step of each network on a batch, the critic first."""
         for transitions in (batch, batch["next"]):
             transitions["inputs"] = self.normalizer(joined(transitions))
         for loss in (self.loss.loss_value, self.loss.loss_actor):
