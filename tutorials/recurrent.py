@@ -1,20 +1,20 @@
-"""Learns what needs a memory, the way of R2D2: a recurrent Q-network on sequences with burn-in.
+"""Learns a task that needs memory, as R2D2 does: a recurrent Q-network on sequences with burn-in.
 
     python tutorials/recurrent.py                              # with a memory: about 1 minute
     python tutorials/recurrent.py --agent none                 # the same without one
 
-A corridor shows a sign at its entrance, left or right, and some steps later there is a junction, where
-the sign must be followed; behind it the next corridor begins. Whoever only sees where it stands decides
-alike at each junction, and is right at every second one. A memory is right at all of them.
+A corridor shows a sign at its entrance, left or right. Some steps later, at a junction, the sign must be
+followed; then the next corridor begins. An agent without memory decides alike at each junction, and is
+right at half of them. An agent with memory can be right at all of them.
 
-What a replay has to do for that:
+What replay must do for this:
 
-- The network's state is one more entry of each row (`extra_fields`), as the agent had it then.
-- A drawn row grows into a sequence (`EpisodeSequence`). The state that is stored with its first row is
-  the one of an older network: the burn-in rows run through today's first, and nothing is learnt of them.
+- Each row stores the network's state at that time as a further entry (`extra_fields`).
+- A drawn row is expanded into a sequence (`EpisodeSequence`). The state stored with its first row comes
+  from an older network, so the current one first runs over the burn-in rows, without learning from them.
 - Rewards are folded over n steps within the sequence; `EpisodeSequence.targets` adds the value of the
-  row that follows these, which is in the sequence as well.
-- A sequence is drawn by the errors that it had, mostly by the largest (`sequence_priority`).
+  row after these, which is in the sequence too.
+- Sequences are drawn by their TD errors, with most weight on the largest (`sequence_priority`).
 
 Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
 """
@@ -57,7 +57,7 @@ AGENTS = {"memory": True, "none": False}
 ROUNDS, STEPS = 4, 6
 HIDDEN, NUM_ENVS, BATCH_SIZE = 32, 16, 32
 N_STEP, DISCOUNT = 3, 0.97
-# Of all orders of signs exactly half are followed by whoever decides alike at each junction.
+# Without memory the choice is the same at each junction, right for exactly half of all signs.
 AT_LEAST, AT_MOST = {"memory": 0.95}, {"none": 0.50}
 # Longer than a round, and shorter than an episode: what came before is in the stored state.
 UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
@@ -65,7 +65,7 @@ UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
 
 @dataclass(frozen=True)
 class Budget:
-    """How many batches of a round of all environments, and updates after each."""
+    """The numbers of rounds of all environments, and of updates after each."""
 
     batches: int = 240
     updates: int = 4
@@ -115,7 +115,7 @@ def make_env(makers: Sequence[Any], seed: int = 0) -> EnvBase:
 
 
 class NoMemory(nn.Module):
-    """Stands in the place of a memory, and forgets."""
+    """Replaces the memory, and remembers nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def values_of(network: TensorDictSequential, rows: TensorDictBase) -> Tensor:
         burn_in, seen = seen[:, : UNIT.burn_in], seen[:, UNIT.burn_in :].clone()
         with torch.no_grad():
             state = network(burn_in.clone())["next", "state"][:, -1]
-        # An episode that begins behind the burn-in begins with the state that is stored.
+        # An episode that begins right after the burn-in uses its stored state.
         begins = seen["is_init"][:, 0].unsqueeze(-1)
         seen["state"][:, 0] = torch.where(begins, seen["state"][:, 0], state)
         return network(seen)["action_value"]

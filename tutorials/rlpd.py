@@ -1,16 +1,16 @@
-"""Learns online with half of each batch from data of before, the way of RLPD.
+"""Learns online with half of each batch from earlier data, as RLPD does.
 
     python tutorials/rlpd.py                                       # half offline, half online: 1 minute
     python tutorials/rlpd.py --agent online                        # online only
 
-A car in a valley must swing itself up to a flag, where the only reward is. Who does not know that hardly
-ever gets there by chance, and without a reward learns nothing. There are 100 episodes of somebody who
-pushes into the direction of the car's motion now and then, else anywhere: most get there, though late.
-The agent has half the time that they had.
+A car in a valley must swing itself up to a flag, the only source of reward. A random policy hardly ever
+gets there, and without a reward an agent learns nothing. The data are 100 episodes of a driver that
+sometimes pushes in the direction of motion and otherwise at random: most reach the flag, though late.
+The agent has half as much time per episode.
 
-The offline data are one storage, what the agent itself sees is another, and an ensemble draws each
-batch from both, in exact shares. The agents differ in nothing but these. What makes learning from both
-stable are the critics' layer norms.
+The offline data are in one storage, the agent's own steps in another, and an ensemble draws each batch
+from both, in exact shares. The agents differ only in these shares. Layer norms in the critics keep
+learning from both stable.
 
 Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
 arXiv:2302.02948.
@@ -46,7 +46,7 @@ from trl_storages.datasets import from_arrays
 
 # Shares of a batch: offline data, online data.
 AGENTS = {"rlpd": (0.5, 0.5), "online": (0.0, 1.0)}
-# Shares of tests that are asked of the whole budget; they were written down before its runs.
+# Success rates required with the full budget; set before the runs.
 AT_LEAST, AT_MOST = {"rlpd": 0.90}, {"online": 0.10}
 REPEAT, TIME = 4, 50  # steps that an action is held for, and actions of an episode
 BATCH_SIZE, RANDOM_STEPS = 128, 500
@@ -87,7 +87,7 @@ class Valley(gymnasium.Wrapper):
 
     @staticmethod
     def _scaled(observation: np.ndarray) -> np.ndarray:
-        # Velocities are of hundredths.
+        # Velocities are only a few hundredths.
         return observation * np.array([1, 20], np.float32)
 
 

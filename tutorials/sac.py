@@ -1,11 +1,11 @@
-"""SAC, all in one file: a plain loop over vector environments.
+"""SAC in a single file: a plain loop over vector environments.
 
     python tutorials/sac.py                        # Pendulum-v1, a few minutes
     python tutorials/sac.py --env MountainCarContinuous-v0 --steps 50000
     python tutorials/sac.py --seed 1 --results tutorials/agent_curves.jsonl
 
-The storage is made of the spaces of the environments and fed by `record`; `sample` returns a
-TensorDict. Results are added to a file as a line of JSON.
+The storage is created from the environments' spaces and filled by `record`; `sample` returns a
+TensorDict. `--results` appends a line of JSON to a file.
 
 Reference: Haarnoja et al. 2018, arXiv:1812.05905.
 """
@@ -33,7 +33,7 @@ BATCH_SIZE = 128
 DISCOUNT = 0.99
 LEARNING_RATE = 1e-3
 TARGET_RATE = 0.005
-FIRST_UPDATE = 1_000  # environment steps that are taken at random before
+FIRST_UPDATE = 1_000  # environment steps taken at random before the first update
 STEPS_PER_UPDATE = 1
 CURVE_POINTS = 10
 
@@ -95,7 +95,7 @@ class Agent:
             after = batch["next", "observation"]
             actions, log_density = self.actor(after)
             value = self.targets(after, actions).amin(0) - alpha * log_density
-            # Truncated ends still have a value, terminal ones none.
+            # Bootstrap at truncated ends, not at terminal ones.
             goes_on = ~batch["next", "terminated"]
             wanted = batch["next", "reward"] + DISCOUNT * value * goes_on
         critic_loss = ((self.critics(observations, batch["action"]) - wanted) ** 2).mean(1).sum()
@@ -116,7 +116,7 @@ class Agent:
 
 
 def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
-    """Trains an agent; returns the mean return of the last 20 episodes after so many steps."""
+    """Trains an agent; returns pairs of a step count and the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     mode = AutoresetMode.SAME_STEP
     envs = gymnasium.make_vec(

@@ -1,15 +1,15 @@
-"""Trains by TorchRL's `Trainer` with hindsight in its replay hook, and the same by a plain script.
+"""Trains with TorchRL's `Trainer`, with hindsight in its replay hook, and the same in a plain script.
 
     python tutorials/torchrl_trainer.py                            # by a Trainer: half a minute
     python tutorials/torchrl_trainer.py --agent script             # by a loop of one's own
 
-A storage of this package is a `TensorDictReplayBuffer`, so what takes one takes it. There are two ways
-in which programs over several environments hand their steps on, and both keep the episodes apart:
+A storage of this package is a `TensorDictReplayBuffer` and works wherever one does. Steps of several
+environments can be written in two ways, and both keep the episodes apart:
 
 - As the collector delivers them, `[num_envs, T]`. `ReplayBufferTrainer`, the hook of the `Trainer`, does
-  so unless it is told to flatten.
-- Flat, by `storage.extend(data.reshape(-1))`, as many scripts do. The collector's trajectory numbers say
-  which environment a row is from; so the storage must know how many there are, `num_envs`.
+  this unless it is told to flatten.
+- Flat, by `storage.extend(data.reshape(-1))`, as many scripts do. The collector's trajectory ids show
+  which environment a row is from; the storage must know the number of environments, `num_envs`.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python tutorials/train_her.py --algo td3 --bits 8              # with continuous actions
     python tutorials/train_her.py --env FetchReach-v4 --algo sac   # a robot arm in MuJoCo
 
-The reward only says whether the goal is reached, and a beginner never reaches it. Hindsight shows
-the agent its own steps as if what it *did* reach had been the goal. The two agents differ in one
-argument of their storage, `num_goals`: how many steps in hindsight it shows for each one as it was.
+The reward only says whether the goal is reached, and an untrained agent never reaches it. Hindsight
+relabels the agent's own steps as if what it *did* reach had been the goal. The two agents differ in one
+argument of their storage, `num_goals`: the number of relabelled steps for each one left as it was.
 """
 
 import argparse
@@ -66,7 +66,7 @@ TASKS = {
 BATCH_SIZE = 256
 RANDOM_BATCHES = 8
 CURVE_POINTS = 20
-# Success is measured in so many environments at once, and so many times; oftener at the end.
+# Success is tested in so many environments at once, over so many rounds; more at the end.
 TEST_ENVS, TEST_ROUNDS, LAST_TEST_ROUNDS = 10, 2, 5
 # What the networks scale their inputs by is seen in the same environments, before all else.
 EXAMPLE_ROUNDS = 2
@@ -98,7 +98,7 @@ def make_env(args: argparse.Namespace, num_envs: int, seed: int) -> EnvBase:
 
 
 def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any) -> torch.Tensor:
-    """Says which transitions end an episode of flipping bits; in hindsight, others than before."""
+    """Returns which transitions end an episode of flipping bits; hindsight goals change them."""
     return (achieved_goal == desired_goal).all(dim=-1)
 
 
@@ -127,7 +127,7 @@ def make_storage(
 
 
 def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Curve:
-    """Collects a batch of steps, makes some updates on what the storage shows, and so on."""
+    """Alternates between collecting a batch of steps and some updates on sampled batches."""
     torch.manual_seed(args.seed)
     env = make_env(args, args.num_envs, args.seed)
     test_env = make_env(args, TEST_ENVS, args.seed + 10_000)
@@ -249,7 +249,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Adds what follows from the options, and refuses those that don't go together."""
+    """Derives further settings from the options, and rejects combinations that don't fit."""
     args.task = TASKS.get((args.env, args.algo), Task())
     args.bits = args.bits or args.task.bits
     is_flipping = args.env == "BitFlipping-v0"
