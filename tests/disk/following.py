@@ -205,6 +205,10 @@ def follow(
         seen = [board.seen(reader) for reader in every]
         if any(one.failed for one in seen):
             break
+        if not board.words[Board.WRITTEN]:
+            # It forks its child before its first write, which waits for loops to be compiled.
+            time.sleep(0.02)
+            continue
         is_written = board.words[Board.WRITTEN] >= SIZE
         if is_written and happened >= 2 * len(events) and min(one.rows for one in seen) >= rows:
             break
