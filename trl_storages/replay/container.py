@@ -250,7 +250,9 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     @property
     def is_full(self) -> bool:
         """Whether every slot holds a row, so that the next write overwrites the oldest."""
-        return len(self) == self.episodes.capacity
+        with self._replay_lock:
+            on_disk.look(self._storage)
+            return self.episodes.is_full
 
     @property
     def write_count(self) -> int:
