@@ -382,24 +382,37 @@ class TestFollowing:
             write(storage, history, 5)
             assert found_after_a_draw(reader) == history.live
 
-    def test_a_directory_that_was_deleted_or_made_anew(self, tmp_path):
+    @pytest.mark.parametrize(
+        "read",
+        [
+            ReplayStorage.sample,
+            len,
+            ReplayStorage.can_sample,
+            lambda reader: reader.is_full,
+            lambda reader: reader.write_count,
+            lambda reader: reader[:],
+            ReplayStorage.validate,
+        ],
+    )
+    def test_a_directory_that_was_deleted_or_made_anew(self, tmp_path, read):
         path = tmp_path / "rows"
         storage, _ = filled(path)
         reader = reader_of(path)
-        reader.sample()
+        read(reader)
         storage.close(keep=False)
         with pytest.raises(RuntimeError, match="deleted"):
-            reader.sample()
+            read(reader)
         storage, history = filled(path)
         with pytest.raises(RuntimeError, match="anew"):
-            reader.sample()
+            read(reader)
+        assert "ReplayStorage" in repr(reader)
         assert found(reader_of(path)) == history.live
         again = reader_of(path)
         abandon(storage)
         make(path, existsok=True)
         filled(path, existsok=True)
         with pytest.raises(RuntimeError, match="anew"):
-            again.sample()
+            read(again)
 
     def test_changes_nothing(self, tmp_path):
         storage, history = filled(tmp_path, num_steps=30)

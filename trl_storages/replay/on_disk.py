@@ -58,18 +58,17 @@ def look(storage: Storage) -> State | None:
     """Refreshes rows that another process writes, unless a consistent read is under way.
 
     Returns:
-        the last commit; None if this process writes or the rows are in memory. Also None if the
-        directory was removed or recreated: reading a row raises that error.
+        the last commit; None if this process writes or the rows are in memory.
+
+    Raises:
+        RuntimeError: as `RowFiles.refresh`.
     """
     files = files_of(storage)
     reader = None if files is None else files.reader
     if reader is None:
         return None
     if reader.seen is None:
-        try:
-            files.refresh()  # type: ignore[union-attr]
-        except RuntimeError:
-            return None
+        files.refresh()  # type: ignore[union-attr]
     return reader.state
 
 

@@ -106,20 +106,19 @@ class RowFiles:
         reader: Reader = self.reader  # type: ignore[assignment]
         words = reader.words
         has_news = reader.refresh(self.episodes, track)
-        # Counted in any case: changes of priorities are not reported as news.
-        self.refreshes += 1
-        if not has_news:
-            return
         if reader.words is not words:
             self._adopt(reader)
-        if self.on_new_rows is not None:
-            self.on_new_rows()
+        self._count(has_news)
 
     def go_back(self) -> None:
         """Rolls back to the committed rows; see `Directory.go_back`."""
         self.directory.go_back(self.episodes)  # type: ignore[union-attr]
+        self._count(has_news=True)
+
+    def _count(self, has_news: bool) -> None:
+        # Counted in any case: changes of priorities are not reported as news.
         self.refreshes += 1
-        if self.on_new_rows is not None:
+        if has_news and self.on_new_rows is not None:
             self.on_new_rows()
 
     def read_consistently(self, read: Callable[[], Batch]) -> Batch:
