@@ -150,7 +150,7 @@ def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
     table = filled(*range(6), alpha=0.6, normalize=normalize)
     episodes = EpisodeIndex(6, num_envs)
     episodes.append(torch.zeros(num_envs, 6 // num_envs, dtype=torch.bool))
-    table.draw_newest(random_noise(4), 0.4, episodes, torch.tensor(2))
+    table.draw(random_noise(4), 0.4, torch.tensor(2), episodes)
     table.write(ints(1))
     pickled = pickle.dumps(table)
     copies = [copy.deepcopy(table)]
@@ -162,7 +162,7 @@ def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
         for draws in (
             [each.draw(random_noise(64), 0.4, 6) for each in (copied, table)],
             [
-                each.draw_newest(random_noise(64), 0.4, episodes, torch.tensor(3))
+                each.draw(random_noise(64), 0.4, torch.tensor(3), episodes)
                 for each in (copied, table)
             ],
         ):

@@ -11,6 +11,7 @@ Letters: B batch, E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.ring import EpisodeIndex, known_episodes
+from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage, read_fields
 
 __all__ = [
@@ -68,12 +69,13 @@ _ASKED: dict[type, str] = {
 }
 
 
-def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
-    """Returns what a part assumes about the rows; None if it is not TorchRL's."""
-    method = getattr(part, "sample", None) or getattr(part, "expand", None)
+@cache
+def _asked_by(kind: type) -> str | None:
+    """Returns what parts of a class assume about the rows; None if it is not TorchRL's."""
+    method = getattr(kind, "sample", None) or getattr(kind, "expand", None)
     if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
-    return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
+    return next(asked for known, asked in _ASKED.items() if issubclass(kind, known))
 
 
 # Checks that do not depend on the rows: done when parts are combined.
@@ -92,7 +94,7 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
     """
     if (base := getattr(part, "base", None)) is not None:
         check_part(base, num_envs, storage)
-    name, asked = type(part).__name__, _asked_by(part)
+    name, asked = type(part).__name__, _asked_by(type(part))
     if asked is None:
         return
     if asked == "to be consumed":
@@ -186,10 +188,11 @@ def size_of_draw(storage: Storage, batch_size: int) -> int:
         RuntimeError: the storage is empty.
         TypeError, ValueError: it is not a storage, or B is below 1.
     """
-    # Anything with an episode index and a length will do.
-    if known_episodes(storage) is None:
-        arguments.instance("storage", storage, Storage, what="a TorchRL storage")
-    if not len(storage):
+    # Anything with an episode index will do.
+    rows = getattr(storage, "episodes", None)
+    if rows is None:
+        rows = arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+    if not len(rows):
         raise RuntimeError(
             "the storage is empty: write transitions with record(), add() or extend() before sampling."
         )
@@ -212,9 +215,9 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: with the rows as they are, the sampler would join episodes or draw empty slots.
             The message names what to use instead.
     """
-    if (asked := _asked_by(sampler)) is None:
+    if (asked := _asked_by(type(sampler))) is None:
         return sampler.sample(storage, batch_size)
-    batch_size, episodes = size_of_draw(storage, batch_size), known_episodes(storage)
+    batch_size, episodes = size_of_draw(storage, batch_size), getattr(storage, "episodes", None)
     if episodes is None:
         return sampler.sample(storage, batch_size)
     check_part(sampler, episodes.num_envs, storage)
@@ -280,7 +283,7 @@ def check_draws(storage: Any, writer: Writer) -> None:
         check_part(sampler, episodes.num_envs)
         check_part(unit, episodes.num_envs)
         _check_sequences(unit, storage)
-        if (asked := _asked_by(sampler)) is None:
+        if (asked := _asked_by(type(sampler))) is None:
             continue
         # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
         # length is that of the longest lane, an "a length" sampler sees all slots.
@@ -317,7 +320,7 @@ def expand(
         ValueError: as `check_part`.
         RuntimeError: an episode ends where the unit would not see it.
     """
-    episodes = known_episodes(storage)
+    episodes = getattr(storage, "episodes", None)
     if episodes is not None:
         check_part(unit, episodes.num_envs, storage)
         _check_sequences(unit, storage)
@@ -328,7 +331,7 @@ def _check_sequences(unit: Any, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
     # Other settings of a sequence cross episode ends on request.
     if (
-        _asked_by(unit) == "neighbours"
+        _asked_by(type(unit)) == "neighbours"
         and unit.episode_boundary != "include_reset"
         and unit.done_key is not None
     ):
@@ -402,7 +405,7 @@ def mark_stored_rows(sampler: Sampler, storage: Any) -> bool:
     Returns:
         False if the storage has no episode index, so that the slots of its rows are not known.
     """
-    episodes = known_episodes(storage)
+    episodes = getattr(storage, "episodes", None)
     if episodes is None:
         return False
     if isinstance(sampler, PrioritizedSampler) and len(episodes):

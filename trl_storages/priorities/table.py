@@ -234,47 +234,34 @@ class PriorityTable:
             self._normalize = kept
 
     def draw(
-        self, noise: torch.Tensor, beta: float, num_rows: int | torch.Tensor
+        self,
+        noise: torch.Tensor,
+        beta: float,
+        num_rows: int | torch.Tensor,
+        newest_of: EpisodeIndex | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws among all rows.
+        """Draws among all rows, or among the newest.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
             beta: exponent of the importance weights.
-            num_rows: the number of rows, on the host or the device.
+            num_rows: the number of rows to draw among, on the host or the device.
+            newest_of: the episode index of the rows, to draw among the newest; None draws among all.
 
         Returns:
             `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
         """
-        return self._drawn(noise, beta, num_rows)
-
-    def draw_newest(
-        self, noise: torch.Tensor, beta: float, episodes: EpisodeIndex, window: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws among the newest `window` rows, `[]` int64; see `draw`."""
-        if episodes.num_envs != self._order.num_lanes:
-            finish(partial(self._arrange, episodes.num_envs))
-        ranges = episodes.ring.newest_ranges(window, self._order.lane_leaves)
-        return self._drawn(noise, beta, None, *ranges)
-
-    def _arrange(self, num_lanes: int) -> None:
-        self._plant(num_lanes)
-        self._tree.renew(self._all_weights())
-
-    def _drawn(
-        self,
-        noise: torch.Tensor,
-        beta: float,
-        num_rows: int | torch.Tensor | None,
-        *ranges: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draws from all leaves, or from ranges, given as two tensors of first leaves and ends."""
+        ranges: tuple[torch.Tensor, ...] = ()
+        if newest_of is not None:
+            if newest_of.num_envs != self._order.num_lanes:
+                finish(partial(self._arrange, newest_of.num_envs))
+            ranges = newest_of.ring.newest_ranges(num_rows, self._order.lane_leaves)  # type: ignore[arg-type]
         leaves, weights = self._tree.draw(noise, *ranges)
         if self._normalize == "batch":
             reference = weights.amin()
         elif self._normalize == "storage":
             reference = self._tree.least(*ranges)
-        elif num_rows is not None:
+        elif newest_of is None:
             reference = self._tree.total / num_rows
         else:
             start, stop = ranges
@@ -282,6 +269,10 @@ class PriorityTable:
         slots = self._order.slots(leaves)
         weights = importance_weight(weights, reference, beta=beta).float()
         return slots, weights, self._rows.generations.index_select(0, slots)
+
+    def _arrange(self, num_lanes: int) -> None:
+        self._plant(num_lanes)
+        self._tree.renew(self._all_weights())
 
     def rescale(self, *, alpha: float, eps: float) -> None:
         """Changes `alpha` and `eps`, recomputing all weights from the raw priorities."""

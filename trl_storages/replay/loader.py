@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trl_storages import arguments
 from trl_storages.replay.on_disk import without_rows
-from trl_storages.rows import files_of
 
 __all__ = ["ReplayBatches", "make_loader"]
 
@@ -90,7 +89,7 @@ def make_loader(
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
     pin_memory = arguments.flag("pin_memory", pin_memory)
     seed = arguments.optional(arguments.integer, "seed", seed)
-    if (files := files_of(storage.storage)) is None:
+    if (files := getattr(storage.storage, "files", None)) is None:
         raise RuntimeError(
             "workers read rows from a directory, and these are in memory (or none was written yet): "
             "make the storage with path=, or scratch_dir= and fields=."

@@ -16,7 +16,7 @@ from trl_storages.disk import Directory
 from trl_storages.disk.words import State
 from trl_storages.progress_bar import tracker
 from trl_storages.replay.saving import Parts
-from trl_storages.rows import check_writable, files_of
+from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
 __all__ = [
@@ -37,7 +37,7 @@ _PIECE = 1 << 16  # rows that are checked at a time
 
 def _written_by(storage: Storage) -> Directory | None:
     """Returns the directory if this process writes the rows, else None."""
-    directory = files.directory if (files := files_of(storage)) is not None else None
+    directory = files.directory if (files := getattr(storage, "files", None)) is not None else None
     return directory if directory is not None and directory.is_writer else None
 
 
@@ -47,7 +47,7 @@ def consistent_read(method: Method) -> Method:
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._replay_lock, self._write_lock:
-            if (files := files_of(self._storage)) is None:
+            if (files := getattr(self._storage, "files", None)) is None:
                 return method(self, *args, **kwargs)
             return files.read_consistently(partial(method, self, *args, **kwargs))
 
@@ -63,7 +63,7 @@ def look(storage: Storage) -> State | None:
     Raises:
         RuntimeError: as `RowFiles.refresh`.
     """
-    files = files_of(storage)
+    files = getattr(storage, "files", None)
     reader = None if files is None else files.reader
     if reader is None:
         return None
@@ -78,7 +78,7 @@ def resume(parts: Parts) -> None:
     Raises:
         ValueError: its description is damaged.
     """
-    files, sampler = files_of(parts.storage), parts.sampler
+    files, sampler = getattr(parts.storage, "files", None), parts.sampler
     if files is None:
         return
     if isinstance(sampler, WrappingSampler):
@@ -149,7 +149,7 @@ def note_all(storage: Storage) -> torch.Tensor:
         int64 slots of the live rows and of the rows that hold their next observations; empty if the
         rows are in memory.
     """
-    if (files := files_of(storage)) is None:
+    if (files := getattr(storage, "files", None)) is None:
         return torch.zeros(0, dtype=torch.int64)
     episodes = storage.episodes
     lenders = files.words.lenders(episodes.host_tails, episodes.host_steps)
@@ -159,7 +159,7 @@ def note_all(storage: Storage) -> torch.Tensor:
 
 def check_rows(storage: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
-    if (files := files_of(storage)) is None:
+    if (files := getattr(storage, "files", None)) is None:
         return
     episodes, words, is_writer = storage.episodes, files.words, files.reader is None
     slots = note_all(storage)

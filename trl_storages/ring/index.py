@@ -30,7 +30,7 @@ from trl_storages.signatures import shown
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows, RowTable
 
-__all__ = ["EpisodeIndex", "Kept", "LaneRows", "episodes_of", "known_episodes"]
+__all__ = ["EpisodeIndex", "Kept", "LaneRows", "episodes_of"]
 
 _MOST_STEPS = 2**62
 _NO_PLACES = np.zeros((0, 2), np.int64)
@@ -42,19 +42,13 @@ def episodes_of(storage: Any) -> EpisodeIndex:
     Raises:
         RuntimeError: no `EpisodeWriter` writes to this storage.
     """
-    index = known_episodes(storage)
+    index: EpisodeIndex | None = getattr(storage, "episodes", None)
     if index is None:
         raise RuntimeError(
             f"{type(storage).__name__} has no episode index: its rows must be written by an "
             "EpisodeWriter; pass writer=EpisodeWriter(num_envs) to the replay buffer."
         )
     return index
-
-
-def known_episodes(storage: Any) -> EpisodeIndex | None:
-    """Like `episodes_of`, but returns None if no `EpisodeWriter` writes to this storage."""
-    found: EpisodeIndex | None = getattr(storage, "episodes", None)
-    return found
 
 
 class LaneRows(NamedTuple):

@@ -4,7 +4,7 @@ from trl_storages.rows.entries import Nested, Structure, nested_sizes, tensors_o
 from trl_storages.rows.fields import StoredFields, read_fields, stored_fields
 from trl_storages.rows.frames import FrameStack, stacked_observations
 from trl_storages.rows.layout import Field, Layout
-from trl_storages.rows.packed import PackedStorage, check_writable, files_of
+from trl_storages.rows.packed import PackedStorage, check_writable
 from trl_storages.rows.row_view import RowView
 from trl_storages.rows.saved_rows import Moved
 from trl_storages.rows.stacks import Evicted, Stacks
@@ -28,7 +28,6 @@ __all__ = [
     "Structure",
     "as_array",
     "check_writable",
-    "files_of",
     "nest",
     "nested_sizes",
     "pairs_of",

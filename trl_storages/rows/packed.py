@@ -46,7 +46,7 @@ from trl_storages.signatures import shown
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
 
-__all__ = ["PackedStorage", "check_writable", "files_of"]
+__all__ = ["PackedStorage", "check_writable"]
 
 _NO_WRITER = (
     "rows that are in a directory, that lend their frames to those after them, or that share next "
@@ -272,11 +272,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def refresh(self, track: Track = iter) -> None:
         """Takes in what the writer of a directory has committed; see `RowFiles.refresh`."""
         self.files.refresh(track)  # type: ignore[union-attr]
-
-    def note(self, *slots: torch.Tensor | None) -> None:
-        """Records which rows are read; see `RowFiles.note`."""
-        if self.files is not None:
-            self.files.note(*slots)
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if the rows are in a directory that this process may not write."""
@@ -638,7 +633,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Returns:
             `[*B, W]` int64 in new memory.
         """
-        self.note(slots, following)
+        if self.files is not None:
+            self.files.note(slots, following)
         table: RowTable = self.table  # type: ignore[assignment]
         is_sent_away = self.is_sent_away
         is_pinned = is_sent_away and self.device.type == "cpu"
@@ -664,7 +660,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError: there is no such field.
         """
-        self.note(arguments.slots("index", index))
+        arguments.slots("index", index)
+        if self.files is not None:
+            self.files.note(index)
         places, stacks = self.layout.places_of(tuple(keys))  # type: ignore[union-attr]
         fields = self.table.pick_fields(index, places.values())  # type: ignore[union-attr]
         found = dict(zip(places, fields, strict=True))
@@ -875,12 +873,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         )
 
 
-def files_of(storage: Storage) -> RowFiles | None:
-    """Returns the files of rows, which this process writes or reads; None if they are in memory."""
-    return storage.files if isinstance(storage, PackedStorage) else None
-
-
 def check_writable(storage: Storage) -> None:
     """Raises a RuntimeError if rows are in a directory that this process may not write."""
-    if (files := files_of(storage)) is not None:
+    if (files := getattr(storage, "files", None)) is not None:
         files.check_writable()

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
-from trl_storages.ring import episodes_of, known_episodes
+from trl_storages.ring import episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import size_of_draw
@@ -59,7 +59,7 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
             RuntimeError: the storage is empty.
         """
         batch_size = size_of_draw(storage, batch_size)
-        if known_episodes(storage) is None:
+        if getattr(storage, "episodes", None) is None:
             return super().sample(storage, batch_size)
         return self._draw(storage, batch_size)
 

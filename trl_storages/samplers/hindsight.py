@@ -174,9 +174,9 @@ class HERSampler(WrappingSampler):
         index, info = draw(self.base, storage, batch_size)
         episodes = episodes_of(storage)
         noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
-        if len(index) < len(noise):
+        if index.shape[0] < noise.shape[0]:
             # Samplers without replacement may return fewer rows at the end of an epoch.
-            noise = noise[: len(index)]
+            noise = noise[: index.shape[0]]
         kinds = self._kinds(noise)
         steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
         goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names, steps)

@@ -19,8 +19,7 @@ from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
-from trl_storages.ring import episodes_of, known_episodes
-from trl_storages.rows import files_of
+from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved import SavedPart, SavedState
@@ -210,7 +209,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             slots, weight, stamp = table.draw(noise, self.beta, _num_rows(storage))
         else:
             window = torch.as_tensor(window, device=table.device)
-            slots, weight, stamp = table.draw_newest(noise, self.beta, episodes_of(storage), window)
+            slots, weight, stamp = table.draw(noise, self.beta, window, episodes_of(storage))
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def plain_weights(self) -> AbstractContextManager[None]:
@@ -302,7 +301,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """
         if storage is None:
             return False
-        if known_episodes(storage) is None:
+        if getattr(storage, "episodes", None) is None:
             arguments.instance("storage", storage, Storage, what="a TorchRL storage")
         if storage.ndim != 1 or storage.max_size > self._max_capacity:
             raise ValueError(
@@ -310,12 +309,12 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 f"{self._max_capacity} rows, got ndim={storage.ndim} and {storage.max_size}."
             )
         device = getattr(storage, "device", None)
-        if device is not None and device != self.device and device != "auto":
+        if device is not None and device != self._table.device and device != "auto":
             table = self._make_table(torch.device(device))
             if self._table.has_rows:
                 table.load_state_dict(self._table.state_dict())
             self._table = table
-        files = files_of(storage)
+        files = getattr(storage, "files", None)
         if (0 if files is None else files.refreshes) != self._table.refreshes:
             if self._table.follow(storage):
                 return False
@@ -328,7 +327,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             return table.has_rows
         if self._table.has_rows or not len(storage):
             return False
-        episodes = known_episodes(storage)
+        episodes = getattr(storage, "episodes", None)
         every = torch.arange(len(storage), device=self.device)
         self._table.write(every if episodes is None else episodes.live_slots())
         return True
@@ -483,7 +482,7 @@ def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
 
 def _num_rows(storage: Storage) -> int | torch.Tensor:
     """Returns how many rows can be drawn, as a device tensor where the host would have to synchronise."""
-    episodes = known_episodes(storage)
+    episodes = getattr(storage, "episodes", None)
     if episodes is None:
         return len(storage)
     return len(episodes) if episodes.device.type == "cpu" else episodes.num_rows

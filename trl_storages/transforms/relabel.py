@@ -18,7 +18,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
-from trl_storages.rows import RowView, files_of, read_fields
+from trl_storages.rows import RowView, read_fields
 from trl_storages.signatures import shown
 from trl_storages.transforms.base import ReplayTransform
 
@@ -239,7 +239,7 @@ class GoalRelabel(ReplayTransform):
         storage = getattr(storage, "storage", storage)
         compare = partial(self._compare, storage, num_rows)
         return (
-            compare() if (files := files_of(storage)) is None else files.read_consistently(compare)
+            compare() if (files := getattr(storage, "files", None)) is None else files.read_consistently(compare)
         )
 
     def _compare(self, storage: Any, num_rows: int) -> RelabelAudit:

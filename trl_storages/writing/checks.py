@@ -13,7 +13,6 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorStorage
 
 from trl_storages.keys import DONE, MASK, done_beside
-from trl_storages.ring import known_episodes
 from trl_storages.rows import Layout
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def check_storage(storage: Any) -> None:
             f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "
             "interleaved in one dimension; pass num_envs to the writer instead."
         )
-    if known_episodes(storage) is None and len(storage):
+    if getattr(storage, "episodes", None) is None and len(storage):
         raise ValueError(
             f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
             "without episodes: make an empty storage, and extend the buffer with the rows."

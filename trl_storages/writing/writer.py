@@ -20,7 +20,7 @@ from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
 from trl_storages.kernels.block import Block
-from trl_storages.ring import EpisodeIndex, Lanes, known_episodes
+from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
@@ -148,7 +148,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 `ReplayBufferEnsemble` joins it with others.
         """
         check_storage(storage)
-        index = known_episodes(storage)
+        index = getattr(storage, "episodes", None)
         check_buffers(storage, self.num_envs)
         if self._storage is not storage:
             self._num_registered = 0
