@@ -22,6 +22,7 @@ from trl_storages.rows.views import nest
 __all__ = [
     "BatchedFields",
     "FollowingFields",
+    "SingleFields",
     "StoredFields",
     "read_fields",
     "stored_fields",
@@ -72,13 +73,6 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
             return storage.layout.keys  # type: ignore[union-attr]
         return _names_of(storage._storage)
 
-    def further(self, slots: torch.Tensor, keys: Collection[NestedKey] = ()) -> StoredFields:
-        """Returns other rows of the storage, with `keys` gathered in one call."""
-        rows = _SingleFields(self.storage, slots.to(self.storage.device), self.device)
-        if keys:
-            rows.read(rows.slots, keys)
-        return rows
-
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with the entries under `next` taken from other rows."""
         return type(self)(self.storage, self.slots, self.device, slots)
@@ -99,8 +93,9 @@ class _WholeRows(StoredFields):
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         layout, block = self.packed()
-        layout.field(key)  # raises a KeyError if there is no such field
         self.update(layout.views(block))
+        if key not in self:
+            layout.field(key)  # raises the KeyError
         return self[key]
 
     def packed(self) -> tuple[Layout, torch.Tensor]:
@@ -114,7 +109,7 @@ class _WholeRows(StoredFields):
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 
-class _SingleFields(StoredFields):
+class SingleFields(StoredFields):
     """Rows of any storage, gathered field by field."""
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
@@ -137,7 +132,8 @@ class _SingleFields(StoredFields):
         """Reads a stack together with its twin under `next`, which shares all frames but one."""
         storage, at = self.storage, key[1:] if key[0] == "next" else key
         pair = [it for it in (unravel_key(at), next_key(at)) if it in storage.layout.stacks]
-        storage.note(self.slots, self.following)
+        if storage.files is not None:
+            storage.files.note(self.slots, self.following)
         found = storage.stacks.read(storage.table, self.slots, pair, self.following)
         self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
         return self[key]
@@ -200,7 +196,7 @@ class BatchedFields(StoredFields):
         return rows if self.collate is None else self.collate(rows)
 
 
-class FollowingFields(_SingleFields):
+class FollowingFields(SingleFields):
     """The rows that supply the entries under `next` of other rows.
 
     Args:
@@ -232,7 +228,7 @@ def stored_fields(
         return rows
     # Rows that go to another device are sent in one copy.
     is_long = storage.layout.row_nbytes > _SHORT  # type: ignore[union-attr]
-    kind = _SingleFields if is_long and not storage.is_sent_away else _WholeRows
+    kind = SingleFields if is_long and not storage.is_sent_away else _WholeRows
     return kind(storage, slots, device)
 
 

@@ -13,7 +13,12 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import set_entry
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.rows.fields import BatchedFields, FollowingFields, StoredFields
+from trl_storages.rows.fields import (
+    BatchedFields,
+    FollowingFields,
+    SingleFields,
+    StoredFields,
+)
 
 __all__ = ["RowView", "Rule", "joined"]
 
@@ -152,7 +157,9 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        stored = self._stored.further(slots, _stored_for(keys, self._lights))
+        stored = SingleFields(self._stored.storage, slots.to(self.slots.device), self.device)
+        if keys:
+            stored.read(stored.slots, _stored_for(keys, self._lights))
         return RowView(stored, None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
@@ -175,8 +182,9 @@ class RowView:
                     f"{key!r} was set for the sampled rows and can't be read from later ones: put the "
                     "transform that sets it behind NStep."
                 )
-        for key in [key for key in self._entries if key[0] == "next"]:
-            del self._entries[key]
+        for key in tuple(self._entries):
+            if key[0] == "next":
+                del self._entries[key]
         self._stored, self._obstacle = stored, reason
         self._following = RowView(FollowingFields(stored), None, self._lights)
 

@@ -120,12 +120,12 @@ class NStep(ReplayTransform):
                 rows are n-step transitions already.
             TypeError: the rewards are complex.
         """
-        if rows.is_defined(self.steps_to_next_obs_key):
-            raise ValueError(
-                f"a transform has set {self.steps_to_next_obs_key!r} already: use one NStep, whose "
-                "n_steps may be changed at any time."
-            )
         if self.steps_to_next_obs_key in rows:
+            if rows.is_defined(self.steps_to_next_obs_key):
+                raise ValueError(
+                    f"a transform has set {self.steps_to_next_obs_key!r} already: use one NStep, whose "
+                    "n_steps may be changed at any time."
+                )
             raise ValueError(
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
@@ -149,10 +149,12 @@ class NStep(ReplayTransform):
                 f"{sorted(rows.keys(), key=str)}. Name it by NStep(reward_key=...), as "
                 "('next', 'agents', 'reward') of several agents."
             )
-        ends = rows.is_defined(self.terminated_key)
-        agent_done = self._agent_done_key(rows)
-        wanted = [self.reward_key, self.terminated_key if ends else None, agent_done]
-        further = rows.at(window, [key for key in wanted if key is not None])
+        wanted = [self.reward_key]
+        if ends := rows.is_defined(self.terminated_key):
+            wanted.append(self.terminated_key)
+        if (agent_done := self._agent_done_key(rows)) is not None:
+            wanted.append(agent_done)
+        further = rows.at(window, wanted)
         rewards, last = further[self.reward_key], window[-1]
         size = rewards.shape[1:]
         if len(size) == 1:

@@ -157,39 +157,38 @@ class GoalRelabel(ReplayTransform):
                 "of other goals, if there is one, as base= of it."
             )
         mask = rows[self._mask_key]
-        goals = rows.at(rows[self._index_key])[self.next_achieved_goal_key]
+        achieved = self.next_achieved_goal_key
+        goals = rows.at(rows[self._index_key], (achieved,))[achieved]
         written, following = self._written
         # A goal under its own key falls back to the desired goal if it was neither stored nor drawn.
         stored = self._written if written in rows else self._desired
         before = dict(zip(self._written, stored, strict=True))
         shown = self._written if stored[1] in rows else (written,)
         is_lent = mask.view(-1, *(1,) * (goals.ndim - 1))
-        rows.define(shown, lambda seen, key: {key: _lent(goals, is_lent, seen[before[key]])})
+        rows.define(shown, partial(_lent, goals, is_lent, before))
         if len(shown) == 1:
             # Without a stored next goal, the goal is constant.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
             reads = self.next_achieved_goal_key, self.reward_key, *self.info_keys
-            rows.define(
-                (self.reward_key,), lambda seen, _: self._rewards(seen, goals, mask), reads=reads
-            )
+            rows.define((self.reward_key,), partial(self._rewards, goals, mask), reads=reads)
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
             reads = self.next_achieved_goal_key, self.truncated_key, *flags, *self.info_keys
-            rows.define(flags, lambda seen, _: self._flags(seen, goals, mask), reads=reads)
+            rows.define(flags, partial(self._flags, goals, mask), reads=reads)
 
     def _rewards(
-        self, seen: RowView, goals: torch.Tensor, mask: torch.Tensor
+        self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, key: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
         computed = self._ask("reward_fn", self.reward_fn, seen, goals)  # type: ignore[arg-type]
-        stored = _one_a_row(seen, self.reward_key)
+        stored = _one_a_row(seen, key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
             stored, computed = stored.to(dtype), computed.to(dtype)
-        return {self.reward_key: torch.where(mask.unsqueeze(-1), computed, stored)}
+        return {key: torch.where(mask.unsqueeze(-1), computed, stored)}
 
     def _flags(
-        self, seen: RowView, goals: torch.Tensor, mask: torch.Tensor
+        self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, _: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
         terminated = self._ask("terminated_fn", self.terminated_fn, seen, goals)  # type: ignore[arg-type]
         if terminated.dtype is not torch.bool:
@@ -206,13 +205,13 @@ class GoalRelabel(ReplayTransform):
         self, name: str, function: GoalFunction, seen: RowView, goals: torch.Tensor
     ) -> torch.Tensor:
         """Evaluates a goal function on all rows, `[*B, 1]`."""
-        achieved, batch = seen[self.next_achieved_goal_key], seen.batch_size
-        infos = {key: seen[key] for key in self.info_keys}
-        if len(batch) > 1:
+        achieved, batch = seen[self.next_achieved_goal_key], seen.slots.shape
+        last = len(batch) - 1
+        if last > 0:
             # The function gets one flat batch, also for n-step windows.
-            goals = goals.expand(achieved.shape).flatten(0, 1)
-            achieved = achieved.flatten(0, 1)
-            infos = {key: info.flatten(0, 1) for key, info in infos.items()}
+            goals = goals.expand(achieved.shape).flatten(0, last)
+            achieved = achieved.flatten(0, last)
+        infos = {key: seen[key].flatten(0, last) for key in self.info_keys}
         return _judge(name, function, achieved, goals, infos).reshape(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
@@ -322,8 +321,23 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     return computed.reshape(-1, 1)
 
 
-def _lent(goals: torch.Tensor, is_lent: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_lent`."""
+def _lent(
+    goals: torch.Tensor,
+    is_lent: torch.Tensor,
+    before: Mapping[NestedKey, NestedKey],
+    seen: RowView,
+    key: NestedKey,
+) -> dict[NestedKey, torch.Tensor]:
+    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_lent`.
+
+    Args:
+        goals: as drawn.
+        is_lent: `[B, *]`, for each sample.
+        before: key -> the entry that holds the goals that are not replaced.
+        seen: the rows.
+        key: of the goals.
+    """
+    stored = seen[before[key]]
     if goals.dtype is not stored.dtype:
         if goals.is_floating_point() and not stored.is_floating_point():
             raise TypeError(
@@ -337,7 +351,7 @@ def _lent(goals: torch.Tensor, is_lent: torch.Tensor, stored: torch.Tensor) -> t
             f"the achieved goal must have the desired goal's shape {list(shape)}, got "
             f"{list(goals.shape[1:])}."
         )
-    return torch.where(is_lent, goals, stored)
+    return {key: torch.where(is_lent, goals, stored)}
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:
