@@ -206,22 +206,23 @@ class TestFold:
     @each_storage
     def test_one_further_row_of_observations_is_read(self, storage_type, monkeypatch):
         """Of the rows in between only the rewards, however long the window."""
-        from trl_storages.rows import fields
+        from trl_storages.rows import fields, row_view
 
         buffer, _ = filled(NStep(10, 0.9), "wrapped", storage_type=storage_type)
         reads, read_fields = [], fields.read_fields
         name = "gather" if storage_type is PackedStorage else "get"
         gathers, gather = [], getattr(storage_type, name)
 
-        def spy(storage, slots, wanted):
+        def spy(storage, slots, wanted, device):
             reads.append(([*wanted], tuple(slots.shape)))
-            return read_fields(storage, slots, wanted)
+            return read_fields(storage, slots, wanted, device)
 
         def gather_and_note(storage, *slots):
             gathers.extend(tuple(each.shape) for each in slots[:2])
             return gather(storage, *slots)
 
-        monkeypatch.setattr(fields, "read_fields", spy)
+        for module in (fields, row_view):
+            monkeypatch.setattr(module, "read_fields", spy)
         monkeypatch.setattr(storage_type, name, gather_and_note)
         buffer.sample(16)
         assert reads == [([("next", "reward")], (10, 16))]

@@ -11,7 +11,6 @@ Letters: B batch, E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,13 +68,12 @@ _ASKED: dict[type, str] = {
 }
 
 
-@cache
-def _asked_by(kind: type) -> str | None:
-    """Returns what parts of a class assume about the rows; None if it is not TorchRL's."""
-    method = getattr(kind, "sample", None) or getattr(kind, "expand", None)
+def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
+    """Returns what a part assumes about the rows; None if it is not TorchRL's."""
+    method = getattr(part, "sample", None) or getattr(part, "expand", None)
     if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
-    return next(asked for known, asked in _ASKED.items() if issubclass(kind, known))
+    return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
 
 
 # Checks that do not depend on the rows: done when parts are combined.
@@ -94,7 +92,7 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
     """
     if (base := getattr(part, "base", None)) is not None:
         check_part(base, num_envs, storage)
-    name, asked = type(part).__name__, _asked_by(type(part))
+    name, asked = type(part).__name__, _asked_by(part)
     if asked is None:
         return
     if asked == "to be consumed":
@@ -215,7 +213,7 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: with the rows as they are, the sampler would join episodes or draw empty slots.
             The message names what to use instead.
     """
-    if (asked := _asked_by(type(sampler))) is None:
+    if (asked := _asked_by(sampler)) is None:
         return sampler.sample(storage, batch_size)
     batch_size, episodes = size_of_draw(storage, batch_size), getattr(storage, "episodes", None)
     if episodes is None:
@@ -283,7 +281,7 @@ def check_draws(storage: Any, writer: Writer) -> None:
         check_part(sampler, episodes.num_envs)
         check_part(unit, episodes.num_envs)
         _check_sequences(unit, storage)
-        if (asked := _asked_by(type(sampler))) is None:
+        if (asked := _asked_by(sampler)) is None:
             continue
         # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
         # length is that of the longest lane, an "a length" sampler sees all slots.
@@ -331,7 +329,7 @@ def _check_sequences(unit: Any, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
     # Other settings of a sequence cross episode ends on request.
     if (
-        _asked_by(type(unit)) == "neighbours"
+        _asked_by(unit) == "neighbours"
         and unit.episode_boundary != "include_reset"
         and unit.done_key is not None
     ):

@@ -112,12 +112,8 @@ OPTIONS: dict[str, Check | None] = {
 
 def goal_keys(sampler: Sampler) -> list[NestedKey]:
     """Returns the keys of the goals that a sampler draws."""
-    found: list[NestedKey] = []
-    # Called for each batch; a comprehension takes twice as long.
-    for layer in layers_of(sampler):
-        if getattr(layer, "draws_goals", False):
-            found.append(layer.goal_key)
-    return found
+    layers: list[Any] = layers_of(sampler)
+    return [layer.goal_key for layer in layers if getattr(layer, "draws_goals", False)]
 
 
 def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:

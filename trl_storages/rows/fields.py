@@ -118,15 +118,8 @@ class SingleFields(StoredFields):
             return self._read_stacks(key)
         if self.following is not None and key[0] == "next":
             slots = self.following
-        self.read(slots, [key])
+        self.update(read_fields(self.storage, slots, [key], self.device))
         return self[key]
-
-    def read(self, slots: torch.Tensor, keys: Collection[NestedKey]) -> None:
-        """Gathers fields of the rows at `slots`: these rows, or those that supply `next`."""
-        found = read_fields(self.storage, slots, keys)
-        if slots.device != self.device:
-            found = {key: it.to(self.device, non_blocking=True) for key, it in found.items()}
-        self.update(found)
 
     def _read_stacks(self, key: NestedKey) -> torch.Tensor:
         """Reads a stack together with its twin under `next`, which shares all frames but one."""
@@ -139,11 +132,13 @@ class SingleFields(StoredFields):
         return self[key]
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
+        """Returns the same rows with the entries under `next` taken from other rows."""
         rows = super().followed_by(slots)
         rows.update({key: field for key, field in self.items() if key[0] != "next"})
         return rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+        """Returns all fields, with `entries` added or replacing them."""
         fields = {key: self[key] for key in self.names() if key not in entries}
         nested = self.storage.layout.nested
         return nest({**fields, **entries}, self.slots.shape, self.device, nested)
@@ -204,7 +199,8 @@ class FollowingFields(SingleFields):
     """
 
     def __init__(self, stored: StoredFields) -> None:
-        super().__init__(stored.storage, stored.following, stored.device)  # type: ignore[arg-type]
+        self.storage, self.device = stored.storage, stored.device
+        self.slots, self.following = stored.following, None  # type: ignore[assignment]
         self._stored = stored
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
@@ -233,7 +229,10 @@ def stored_fields(
 
 
 def read_fields(
-    storage: TensorStorage, index: torch.Tensor, keys: Collection[NestedKey]
+    storage: TensorStorage,
+    index: torch.Tensor,
+    keys: Collection[NestedKey],
+    device: torch.device | None = None,
 ) -> dict[NestedKey, torch.Tensor]:
     """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
 
@@ -241,6 +240,7 @@ def read_fields(
         storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
         index: int64 slots of any shape B.
         keys: the fields.
+        device: where they are sent; None leaves them on the storage's.
 
     Returns:
         key -> `[*B, *shape]` in new memory.
@@ -248,16 +248,19 @@ def read_fields(
     Raises:
         KeyError: no such field; the message lists the existing ones.
     """
+    found: dict[NestedKey, torch.Tensor] = {}
     if isinstance(storage, PackedStorage):
-        return storage.read(index, keys)
-    data: TensorDictBase = storage._storage
-    found = {}
-    for key in keys:
-        column = data.get(key, None)
-        if column is None:
-            raise _no_field(key, data)
-        picked = column.index_select(0, index.reshape(-1))
-        found[key] = picked.view(index.shape + column.shape[1:])
+        found = storage.read(index, keys)
+    else:
+        data: TensorDictBase = storage._storage
+        for key in keys:
+            column = data.get(key, None)
+            if column is None:
+                raise _no_field(key, data)
+            picked = column.index_select(0, index.reshape(-1))
+            found[key] = picked.view(index.shape + column.shape[1:])
+    if device is not None and device != index.device:
+        found = {key: field.to(device, non_blocking=True) for key, field in found.items()}
     return found
 
 

@@ -159,6 +159,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         #: Assembles stacks of frames; None if rows have none.
         self.stacks: Stacks | None = None
         self.out_device = arguments.optional(arguments.device, "out_device", out_device)
+        #: Whether batches go to another device than that of the rows.
+        self.is_sent_away = self.out_device not in (None, self.device)
         header = header_dtype(max_size) if self.share_next else None
         self._declared = DeclaredFields(fields, header)
         if self.scratch_dir is not None:
@@ -616,11 +618,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         size = len(self.rows if self.is_durable else self)
         slots = torch.arange(size, device=self.device)[index]
         return self.layout.tensordict(self.gather(slots.reshape(-1))).reshape(slots.shape)  # type: ignore
-
-    @property
-    def is_sent_away(self) -> bool:
-        """Whether batches go to another device than that of the rows."""
-        return self.out_device is not None and self.out_device != self.device
 
     def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
         """Gathers rows on the device of batches.

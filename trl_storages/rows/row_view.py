@@ -18,6 +18,7 @@ from trl_storages.rows.fields import (
     FollowingFields,
     SingleFields,
     StoredFields,
+    read_fields,
 )
 
 __all__ = ["RowView", "Rule", "joined"]
@@ -159,7 +160,8 @@ class RowView:
             raise RuntimeError(self._obstacle)
         stored = SingleFields(self._stored.storage, slots.to(self.slots.device), self.device)
         if keys:
-            stored.read(stored.slots, _stored_for(keys, self._lights))
+            wanted = _stored_for(keys, self._lights)
+            stored.update(read_fields(stored.storage, stored.slots, wanted, self.device))
         return RowView(stored, None, self._lights)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:

@@ -180,7 +180,7 @@ class GoalRelabel(ReplayTransform):
     def _rewards(
         self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, key: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        computed = self._ask("reward_fn", self.reward_fn, seen, goals)  # type: ignore[arg-type]
+        computed = self._ask("reward_fn", seen, goals, seen.slots.shape)
         stored = _one_a_row(seen, key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
@@ -190,7 +190,7 @@ class GoalRelabel(ReplayTransform):
     def _flags(
         self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, _: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        terminated = self._ask("terminated_fn", self.terminated_fn, seen, goals)  # type: ignore[arg-type]
+        terminated = self._ask("terminated_fn", seen, goals, seen.slots.shape)
         if terminated.dtype is not torch.bool:
             # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
@@ -202,17 +202,47 @@ class GoalRelabel(ReplayTransform):
         return {key: torch.where(mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()}
 
     def _ask(
-        self, name: str, function: GoalFunction, seen: RowView, goals: torch.Tensor
+        self,
+        name: str,
+        rows: RowView | Mapping[NestedKey, torch.Tensor],
+        goals: torch.Tensor,
+        batch: torch.Size,
     ) -> torch.Tensor:
-        """Evaluates a goal function on all rows, `[*B, 1]`."""
-        achieved, batch = seen[self.next_achieved_goal_key], seen.slots.shape
-        last = len(batch) - 1
-        if last > 0:
+        """Evaluates the goal function of this name on rows `[*n, B]`, and checks what it returns.
+
+        Args:
+            name: "reward_fn" or "terminated_fn".
+            rows: achieved goals `[*n, B, *G]` under `next`, and the `info_keys`.
+            goals: `[B, *G]`.
+            batch: the shape of the rows.
+
+        Returns:
+            `[*n, B, 1]`.
+        """
+        achieved, last = rows[self.next_achieved_goal_key], len(batch) - 1
+        if last:
             # The function gets one flat batch, also for n-step windows.
             goals = goals.expand(achieved.shape).flatten(0, last)
             achieved = achieved.flatten(0, last)
-        infos = {key: seen[key].flatten(0, last) for key in self.info_keys}
-        return _judge(name, function, achieved, goals, infos).reshape(*batch, 1)
+        infos = {key: rows[key].flatten(0, last) for key in self.info_keys}
+        result = getattr(self, name)(achieved, goals, infos)
+        size = achieved.shape[0]
+        if not isinstance(result, torch.Tensor) or result.device != achieved.device:
+            try:
+                result = torch.as_tensor(result, device=achieved.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"{name} must return a tensor or an array of numbers, shape [{size}] or "
+                    f"[{size}, 1]; got {type(result).__name__}."
+                ) from error
+        if result.shape not in ((size,), (size, 1)):
+            raise ValueError(
+                f"{name} must return one value a row, shape [{size}] or [{size}, 1]; got "
+                f"{list(result.shape)}."
+            )
+        if result.is_complex():
+            raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
+        return result.reshape(*batch, 1)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
@@ -237,9 +267,9 @@ class GoalRelabel(ReplayTransform):
             )
         storage = getattr(storage, "storage", storage)
         compare = partial(self._compare, storage, num_rows)
-        return (
-            compare() if (files := getattr(storage, "files", None)) is None else files.read_consistently(compare)
-        )
+        if (files := getattr(storage, "files", None)) is None:
+            return compare()
+        return files.read_consistently(compare)
 
     def _compare(self, storage: Any, num_rows: int) -> RelabelAudit:
         episodes = episodes_of(storage)
@@ -315,10 +345,8 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     Returns:
         `[B, 1]` rewards.
     """
-    achieved, desired = rows[relabel.next_achieved_goal_key], rows[relabel.next_desired_goal_key]
-    infos = {key: rows[key] for key in relabel.info_keys}
-    computed = _judge("reward_fn", relabel.reward_fn, achieved, desired, infos)  # type: ignore[arg-type]
-    return computed.reshape(-1, 1)
+    goals = rows[relabel.next_desired_goal_key]
+    return relabel._ask("reward_fn", rows, goals, goals.shape[:1])
 
 
 def _lent(
@@ -374,34 +402,6 @@ def _not_one_a_row(key: NestedKey, stored: torch.Tensor, batch_dims: int) -> Val
         f"{list(stored.shape[batch_dims:])}. Of several agents, store what the team gets as one "
         "reward and one flag a row."
     )
-
-
-def _judge(
-    name: str,
-    function: GoalFunction,
-    achieved_goal: torch.Tensor,
-    desired_goal: torch.Tensor,
-    transition: Mapping[NestedKey, torch.Tensor],
-) -> torch.Tensor:
-    """Evaluates a goal function on `[B, *G]` goals and checks the result, `[B]` or `[B, 1]`."""
-    batch = achieved_goal.shape[0]
-    result = function(achieved_goal, desired_goal, transition)
-    if not isinstance(result, torch.Tensor) or result.device != achieved_goal.device:
-        try:
-            result = torch.as_tensor(result, device=achieved_goal.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"{name} must return a tensor or an array of numbers, shape [{batch}] or [{batch}, 1]; "
-                f"got {type(result).__name__}."
-            ) from error
-    if result.shape not in ((batch,), (batch, 1)):
-        raise ValueError(
-            f"{name} must return one value a row, shape [{batch}] or [{batch}, 1]; got "
-            f"{list(result.shape)}."
-        )
-    if result.is_complex():
-        raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
-    return result
 
 
 class gym_reward:  # noqa: N801  (it is used as a function)
