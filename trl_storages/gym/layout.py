@@ -28,7 +28,6 @@ __all__ = [
     "entries",
     "layout_of",
     "learn_fields",
-    "nested_keys",
     "tree_of",
 ]
 
@@ -57,21 +56,12 @@ def tree_of(keys: Iterable[NestedKey], *, skip: int = 0) -> dict[str, Any]:
     keys = list(keys)
     # A plain array may stand for a dictionary with only an observation.
     skip = 1 if keys == [OBSERVATION] else skip
-    paths = [(key, key_path(key)) for key in keys]
-    return nested(
-        (path, Leaf(key, next_key(key), "".join(f"[{name!r}]" for name in path[skip:])))
-        for key, path in paths
-    )
+    found = ((key_path(key), key) for key in keys)
+    return nested((path, Leaf(key, next_key(key), _label(path[skip:]))) for path, key in found)
 
 
-def nested_keys(value: Any, prefix: tuple[str, ...] = ()) -> list[NestedKey]:
-    """Returns the keys of all values in nested dictionaries; for any other value, the prefix.
-
-    Raises:
-        TypeError: a name is not a string.
-    """
-    found = leaves(value, "observations and actions", prefix)
-    return [unravel_key(path) for path, _ in found]
+def _label(path: Sequence[str]) -> str:
+    return "".join(f"[{name!r}]" for name in path)
 
 
 class TreeReader:
@@ -194,19 +184,18 @@ def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[Ne
     """Returns the fields of a first step without its infos, with the dtypes of its values.
 
     Raises:
-        TypeError: a value is not numeric.
+        TypeError: a value is not numeric, or a name is not a string.
         ValueError: two entries have the same key.
     """
-    fields = dict(OUTCOME_FIELDS)
-    seen = TreeReader(tree_of(nested_keys(observations)))
-    values = seen.read(observations, "observations")
-    for leaf, value in zip(seen.leaves, values, strict=True):
-        add_field(fields, leaf.key, value, "observations" + leaf.label, is_vector=is_vector)
-        check_free(leaf.next_key, fields)
-        fields[leaf.next_key] = fields[leaf.key]
-    done = TreeReader(tree_of(nested_keys(actions, key_path(ACTION)), skip=1)["action"])
-    for leaf, value in zip(done.leaves, done.read(actions, "actions"), strict=True):
-        add_field(fields, leaf.key, value, "actions" + leaf.label, is_vector=is_vector)
+    fields, what = dict(OUTCOME_FIELDS), "observations and actions"
+    for path, value in leaves(observations, what):
+        key, label = unravel_key(path), _label(path)
+        add_field(fields, key, value, f"observations{label}", is_vector=is_vector)
+        check_free(next_key(key), fields)
+        fields[next_key(key)] = fields[key]
+    for path, value in leaves(actions, what, key_path(ACTION)):
+        label = _label(path[1:])
+        add_field(fields, unravel_key(path), value, f"actions{label}", is_vector=is_vector)
     return fields
 
 

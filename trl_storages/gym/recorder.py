@@ -23,8 +23,8 @@ from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
     LastBits,
-    ResetWatch,
     check_last_observations,
+    ends_to_watch,
     last_observations,
 )
 from trl_storages.gym.values import Choices, ValueCheck
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
     ended: NDArray[np.bool_]
     """`[E]` whether the next step of an environment only resets it."""
     last: LastBits | None
-    """As `ResetWatch.last`."""
+    """The last observations of the episodes that ended in this step; see `ends_to_watch`."""
 
 
 class GymRecorder(SavedPart):
@@ -100,7 +100,7 @@ class GymRecorder(SavedPart):
         self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
-        self._watch = ResetWatch(num_envs)
+        self._last: LastBits | None = {}
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Gathers the next step.
@@ -171,7 +171,7 @@ class GymRecorder(SavedPart):
             lanes = np.flatnonzero(~self._ended).tolist()
             if not lanes:
                 flags = self._ends(terminateds, truncateds, is_vector)
-                return None, Memory(self.layout, _host(flags), self._watch.last)
+                return None, Memory(self.layout, as_array(flags)[:, 0], self._last)
         observations, next_observations = entries(observations), entries(next_observations)
         layout = self.layout
         if layout is None:
@@ -186,9 +186,9 @@ class GymRecorder(SavedPart):
             *layout.actions.read(actions, "actions"),
             *layout.observations.read(next_observations, "next_observations"),
         ]
-        desk = self._desk_for(layout, rows, values[3])
+        desk = self._desk_for(layout, rows, values[3], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
-        is_end = desk.put(values, is_vector)
+        is_end = desk.put(values)
         if desk.check is not None:
             desk.check.look(lanes)
         finals = self._reset_already(done) if is_end else []
@@ -202,9 +202,9 @@ class GymRecorder(SavedPart):
                     block.put(key, row, lane)
         elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
-        last = self._watch.last
+        last = self._last
         if self.autoreset_mode is None and last is not None and (last or is_end):
-            last = self._watch.look(columns, layout.pairs)
+            last = ends_to_watch(last, columns, layout.pairs)
         if self.info_keys:
             for key, value in self._infos(infos, lanes, finals, is_vector).items():
                 column = Column(*layout.fields[key], len(lanes))
@@ -212,9 +212,9 @@ class GymRecorder(SavedPart):
                 block.put(key, read, lanes)
         ended = self._ended
         if self.autoreset_mode is _NEXT_STEP:
-            ended = _host(done)
+            ended = as_array(done)[:, 0].copy()
         block.lanes = None if lanes is self._all_lanes else lanes
-        if layout is self.layout and ended is self._ended and last is self._watch.last:
+        if layout is self.layout and ended is self._ended and last is self._last:
             return block, None
         return block, Memory(layout, ended, last)
 
@@ -223,7 +223,9 @@ class GymRecorder(SavedPart):
         terminated = self._flag.read(terminateds, "terminateds", "", is_vector)
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
 
-    def _desk_for(self, layout: StepLayout, rows: Layout | None, value: Any) -> _Desk:
+    def _desk_for(
+        self, layout: StepLayout, rows: Layout | None, value: Any, is_vector: bool
+    ) -> _Desk:
         """Returns the desk for the values of a step, on the device of `value`."""
         device = value.device if isinstance(value, Tensor) else _CPU
         desk = self._desk
@@ -232,9 +234,14 @@ class GymRecorder(SavedPart):
             desk is None
             or desk.layout is not layout
             or desk.rows is not rows
-            or desk.device != device
+            or desk.is_vector is not is_vector
+            or desk.block.device != device
         ):
-            desk = self._desk = _Desk(layout, rows, self.num_envs, device, self._choices)
+            known = Layout(layout.fields)
+            if rows is not None and rows.described == known.described:
+                known = rows
+            block = StepBlock(known, self.num_envs, device)
+            desk = self._desk = _Desk(layout, rows, block, is_vector, self._choices)
         return desk
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,7 +251,7 @@ class GymRecorder(SavedPart):
     def remember(self, memory: Memory | None) -> None:
         """Updates the state after a step is written, with what `read` returned."""
         if memory is not None:
-            self.layout, self._ended, self._watch.last = memory
+            self.layout, self._ended, self._last = memory
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, for use after a manual `reset` of the environments.
@@ -264,7 +271,8 @@ class GymRecorder(SavedPart):
             )
         ended = self._ended.copy()
         ended[which if is_mask else which.astype(np.int64)] = False
-        self._watch.forget()
+        # None stays: the loop has shown that it resets by itself.
+        self._last = self._last and {}
         self._ended = ended
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,11 +291,12 @@ class GymRecorder(SavedPart):
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state."""
-        self._watch.forget()
+        self.reset()
         self._ended = state["ended"].cpu().numpy().copy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
+        is_mapping = type(infos) is dict or isinstance(infos, Mapping)
         # np.ndim is slow for values that are not arrays.
         kind = type(terminateds)
         if kind is bool or not (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
@@ -296,13 +305,12 @@ class GymRecorder(SavedPart):
                     f"terminateds must hold {self.num_envs} flags, one for each environment, got "
                     "a single one; make the storage with num_envs=1 for a single environment"
                 )
-            if type(infos) is not dict and not isinstance(infos, Mapping):
+            if not is_mapping:
                 raise TypeError(
                     "infos must be a dictionary for a single environment, got "
                     f"{type(infos).__name__}; pass the one that `step` returned"
                 )
             return False
-        is_mapping = type(infos) is dict or isinstance(infos, Mapping)
         if not is_mapping and len(infos) != self.num_envs:
             raise ValueError(f"infos must hold {environments(self.num_envs)}, got {len(infos)}")
         return True
@@ -364,9 +372,9 @@ class _Desk:
 
     Args:
         layout: of the transitions.
-        rows: the layout of the rows, used if it has exactly these fields.
-        num_envs: E.
-        device: of the gathered values.
+        rows: the layout of the rows that are written; None if it is not known.
+        block: gathers the values.
+        is_vector: whether they have the leading dimension.
         choices: of discrete actions.
     """
 
@@ -374,35 +382,26 @@ class _Desk:
         self,
         layout: StepLayout,
         rows: Layout | None,
-        num_envs: int,
-        device: torch.device,
+        block: StepBlock,
+        is_vector: bool,
         choices: Mapping[NestedKey, Choices],
     ) -> None:
-        self.layout, self.rows, self.device = layout, rows, device
-        known = Layout(layout.fields)
-        if rows is not None and rows.described == known.described:
-            known = rows
-        #: The rows of a step.
-        self.block = block = StepBlock(known, num_envs, device)
+        self.layout, self.rows, self.block, self.is_vector = layout, rows, block, is_vector
         #: Checks the values of a step; None if that would synchronize with a device.
         self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
         #: `[E, 1]` which episodes end.
         self.ends = block.columns[DONE]
         self._flags = [block.columns[key] for key in (TERMINATED, TRUNCATED)]
-        # The target of each value of a step, without and with the leading dimension.
-        self._targets = [
-            [_Target.of(block, is_vector, *place) for place in layout.places]
-            for is_vector in (False, True)
-        ]
-        self._columns = [[it.column for it in both] for both in self._targets]
-        self._kinds = [[it.kind for it in both[_OUTCOMES:]] for both in self._targets]
+        # The target of each value of a step.
+        self._targets = [_Target.of(block, is_vector, *place) for place in layout.places]
+        self._columns = [it.column for it in self._targets]
+        self._kinds = [it.kind for it in self._targets[_OUTCOMES:]]
 
-    def put(self, values: list[Any], is_vector: bool) -> bool:
+    def put(self, values: list[Any]) -> bool:
         """Copies the values of a step to their columns.
 
         Args:
             values: in the order of the layout's places; those that need conversion are replaced.
-            is_vector: whether they have the leading dimension.
 
         Returns:
             whether an episode ends.
@@ -410,10 +409,11 @@ class _Desk:
         Raises:
             TypeError, ValueError: as `Column.read`.
         """
-        targets = self._targets[is_vector]
+        targets = self._targets
         # Observations and actions usually have the right kind, and are checked all at once.
-        some = targets[:_OUTCOMES] if self._are_alike(values, is_vector) else targets
-        for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(some):
+        if self._are_alike(values):
+            targets = targets[:_OUTCOMES]
+        for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(targets):
             value = values[at]
             kind = type(value)
             if kind not in numbers and not (
@@ -422,7 +422,7 @@ class _Desk:
                 and value.shape == shape
             ):
                 values[at] = read(value)
-        for column, value in zip(self._columns[is_vector], values, strict=True):
+        for column, value in zip(self._columns, values, strict=True):
             column[...] = value
         terminated, truncated = self._flags
         if len(self.ends) == 1:
@@ -434,10 +434,10 @@ class _Desk:
             return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
         return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
 
-    def _are_alike(self, values: Sequence[Any], is_vector: bool) -> bool:
+    def _are_alike(self, values: Sequence[Any]) -> bool:
         """Whether all observations and actions are arrays of exactly the right dtypes and shapes."""
         try:
-            return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds[is_vector]
+            return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds
         except AttributeError:
             return False
 
@@ -482,9 +482,3 @@ class _Target(NamedTuple):
         dtypes = column.real_dtypes if block.is_on_host else frozenset()
         numbers = frozenset() if is_vector else column.numbers
         return cls(into, (dtype, shape), dtypes, numbers, read)
-
-
-def _host(flags: Any) -> NDArray[np.bool_]:
-    """Returns a copy of flags as an `[E]` array."""
-    found: NDArray[np.bool_] = as_array(flags).reshape(-1).copy()
-    return found

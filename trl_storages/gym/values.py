@@ -69,7 +69,6 @@ class ValueCheck:
         self, columns: Mapping[NestedKey, NDArray[Any]], choices: Mapping[NestedKey, Choices]
     ) -> None:
         self._columns, self._choices = columns, choices
-        self._is_single = len(columns[REWARD]) == 1
         self._actions = [
             (each, *limits)
             for key, of_key in choices.items()
@@ -88,20 +87,11 @@ class ValueCheck:
         Raises:
             ValueError: an action is not in its space.
         """
-        # For the few numbers of a step, Python finds minimum and maximum faster than NumPy.
-        if self._is_single:
-            for action, low, high in self._actions:
-                if not low <= action.item() <= high:
-                    self._refuse(lanes)
-            for reward in self._rewards:
-                number = reward.item()
-                if number - number != 0:
-                    self._warn(lanes)
-            return
+        # For the few numbers of a step, Python is faster than NumPy.
         for action, low, high in self._actions:
-            taken = action.tolist()
-            if min(taken) < low or max(taken) > high:
-                self._refuse(lanes)
+            for taken in action.tolist():
+                if not low <= taken <= high:
+                    self._refuse(lanes)
         for reward in self._rewards:
             number = sum(reward.tolist())
             if number - number != 0:
