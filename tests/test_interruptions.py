@@ -219,7 +219,7 @@ def picture(storage: ReplayStorage) -> dict:
         "priorities": sampler.priorities,
         "alpha": [sampler.alpha, sampler._table._alpha, sampler.default_priority],
         "ended": recorder.state_dict()["ended"],
-        "watched": str(recorder._watch.last),
+        "watched": str(recorder._last),
     }
 
 

@@ -8,8 +8,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 import trl_storages
-from trl_storages.gym.step_order import STEP
-from trl_storages.other_names import METHOD_NAMES, OTHER_NAMES, STEP_NAMES
+from trl_storages.other_names import METHOD_NAMES, OTHER_NAMES, STEP, STEP_NAMES
 
 # Options that users look for on a storage that is made, as other buffers have them.
 READ = ("device", "num_envs", "observation_space", "seed", "storage_size")

@@ -9,7 +9,7 @@ from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 
 import trl_storages
-from trl_storages.gym.step_order import STEP
+from trl_storages.other_names import STEP
 
 OBS, NEXT_OBS, ACTION, REWARD, DONE = np.zeros(3, "f4"), np.ones(3, "f4"), 1, 0.5, False
 

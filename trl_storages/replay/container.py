@@ -24,8 +24,8 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
-from trl_storages.gym.step_order import says_its_order
 from trl_storages.interrupts import finish
+from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import containers, history, incoming, on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities

@@ -12,7 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
-from trl_storages.keys import INDEX, MASK
+from trl_storages.callers import warn_caller
+from trl_storages.keys import INDEX, MASK, next_key, shared_keys
 from trl_storages.rows import (
     Layout,
     Nested,
@@ -24,13 +25,12 @@ from trl_storages.rows import (
     tensors_of,
 )
 from trl_storages.writing.checks import check_flags, check_flags_of, end_flags, refuse_padding
-from trl_storages.writing.compact import with_next
 from trl_storages.writing.gaps import GapWatch
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
-__all__ = ["Fields", "Steps"]
+__all__ = ["Fields", "Steps", "warn_of_lost_ends"]
 
 
 class Steps(NamedTuple):
@@ -116,7 +116,7 @@ class Fields:
         try:
             layout, fields = self._fit(data, entries, storage)
         except KeyError:
-            if (repeated := with_next(entries, storage.layout)) is None:
+            if (repeated := _with_next(entries, storage.layout)) is None:
                 raise
             layout, fields = self._fit(data, repeated, storage)
         tensors = [*fields, done]
@@ -204,3 +204,48 @@ def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tens
     for numbers in trajectory:
         return numbers.to(storage.episodes.device).reshape(-1).long()
     return None
+
+
+# Rows without next observations, which TorchRL's collectors leave out with `compact_obs=True`.
+
+
+def _with_next(
+    entries: dict[NestedKey, torch.Tensor], layout: Layout | None
+) -> dict[NestedKey, torch.Tensor] | None:
+    """Fills in missing next observations with the observations of the same rows.
+
+    They stay until the following row is written; at the end of an episode, for good.
+
+    Args:
+        entries: of rows to write.
+        layout: of the stored rows; None if there are none yet.
+
+    Returns:
+        None if no entry is missing, or others than next observations are.
+
+    Raises:
+        KeyError: next observations are missing, and the rows do not share them.
+    """
+    missing = () if layout is None else [key for key in layout.keys if key not in entries]
+    if layout is None or not missing:
+        return None
+    keys = shared_keys(layout.keys)
+    if not keys or any(next_key(key) in entries or key not in entries for key in keys):
+        return None
+    if layout.framed.sharing is None:
+        raise KeyError(
+            f"the data lacks {[*map(next_key, keys)]}, which collectors with compact_obs=True leave out: "
+            "make the storage with share_next=True, or the collector without compact_obs."
+        )
+    return {**entries, **{next_key(key): entries[key] for key in keys}}
+
+
+def warn_of_lost_ends() -> None:
+    """Warns that the final observations of episodes are not written."""
+    warn_caller(
+        "next observations are left out of what is written, as by a collector with compact_obs=True: the "
+        "last row of each episode shows its own observation as the next one, and what is bootstrapped "
+        "from truncated ends, or is a goal by hindsight there, is of that. Make the collector without "
+        "compact_obs if episodes are truncated or have goals; otherwise ignore this warning, which "
+        "comes once."
+    )

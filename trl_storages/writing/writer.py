@@ -21,19 +21,17 @@ from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
 from trl_storages.kernels.block import Block
 from trl_storages.ring import EpisodeIndex, Lanes
-from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
-from trl_storages.writing.compact import warn_of_lost_ends
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import GapWatch, OnGap
-from trl_storages.writing.lane_notes import LaneNotes
+from trl_storages.writing.lanes import LaneNotes
 from trl_storages.writing.stacks import checked_stacks
-from trl_storages.writing.steps import Fields, Steps
+from trl_storages.writing.steps import Fields, Steps, warn_of_lost_ends
 
 __all__ = ["EpisodeWriter"]
 
@@ -571,7 +569,20 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         else:
             rows = storage.get(kept.old)
             move = partial(storage.set, kept.new, rows, set_cursor=False)
-        return finish(partial(self._restart, kept, move, empty_write_count, then))
+
+        def renew() -> torch.Tensor:
+            self._forget_links()
+            self._episodes.restart(kept)
+            if empty_write_count:
+                self._write_count = 0
+            move()
+            self._count()
+            self._bump_generation(kept.new, kept.new)
+            self._mark_update_entities(kept.new)
+            then(kept.new)
+            return kept.new
+
+        return finish(renew)
 
     def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
         """Evicts all but the newest rows in a directory, where rows are never moved."""
@@ -585,25 +596,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         slots = episodes.slots_by_age(torch.arange(len(episodes)).flip(0))
         then(slots)
         return slots
-
-    def _restart(
-        self,
-        kept: Kept,
-        move: Callable[[], object],
-        empty_write_count: bool,
-        then: Then,
-    ) -> torch.Tensor:
-        self._forget_links()
-        self._episodes.restart(kept)
-        if empty_write_count:
-            self._write_count = 0
-        new = kept.new
-        move()
-        self._count()
-        self._bump_generation(new, new)
-        self._mark_update_entities(new)
-        then(new)
-        return new
 
     # State
 
