@@ -17,7 +17,7 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
 )
-from trl_storages.kernels.ring_tables import GOAL_STRATEGIES
+from trl_storages.kernels.tables import GOAL_STRATEGIES
 from trl_storages.samplers import UniformSampler
 
 SAMPLERS = {

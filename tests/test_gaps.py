@@ -371,7 +371,7 @@ def test_a_gap_on_a_gpu_is_heard_of_without_waiting(simulated_gpu):
 
 def test_a_late_gap_is_told_at_the_next_write():
     """What a GPU has found by then, simulated by a note."""
-    from trl_storages.priorities.table import DeferredError
+    from trl_storages.priorities import DeferredError
 
     storage = make()
     storage.extend(stream(0)[0])

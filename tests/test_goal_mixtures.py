@@ -25,13 +25,13 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
 )
-from trl_storages.functional.goals import (
+from trl_storages.functional.draws import (
     geometric_steps,
     kinds_by_chance,
     kinds_of_batch,
     num_of_each,
 )
-from trl_storages.kernels.ring_tables import GOAL_KINDS, GOAL_STRATEGIES
+from trl_storages.kernels.tables import GOAL_KINDS, GOAL_STRATEGIES
 
 MIXTURE = {"future": 0.5, "random": 0.3, "current": 0.2}
 EACH = dict.fromkeys(GOAL_STRATEGIES, 1 / 6)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scipy.stats import chisquare
 
-from trl_storages.priorities import ABSENT, PriorityTable
-from trl_storages.priorities.table import leaf_weights
+from trl_storages.priorities import ABSENT, PriorityTable, leaf_weights
 from trl_storages.ring import EpisodeIndex
 
 CPU = torch.device("cpu")

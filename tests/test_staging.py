@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.kernels import backend, device, host
-from trl_storages.kernels.block import Block
+from trl_storages.kernels.tables import Block
 from trl_storages.rows import Layout, pairs_of, stage
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.kernels import device, host
-from trl_storages.kernels.block import Block
 from trl_storages.kernels.host import disk as host_disk
 from trl_storages.kernels.marks import pack_marks, unpack_marks
+from trl_storages.kernels.tables import Block
 
 KERNELS = (host, device)
 BACKENDS = pytest.mark.parametrize("kernels", KERNELS, ids=["host", "device"])

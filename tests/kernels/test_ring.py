@@ -13,8 +13,7 @@ from oracles import RingOracle
 from scipy import stats
 
 from trl_storages.kernels import device, host
-from trl_storages.kernels.block import Block
-from trl_storages.kernels.ring_tables import BOUNDARIES, GOAL_KINDS, GOAL_STRATEGIES
+from trl_storages.kernels.tables import BOUNDARIES, GOAL_KINDS, GOAL_STRATEGIES, Block
 
 BACKENDS = pytest.mark.parametrize("kernels", [host, device], ids=["host", "device"])
 CPU = torch.device("cpu")

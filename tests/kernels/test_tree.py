@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from trl_storages.kernels import Backend, device, host
-from trl_storages.kernels.tree_tables import ABSENT, level_starts
-from trl_storages.priorities.table import LaneOrder
+from trl_storages.kernels.tables import ABSENT, level_starts
+from trl_storages.priorities import LaneOrder
 from trl_storages.ring import EpisodeIndex
 
 BACKENDS = {"host": host, "device": device}

@@ -28,7 +28,7 @@ from trl_storages.disk.description import (
 from trl_storages.disk.files import WriterLock, sync_directory
 from trl_storages.disk.recovery import recover
 from trl_storages.disk.words import State, Track, Words
-from trl_storages.kernels.block import Block
+from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 

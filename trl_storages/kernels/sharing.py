@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from trl_storages.kernels.zeros import zeros
+from trl_storages.kernels.tables import zeros
 
 __all__ = [
     "CONTINUES",

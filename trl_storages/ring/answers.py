@@ -15,10 +15,12 @@ from tensordict import TensorDict
 from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
-from trl_storages.kernels.ring_tables import FINISHED, FIRST
-from trl_storages.ring.whole import draw_whole_episodes, first_of_whole_episodes
+from trl_storages.kernels.tables import BEGUN, FINISHED, FIRST
 
 __all__ = ["EpisodeAnswers"]
+
+# Attempts to draw whole episodes before all of them are listed.
+_PATIENCE = 32
 
 
 class EpisodeAnswers:
@@ -284,10 +286,10 @@ class EpisodeAnswers:
         """
         n = arguments.integer("n", n)
         arguments.generator("generator", generator)
-        drawn = draw_whole_episodes(self, n, generator)
+        drawn = self._try_to_draw(n, generator)
         if drawn is not None:
             return drawn
-        first = first_of_whole_episodes(self)
+        first = self._first_of_whole()
         if not len(first):
             raise RuntimeError(
                 "no finished episode is stored whole: write until one ends, or make the storage larger "
@@ -299,9 +301,49 @@ class EpisodeAnswers:
         """Returns whether there is an episode that `random_episodes` can draw."""
         # Random trials are fastest, unless whole episodes are rare.
         generator = torch.Generator(self.device)
-        if draw_whole_episodes(self, 1, generator) is not None:
+        if self._try_to_draw(1, generator) is not None:
             return True
-        return len(first_of_whole_episodes(self)) > 0
+        return len(self._first_of_whole()) > 0
+
+    def _try_to_draw(self, n: int, generator: torch.Generator | None) -> torch.Tensor | None:
+        """Draws `n` whole episodes uniformly with replacement, at a cost independent of their number.
+
+        Returns:
+            `[n]` int64 slots of their first rows, or None if too few draws were whole episodes.
+        """
+        ring, num_envs, most_live, lanes = (
+            self.ring,
+            self.num_envs,
+            self.steps_per_lane,
+            self._lane_ids,
+        )
+        begun, start = ring.lanes[:, BEGUN], self.tails
+        # The live episodes of a lane are numbered `oldest .. begun - 1`.
+        entry = ring.entries(start % self.ring_steps * num_envs + lanes)
+        oldest = begun - 1 - (begun - 1 - entry + lanes * most_live) % most_live
+        # Skip an oldest episode that has lost its first rows.
+        oldest += ring.spans[entry, FIRST] < start
+        counts = torch.where(self.fill > 0, begun - oldest, 0).clamp(min=0)
+        ends = counts.cumsum(0)
+        found = torch.full((n,), -1, device=self.device)
+        # Rejection sampling: cut and running episodes are usually few.
+        for _ in range(_PATIENCE if int(ends[-1]) else 0):
+            draw = random_noise(n, generator=generator, device=self.device) % ends[-1]
+            lane = torch.searchsorted(ends, draw, right=True)
+            number = oldest[lane] + draw - (ends - counts)[lane]
+            drawn = lane * most_live + number % most_live
+            first, _, is_finished = ring.spans[drawn].unbind(1)
+            usable = (is_finished != 0) & (found < 0)
+            found = torch.where(usable, first % self.ring_steps * num_envs + lane, found)
+            if bool((found >= 0).all()):
+                return found
+        return None
+
+    def _first_of_whole(self) -> torch.Tensor:
+        """Returns the slots of the first rows of all whole episodes, in a pass over the rows."""
+        episodes = self.episodes()
+        found: torch.Tensor = episodes["first"][episodes["finished"] & episodes["whole"]]
+        return found
 
     def episodes(self) -> TensorDict:
         """Lists the live episodes, lane by lane, oldest first, in a pass over the rows.

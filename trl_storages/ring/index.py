@@ -19,8 +19,7 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.kernels import backend
-from trl_storages.kernels.block import Block
-from trl_storages.kernels.ring_tables import CURSOR
+from trl_storages.kernels.tables import CURSOR, Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes

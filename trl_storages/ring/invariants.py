@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trl_storages.kernels.ring_tables import BEGUN
+from trl_storages.kernels.tables import BEGUN
 
 if TYPE_CHECKING:
     from trl_storages.ring.index import EpisodeIndex

@@ -16,8 +16,12 @@ from torchrl.data import SliceSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
-from trl_storages.functional.draws import random_noise
-from trl_storages.functional.goals import geometric_steps, kinds_by_chance, kinds_of_batch
+from trl_storages.functional.draws import (
+    geometric_steps,
+    kinds_by_chance,
+    kinds_of_batch,
+    random_noise,
+)
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
 from trl_storages.signatures import Setting, shown

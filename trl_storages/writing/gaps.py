@@ -16,9 +16,9 @@ from torchrl.data import Storage
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.kernels import backend
-from trl_storages.kernels.block import Block
+from trl_storages.kernels.tables import Block
 from trl_storages.keys import continued_keys, next_key
-from trl_storages.priorities.table import DeferredError
+from trl_storages.priorities import DeferredError
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from trl_storages.kernels.block import Block
+from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.writing.steps import Steps
 

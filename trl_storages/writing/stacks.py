@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from trl_storages.kernels.block import Block
 from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
+from trl_storages.kernels.tables import Block
 from trl_storages.rows import Layout, PackedStorage, Stacks
 from trl_storages.writing.steps import Steps
 

@@ -19,7 +19,7 @@ from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
 from trl_storages.interrupts import complete, finish
-from trl_storages.kernels.block import Block
+from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields

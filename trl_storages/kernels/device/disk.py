@@ -29,9 +29,8 @@ from trl_storages.kernels.marks import (
     pack_marks,
     unpack_marks,
 )
-from trl_storages.kernels.ring_tables import FIRST
 from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, tips_of
-from trl_storages.kernels.tree_tables import ABSENT
+from trl_storages.kernels.tables import ABSENT, FIRST
 
 __all__ = [
     "Commits",

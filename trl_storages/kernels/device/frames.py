@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.writing import NewRows
 from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED, SIZE
+from trl_storages.kernels.tables import Block
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from trl_storages.kernels.device.scattering import only_last
-from trl_storages.kernels.tree_tables import ABSENT
+from trl_storages.kernels.device.tree import only_last
+from trl_storages.kernels.tables import ABSENT
 
 __all__ = ["RawPriorities"]
 

@@ -14,10 +14,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from trl_storages.kernels.block import Block
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.ring_tables import FINISHED, FIRST, GOAL_KINDS, LAST, RingTables, take
+from trl_storages.kernels.tables import FINISHED, FIRST, GOAL_KINDS, LAST, Block, RingTables, take
 
 __all__ = ["Ring"]
 

@@ -15,7 +15,7 @@ from trl_storages.kernels.device.writing import NewRows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring
-    from trl_storages.kernels.ring_tables import RingTables
+    from trl_storages.kernels.tables import RingTables
 
 __all__ = ["RowTable", "fold"]
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from trl_storages.kernels.device.rows import RowTable
-from trl_storages.kernels.device.scattering import only_last
+from trl_storages.kernels.device.tree import only_last
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.ring_tables import RingTables
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -28,6 +27,7 @@ from trl_storages.kernels.sharing import (
     SideTable,
     tips_of,
 )
+from trl_storages.kernels.tables import RingTables
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.disk import Commits

@@ -10,11 +10,9 @@ from itertools import repeat
 
 import torch
 
-from trl_storages.kernels.device.scattering import only_last
-from trl_storages.kernels.ring_tables import take
-from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
+from trl_storages.kernels.tables import FAN_OUT, level_starts, take
 
-__all__ = ["SumTree", "transposed"]
+__all__ = ["SumTree", "only_last", "transposed"]
 
 _INFINITY = float("inf")
 
@@ -258,3 +256,24 @@ def _part_at(ends: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torc
     # part of positive weight is taken.
     is_before = (ends <= rest) & (ends < ends[:, -1:])
     return is_before.sum(1), rest - (ends * is_before).amax(1, keepdim=True)
+
+
+def only_last(index: torch.Tensor, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps the last of equal indices, and replaces the others.
+
+    On a GPU, the order of writes to the same index is undefined.
+
+    Args:
+        index: `[B]` int64.
+        spare: the replacement.
+
+    Returns:
+        `[B]` indices in another order, and `[B]` the position of each in `index`.
+
+    >>> only_last(torch.tensor([5, 3, 5]), spare=9)
+    (tensor([3, 9, 5]), tensor([1, 0, 2]))
+    """
+    index, order = torch.sort(index, stable=True)
+    goes_on = torch.zeros_like(index, dtype=torch.bool)
+    torch.eq(index[1:], index[:-1], out=goes_on[:-1])
+    return index.masked_fill(goes_on, spare), order

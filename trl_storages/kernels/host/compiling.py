@@ -1,7 +1,11 @@
-"""Compiles loops: on first use, once per installation."""
+"""Compiles loops: on first use, once per installation; and what NumPy lacks in them.
+
+Addresses are plain integers.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -10,12 +14,21 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from trl_storages.callers import warn_caller
 from trl_storages.kernels.marks import hardware_orders_stores
 
-__all__ = ["compiled", "fenced", "inlined", "prefetch"]
+__all__ = [
+    "are_same_bytes",
+    "compiled",
+    "copy_bytes",
+    "fenced",
+    "inlined",
+    "is_set",
+    "prefetch",
+]
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 # Untyped, as its annotations hide the signature of the decorated function.
@@ -63,7 +76,22 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         """Returns whether stores are ordered without a fence; there is none in interpreted code."""
         return hardware_orders_stores()
 
+    def copy_bytes(target: int, source: int, num_bytes: int) -> None:
+        """Copies bytes from one address to another."""
+        ctypes.memmove(int(target), int(source), int(num_bytes))
+
+    def are_same_bytes(one: int, other: int, num_bytes: int) -> bool:
+        """Returns whether the bytes at two addresses are the same."""
+        size = int(num_bytes)
+        return ctypes.string_at(int(one), size) == ctypes.string_at(int(other), size)
+
+    def is_set(address: int) -> bool:
+        """Returns whether the byte at an address is not zero."""
+        return ctypes.string_at(int(address), 1) != b"\0"
+
 else:
+    _BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+    _POINTER = _BYTE.as_pointer()
 
     @intrinsic
     def prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
@@ -71,13 +99,11 @@ else:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             view = context.make_array(signature.args[0])(context, builder, args[0])
-            pointer = ir.IntType(8).as_pointer()
-            address = builder.gep(builder.bitcast(view.data, pointer), [args[1]])
-            i32 = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            address = builder.gep(builder.bitcast(view.data, _POINTER), [args[1]])
+            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
             # A read, kept in all cache levels, of data.
-            builder.call(function, [address, i32(0), i32(3), i32(1)])
+            builder.call(function, [address, _INT(0), _INT(3), _INT(1)])
             return context.get_dummy_value()
 
         return types.void(array, byte), generate
@@ -91,3 +117,38 @@ else:
             return context.get_constant(types.boolean, True)
 
         return types.boolean(), generate
+
+    @intrinsic
+    def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+        """Copies bytes from one address to another."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            to, start = (builder.inttoptr(address, _POINTER) for address in args[:2])
+            copy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
+            is_volatile = ir.IntType(1)(0)
+            builder.call(copy, [to, start, args[2], is_volatile])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    @intrinsic
+    def are_same_bytes(typing_context: Any, one: Any, other: Any, num_bytes: Any) -> Any:
+        """Returns whether the bytes at two addresses are the same."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(_INT, [_POINTER, _POINTER, _LONG])
+            compare = get_or_insert_function(builder.module, kind, "memcmp")  # type: ignore[no-untyped-call]
+            sides = (builder.inttoptr(address, _POINTER) for address in args[:2])
+            return builder.icmp_signed("==", builder.call(compare, [*sides, args[2]]), _INT(0))
+
+        return types.boolean(types.int64, types.int64, types.int64), generate
+
+    @intrinsic
+    def is_set(typing_context: Any, address: Any) -> Any:
+        """Returns whether the byte at an address is not zero."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte = builder.load(builder.inttoptr(args[0], _POINTER))
+            return builder.icmp_unsigned("!=", byte, _BYTE(0))
+
+        return types.boolean(types.int64), generate

@@ -36,9 +36,8 @@ from trl_storages.kernels.marks import (
     STEP_BIT,
     factors,
 )
-from trl_storages.kernels.ring_tables import CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, NUM_TIPS, TIP_BIT
-from trl_storages.kernels.tree_tables import ABSENT
+from trl_storages.kernels.tables import ABSENT, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
 __all__ = [
     "Commits",

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.block import Block
-from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
+from trl_storages.kernels.host.compiling import (
+    are_same_bytes,
+    compiled,
+    copy_bytes,
+    inlined,
+    is_set,
+    prefetch,
+)
 from trl_storages.kernels.host.rows import not_found
 from trl_storages.kernels.host.writing import NewRows
-from trl_storages.kernels.ring_tables import CURSOR, FIRST, OPEN, TAIL
 from trl_storages.kernels.stack_fields import (
     COUNT,
     IS_CONSTANT,
@@ -33,6 +37,7 @@ from trl_storages.kernels.stack_fields import (
     SIZE,
     STORED,
 )
+from trl_storages.kernels.tables import CURSOR, FIRST, OPEN, TAIL, Block
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring

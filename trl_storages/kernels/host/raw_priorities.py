@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled
-from trl_storages.kernels.tree_tables import ABSENT
+from trl_storages.kernels.tables import ABSENT
 
 __all__ = ["RawPriorities"]
 

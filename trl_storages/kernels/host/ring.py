@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.block import Block
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.host.writing import Before, Given, NewRows, append_steps, find_gaps
-from trl_storages.kernels.ring_tables import (
+from trl_storages.kernels.tables import (
     BOUNDARIES,
     CURSOR,
     FIRST,
     GOAL_KINDS,
     LAST,
     TAIL,
+    Block,
     RingTables,
 )
 

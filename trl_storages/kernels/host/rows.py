@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled, prefetch
-from trl_storages.kernels.host.memory import copy_bytes
+from trl_storages.kernels.host.compiling import compiled, copy_bytes, prefetch
 from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
-    from trl_storages.kernels.ring_tables import RingTables
+    from trl_storages.kernels.tables import RingTables
 
 __all__ = ["RowTable", "fold", "not_found"]
 

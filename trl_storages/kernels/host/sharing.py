@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled, fenced, inlined, prefetch
-from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
+from trl_storages.kernels.host.compiling import (
+    are_same_bytes,
+    compiled,
+    copy_bytes,
+    fenced,
+    inlined,
+    is_set,
+    prefetch,
+)
 from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import Given, NewRows
-from trl_storages.kernels.ring_tables import CURSOR, OPEN, RingTables
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -29,6 +35,7 @@ from trl_storages.kernels.sharing import (
     Sharing,
     SideTable,
 )
+from trl_storages.kernels.tables import CURSOR, OPEN, RingTables
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.disk import Commits

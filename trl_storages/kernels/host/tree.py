@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
-from trl_storages.kernels.tree_tables import FAN_OUT, level_starts
+from trl_storages.kernels.tables import FAN_OUT, level_starts
 
 __all__ = ["SumTree", "transposed"]
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled
-from trl_storages.kernels.host.memory import are_same_bytes, copy_bytes, is_set
-from trl_storages.kernels.ring_tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
+from trl_storages.kernels.host.compiling import are_same_bytes, compiled, copy_bytes, is_set
 from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
+from trl_storages.kernels.tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
 __all__ = ["Before", "Given", "NewRows", "append_steps", "find_gaps", "put_rows"]
 

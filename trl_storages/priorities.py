@@ -1,4 +1,6 @@
-"""The priorities of the rows of a storage, by slot, on one device.
+"""The priorities of rows, by slot, and draws in proportion to them.
+
+A `PriorityTable` holds the priorities as they were reported, and a sum tree that is derived from them.
 
 Letters: B batch, N slots, E lanes (environments), R ring steps per lane.
 """
@@ -15,10 +17,17 @@ import torch
 from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import Backend, backend
-from trl_storages.kernels.tree_tables import ABSENT
+from trl_storages.kernels.tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
-__all__ = ["DeferredError", "LaneOrder", "Normalization", "PriorityTable", "leaf_weights"]
+__all__ = [
+    "ABSENT",
+    "DeferredError",
+    "LaneOrder",
+    "Normalization",
+    "PriorityTable",
+    "leaf_weights",
+]
 
 
 class DeferredError:

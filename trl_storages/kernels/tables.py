@@ -1,7 +1,7 @@
-"""The tables of an episode index, and the queries on them that need no backend.
+"""The tables that both backends share: those of an episode index, and how a sum tree lies in one.
 
 Letters: T live steps per lane at most, R >= T ring steps per lane, E lanes (environments), M = R * E
-slots, B any shape of slots.
+slots, B any shape of slots, n rows of a write, L lanes and S steps written now.
 
 Step s of lane l is in slot `(s % R) * E + l`. The live rows of a lane are those from its tail up to its
 cursor. Every slot names an entry of the table of episodes, which holds the steps at which the episode
@@ -10,14 +10,21 @@ began and ended. Evicting a row changes no entry: results are clamped to the tai
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
-from trl_storages.kernels.zeros import zeros
-
 __all__ = [
+    "ABSENT",
     "BEGUN",
     "BOUNDARIES",
     "CURSOR",
+    "FAN_OUT",
     "FINISHED",
     "FIRST",
     "GOAL_KINDS",
@@ -25,8 +32,11 @@ __all__ = [
     "LAST",
     "OPEN",
     "TAIL",
+    "Block",
     "RingTables",
+    "level_starts",
     "take",
+    "zeros",
 ]
 
 # Columns of the table of episodes, and of the table of lanes.
@@ -38,6 +48,45 @@ GOAL_STRATEGIES = ("future", "final", "episode", "random", "geometric", "current
 GOAL_KINDS = {name: number for number, name in enumerate(GOAL_STRATEGIES, 1)}
 #: What a sequence does at the ends of its episode; compiled loops take the index.
 BOUNDARIES = ("pad", "fit", "cross")
+
+#: The priority of a slot without a row: never drawn, and never the least weight.
+ABSENT = float("inf")
+#: Children of a node: eight float64 numbers fill a cache line.
+FAN_OUT = 8
+
+_NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
+# Smaller tables are not worth a mapping of their own.
+_LEAST_SPARSE = 1 << 18  # bytes
+# Missing on Windows.
+_ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
+    getattr(mmap, name, None) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE", "MADV_NOHUGEPAGE")
+)
+
+
+class Block(NamedTuple):
+    """n rows that are the next S steps of L lanes, `[L, S]`."""
+
+    num_steps: int
+    """S."""
+    lanes: Sequence[int] | None = None
+    """The L lanes, distinct; None for all of them."""
+    order: torch.Tensor | None = None
+    """`[L, S]` int64, the row of each step; None for all n in order, lane by lane."""
+    cut: torch.Tensor | None = None
+    """`[L, S]` bool, rows that begin an episode whatever came before; None for none."""
+
+    @property
+    def which(self) -> Any:
+        """The index of the written lanes in a table of all lanes."""
+        return slice(None) if self.lanes is None else [*self.lanes]
+
+    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the n elements of `flat` in the order of the steps, `[L, S]`."""
+        return flat.view(-1, self.num_steps) if self.order is None else flat[self.order]
+
+    def cut_at(self, begins: torch.Tensor) -> Block:
+        """Returns the same block, with further rows that begin an episode: `[L, S]` bool."""
+        return self._replace(cut=begins if self.cut is None else self.cut | begins)
 
 
 class RingTables:
@@ -187,3 +236,60 @@ def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if index.ndim == 1:
         return table.index_select(0, index)
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
+
+
+def zeros(
+    *shape: int, device: torch.device, dtype: torch.dtype = torch.int64, sparse: bool = False
+) -> torch.Tensor:
+    """Returns int32 or int64 zeros.
+
+    Args:
+        *shape: of the table.
+        device: of the table.
+        dtype: of its elements.
+        sparse: whether most of it is never written to, and must then take no memory on the CPU.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if sparse and num_bytes >= _LEAST_SPARSE and _ANONYMOUS and _PRIVATE:
+        return _untouched(num_bytes, _ANONYMOUS | _PRIVATE).view(dtype).view(shape)
+    # Unlike torch's, NumPy's zeros take no memory until they are written to, and use huge pages: lookups
+    # of small pages take a seventh of a gather's time.
+    return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
+
+
+def _untouched(num_bytes: int, flags: int) -> torch.Tensor:
+    """Returns zeros in small pages, each of which takes memory when it is first written to."""
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"there must be {num_bytes:,} bytes of memory, got {error}") from error
+    if _SMALL_PAGES is not None:
+        # Some kernels are built without huge pages.
+        with suppress(OSError):
+            memory.madvise(_SMALL_PAGES)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def level_starts(num_leaves: int) -> list[int]:
+    """Returns where each level begins in the table of a tree, and finally where the table ends.
+
+    The root is level 0. The children of node i of a level are nodes 8 i to 8 i + 7 of the next one,
+    and leaf i is node i of the last. Levels are rounded up to whole nodes, so that a node is one
+    cache line; after the last leaf there is at least one spare leaf, whose weight stays 0.
+
+    >>> level_starts(10)
+    [0, 8, 16, 32]
+    """
+    sizes = [_rounded_up(num_leaves + 1)]
+    while sizes[0] > FAN_OUT:
+        sizes.insert(0, _rounded_up(sizes[0] // FAN_OUT))
+    starts = [0, FAN_OUT]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _rounded_up(n: int) -> int:
+    return -(-n // FAN_OUT) * FAN_OUT
