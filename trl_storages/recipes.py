@@ -402,7 +402,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = self._draw_episodes(batch_size)
+        batch = super().sample_episodes(batch_size)
         return batch, {"index": batch.get(keys.INDEX)}
 
     def _sample_part(self, batch_size: int) -> NoReturn:

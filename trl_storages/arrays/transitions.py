@@ -36,6 +36,7 @@ from trl_storages.keys import (
     TRUNCATED,
     next_key,
 )
+from trl_storages.rows import Layout
 
 __all__ = ["GoalOf", "Transitions", "steps_of"]
 
@@ -264,20 +265,19 @@ class Transitions:
         return goals if goals.ndim > 1 else goals.unsqueeze(-1)
 
 
-def steps_of(
-    argument: str, value: Any, fields: Mapping[NestedKey, Field] | None = None
-) -> TensorDictBase:
+def steps_of(argument: str, value: Any, layout: Layout | None = None) -> TensorDictBase:
     """Returns steps given as a TensorDict, or as a dictionary of a dataset's arrays.
 
     Args:
         argument: the name of the steps in messages.
         value: the steps.
-        fields: of the rows, if known.
+        layout: of the rows, if known.
 
     Raises:
         KeyError, TypeError, ValueError: as in `Transitions`.
     """
     if not isinstance(value, TensorDictBase) and isinstance(value, Mapping):
+        fields = None if layout is None else layout.described
         return Transitions(value, argument=argument, fields=fields).tensordict()
     return arguments.steps(argument, value)
 

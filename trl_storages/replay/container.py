@@ -42,7 +42,14 @@ from trl_storages.replay.options import (
     goal_keys,
 )
 from trl_storages.replay.remote import in_actor
-from trl_storages.replay.saving import Parts, fit_drawn_ahead, read_generator, saved_generator
+from trl_storages.replay.saving import (
+    check_state,
+    fit_drawn_ahead,
+    load_state,
+    read_generator,
+    saved_generator,
+    state_of,
+)
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
@@ -140,13 +147,12 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         recorder: GymRecorder | None = None,
         **kwargs: Any,
     ) -> None:
-        parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
-        parts["recorder"] = recorder
-        given = checked(type(self).__name__, parts | kwargs, OPTIONS, OPTIONS)
+        own = {"sampler": sampler, "writer": writer, "recorder": recorder}
+        parts = {"storage": storage, "transform": transform, **own, **kwargs}
+        given = checked(type(self).__name__, parts, OPTIONS, OPTIONS)
         given["sampler"] = UniformSampler if sampler is None else sampler
         given["writer"] = EpisodeWriter if writer is None else writer
-        recorder = given.pop("recorder")
-        own = {"sampler": given["sampler"], "writer": given["writer"], "recorder": recorder}
+        del given["recorder"]
         containers.check_own_parts(storage, **own)
         # TorchRL would delay initialization if given a `transform_factory`.
         super().__init__(**{"delayed_init": False, **given})
@@ -158,7 +164,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         # Suppresses TorchRL's warning about a batch size passed to a single `sample` call.
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
-        on_disk.resume(Parts(self))
+        on_disk.resume(self)
         containers.register(self)
 
     @classmethod
@@ -303,10 +309,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return incoming.write(self, put, steps, has_priority=update_priority is not False)
 
     def _steps(self, tensordicts: Any) -> TensorDictBase:
-        if isinstance(tensordicts, TensorDictBase):
-            return tensordicts
-        layout = getattr(self._storage, "layout", None)
-        return steps_of("tensordicts", tensordicts, None if layout is None else layout.described)
+        return steps_of("tensordicts", tensordicts, getattr(self._storage, "layout", None))
 
     @says_its_order
     def add(self, data: TensorDictBase) -> torch.Tensor:
@@ -649,6 +652,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         apply_transforms(parts, rows)
         return rows, info
 
+    @on_disk.consistent_read
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples whole episodes uniformly: finished ones, no row of which was overwritten.
 
@@ -664,10 +668,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             ValueError: `n` is below 1.
             RuntimeError: no finished episode is stored whole.
         """
-        return self._draw_episodes(arguments.integer("n", n, at_least=1))
-
-    @on_disk.consistent_read
-    def _draw_episodes(self, n: int) -> TensorDictBase:
+        n = arguments.integer("n", n, at_least=1)
         batch = history.draw_episodes(self._storage, n, self._rng)
         return transform_batch(parts_of(self._transform), batch)
 
@@ -718,7 +719,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             FileNotFoundError: the directory was removed; the message says how to save the rows.
         """
         with self._replay_lock, self._write_lock:
-            on_disk.flush(Parts(self))
+            on_disk.flush(self)
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory and releases it to other writers. Sampling still works.
@@ -733,7 +734,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
-            on_disk.close(Parts(self), keep=keep)
+            on_disk.close(self, keep=keep)
 
     def loader(
         self,
@@ -779,7 +780,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         or save it, before writing again.
         """
         with self._capture_prefetch_state() as drawn_ahead:
-            return Parts(self).state_dict(drawn_ahead)
+            return state_of(self, drawn_ahead)
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Checks that `load_state_dict` can take a state, without changing anything.
@@ -788,7 +789,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
                 layout, number of lanes or kind of sampler. The message says what is wrong.
         """
-        Parts(self).check(state_dict)
+        check_state(self, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Everything is checked before anything is changed.
@@ -797,7 +798,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             RuntimeError: the rows are in a directory that this process may not write.
             KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
         """
-        Parts(self).load(state_dict)
+        load_state(self, state_dict)
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves everything the next samples and writes depend on. Loading it runs no code.
@@ -823,7 +824,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     @on_disk.consistent_read
     def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> None:
         on_disk.note_all(self._storage)
-        write_state(path, Parts(self).state_dict(drawn_ahead), progress=progress)
+        write_state(path, state_of(self, drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.
@@ -839,7 +840,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
         fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
-        Parts(self).load(state, progress=progress)
+        load_state(self, state, progress=progress)
 
     def register_save_hook(self, hook: Any) -> NoReturn:
         """Raises a RuntimeError: hooks are not supported."""

@@ -6,7 +6,6 @@ Letters: E lanes (environments).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
-from trl_storages.gym.recorder import GymRecorder, Memory
 from trl_storages.ring import EpisodeIndex
 from trl_storages.transforms import ReplayTransform, parts_of
 
@@ -61,7 +59,12 @@ def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
         transform, then = storage._transform, storage._sampler.extend
         read, memory = recorder.read(step, getattr(storage._storage, "layout", None))
         if memory is not None:
-            then = partial(_hear, then, recorder, memory)
+            tell = then
+
+            def then(slots: torch.Tensor) -> None:
+                tell(slots)
+                recorder.remember(memory)
+
         rows = None
         if read is not None:
             changes = _may_have_inverse(transform)
@@ -72,16 +75,6 @@ def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
             recorder.remember(memory)
             return None
         return writer.extend(rows, lanes=read.lanes, then=then)
-
-
-def _hear(
-    extend: Callable[[torch.Tensor], object],
-    recorder: GymRecorder,
-    memory: Memory,
-    slots: torch.Tensor,
-) -> None:
-    extend(slots)
-    recorder.remember(memory)
 
 
 def _may_have_inverse(transform: Transform) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.replay.on_disk import without_rows
 
 __all__ = ["ReplayBatches", "make_loader"]
 
@@ -97,7 +97,7 @@ def make_loader(
     if (batch_size := batch_size or storage.batch_size) is None:
         raise ValueError("batch_size must be known: pass it here, or where the storage is made.")
     with storage._replay_lock, storage._write_lock:
-        sampler = without_rows(storage.sampler)
+        sampler = _without_rows(storage.sampler)
     open_reader = partial(
         storage._open_reader,
         files.path,
@@ -116,6 +116,17 @@ def make_loader(
         generator=None if seed is None else torch.Generator().manual_seed(seed),
         **options,
     )
+
+
+def _without_rows(sampler: Any) -> Sampler:
+    """Returns a copy of a sampler without rows and without a generator."""
+    generator, sampler._rng = sampler._rng, None
+    try:
+        copied = copy.deepcopy(sampler)
+    finally:
+        sampler._rng = generator
+    copied._empty()
+    return copied
 
 
 def _as_it_is(batch: TensorDictBase) -> TensorDictBase:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import base64
-import copy
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
 from torchrl.data import Storage
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
 from trl_storages.progress_bar import tracker
-from trl_storages.replay.saving import Parts
 from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
@@ -27,7 +24,6 @@ __all__ = [
     "look",
     "note_all",
     "resume",
-    "without_rows",
 ]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -72,13 +68,13 @@ def look(storage: Storage) -> State | None:
     return reader.state
 
 
-def resume(parts: Parts) -> None:
+def resume(storage: Any) -> None:
     """Restores the generator, sampler and recorder state saved in a directory.
 
     Raises:
         ValueError: its description is damaged.
     """
-    files, sampler = getattr(parts.storage, "files", None), parts.sampler
+    files, sampler = getattr(storage._storage, "files", None), storage._sampler
     if files is None:
         return
     if isinstance(sampler, WrappingSampler):
@@ -87,15 +83,15 @@ def resume(parts: Parts) -> None:
         return
     progress = directory.description.progress
     try:
-        if parts.generator is not None and "generator" in progress:
+        if storage._rng is not None and "generator" in progress:
             state = bytearray(base64.b64decode(progress["generator"]))
-            parts.generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+            storage._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
         resume_draws(sampler, progress.get("sampler", {}))
         # Recorder state only holds for the commit it was saved with: a writer killed after that one
         # took its environments with it.
         is_last = progress.get("number") == directory.words.commits.number
         if is_last and len(files.episodes) and "ended" in progress:
-            parts.recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
+            storage._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{directory.path} is damaged: its description says of generator, sampler or recorder "
@@ -103,43 +99,32 @@ def resume(parts: Parts) -> None:
         ) from error
 
 
-def _progress_of(parts: Parts) -> dict[str, Any]:
+def _progress_of(storage: Any) -> dict[str, Any]:
     """Returns the state of generator, sampler and recorder in JSON types."""
-    ended = parts.recorder.state_dict()["ended"].tolist()
-    progress = {"sampler": progress_of_draws(parts.sampler), "ended": ended}
-    if parts.generator is not None:
-        state = parts.generator.get_state().numpy().tobytes()
+    ended = storage._recorder.state_dict()["ended"].tolist()
+    progress = {"sampler": progress_of_draws(storage._sampler), "ended": ended}
+    if storage._rng is not None:
+        state = storage._rng.get_state().numpy().tobytes()
         progress["generator"] = base64.b64encode(state).decode()
     return progress
 
 
-def flush(parts: Parts) -> None:
+def flush(storage: Any) -> None:
     """Syncs the rows to disk, with the state of generator, sampler and recorder."""
-    if (directory := _written_by(parts.storage)) is not None:
-        directory.flush(parts.storage.episodes, _progress_of(parts))
+    if (directory := _written_by(storage._storage)) is not None:
+        directory.flush(storage._storage.episodes, _progress_of(storage))
 
 
-def close(parts: Parts, *, keep: bool) -> None:
+def close(storage: Any, *, keep: bool) -> None:
     """Flushes the rows and releases the directory to other writers, or deletes the files."""
     if not keep:
-        check_writable(parts.storage)
-    if (directory := _written_by(parts.storage)) is None:
+        check_writable(storage._storage)
+    if (directory := _written_by(storage._storage)) is None:
         return
     if keep:
-        directory.close(parts.storage.episodes, _progress_of(parts))
+        directory.close(storage._storage.episodes, _progress_of(storage))
     else:
         directory.delete()
-
-
-def without_rows(sampler: Any) -> Sampler:
-    """Returns a copy of a sampler without rows and without a generator."""
-    generator, sampler._rng = sampler._rng, None
-    try:
-        copied = copy.deepcopy(sampler)
-    finally:
-        sampler._rng = generator
-    copied._empty()
-    return copied
 
 
 def note_all(storage: Storage) -> torch.Tensor:

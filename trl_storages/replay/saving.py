@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
 from trl_storages.ring import episodes_of
 from trl_storages.rows import Moved, PackedStorage, StockRows, check_writable, rows_part
@@ -20,172 +19,172 @@ from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
 
-__all__ = ["Parts", "fit_drawn_ahead", "read_generator", "saved_generator"]
+__all__ = [
+    "check_state",
+    "fit_drawn_ahead",
+    "load_state",
+    "read_generator",
+    "saved_generator",
+    "state_of",
+]
 
 _WHAT = "the saved storage"
 #: The entries of a saved storage that are not parts.
 _VALUES = ("_batch_size", "_consume_after_n_samples", "_rng", "_prefetch_state")
 
 
-class Parts:
-    """The parts of a storage, in the order in which their states are loaded.
+def _parts(storage: Any) -> dict[str, SavedPart]:
+    """Returns the parts of a `ReplayStorage` by name, in the order in which their states are loaded."""
+    # Rows first: they are the ones that may run out of memory or disk space.
+    return {
+        "_storage": rows_part(storage._storage),
+        "_sampler": as_part(storage._sampler),
+        "_writer": as_part(storage._writer),
+        "_transforms": _Transforms(storage._transform),
+        "_recorder": storage._recorder,
+    }
+
+
+def state_of(storage: Any, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
+    """Returns the states of all parts by name, and everything else the next samples depend on.
 
     Args:
         storage: a `ReplayStorage`.
+        drawn_ahead: its prefetched batches.
     """
+    return {
+        **{name: part.state_dict() for name, part in _parts(storage).items()},
+        "_batch_size": storage.batch_size,
+        "_consume_after_n_samples": None,
+        "_rng": saved_generator(storage._rng),
+        "_prefetch_state": drawn_ahead,
+    }
 
-    def __init__(self, storage: Any) -> None:
-        self._whole = storage
-        self.storage, self.sampler, self.writer = (
-            storage._storage,
-            storage._sampler,
-            storage._writer,
-        )
-        self.recorder: GymRecorder = storage._recorder
-        self.generator: torch.Generator | None = storage._rng
 
-    def _saved(self) -> dict[str, SavedPart]:
-        # Rows first: they are the ones that may run out of memory or disk space.
-        return {
-            "_storage": rows_part(self.storage),
-            "_sampler": as_part(self.sampler),
-            "_writer": as_part(self.writer),
-            "_transforms": _Transforms(self._whole._transform),
-            "_recorder": self.recorder,
-        }
+def check_state(storage: Any, state: Any) -> dict[str, Any]:
+    """Checks that the parts of a storage can load a state, each by itself and all together.
 
-    def state_dict(self, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
-        """Returns the states of all parts by name, and everything else the next samples depend on."""
-        return {
-            **{name: part.state_dict() for name, part in self._saved().items()},
-            "_batch_size": self._whole.batch_size,
-            "_consume_after_n_samples": None,
-            "_rng": saved_generator(self.generator),
-            "_prefetch_state": drawn_ahead,
-        }
+    Returns:
+        the state, with its rows mapped to this storage's slots.
 
-    def check(self, state: Any) -> dict[str, Any]:
-        """Checks that the parts can load a state, individually and consistently with each other.
+    Raises:
+        KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
+            layout, number of lanes or kind of sampler. The message says what is wrong.
+    """
+    parts = _parts(storage)
+    # TorchRL's replay buffers save the same entries, except the recorder.
+    names = {*parts, *_VALUES} - {"_recorder"}
+    saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
+    parts["_writer"].check_state_dict(saved["_writer"])
+    saved = SavedState(state, _WHAT, sorted(names | {"_recorder"}))
+    for name in ("_sampler", "_transforms", "_recorder"):
+        parts[name].check_state_dict(saved[name])
+    fitted = _fitted(storage, state)
+    parts["_storage"].check_state_dict(fitted["_storage"])
+    if isinstance(storage._writer, EpisodeWriter):
+        _check_together(storage, saved, fitted["_storage"])
+    if saved["_batch_size"] is not None:
+        saved.integer("_batch_size", 1)
+    if saved["_consume_after_n_samples"] is not None:
+        raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
+    read_generator(saved["_rng"])
+    _check_drawn_ahead(saved["_prefetch_state"], storage._prefetch_cap)
+    return fitted
 
-        Returns:
-            the state, with its rows mapped to this storage's slots.
 
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
-                layout, number of lanes or kind of sampler. The message says what is wrong.
-        """
-        parts = self._saved()
-        # TorchRL's replay buffers save the same entries, except the recorder.
-        names = {*parts, *_VALUES} - {"_recorder"}
-        saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
-        parts["_writer"].check_state_dict(saved["_writer"])
-        saved = SavedState(state, _WHAT, sorted(names | {"_recorder"}))
-        for name in ("_sampler", "_transforms", "_recorder"):
-            parts[name].check_state_dict(saved[name])
-        fitted = self._fitted(state)
-        parts["_storage"].check_state_dict(fitted["_storage"])
-        if isinstance(self.writer, EpisodeWriter):
-            self._check_together(self.writer, saved, fitted["_storage"])
-        if saved["_batch_size"] is not None:
-            saved.integer("_batch_size", 1)
-        if saved["_consume_after_n_samples"] is not None:
-            raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
-        read_generator(saved["_rng"])
-        _check_drawn_ahead(saved["_prefetch_state"], self._whole._prefetch_cap)
-        return fitted
+def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
+    """Loads a state after checking all of it; `progress` shows a progress bar."""
+    check_writable(storage._storage)
+    storage.synchronize()
+    with storage._futures_lock:
+        with storage._replay_lock:
+            fitted = check_state(storage, state)
+        finish(partial(_take, storage, fitted, progress))
 
-    def _check_together(
-        self, writer: EpisodeWriter, saved: SavedState, saved_rows: dict[str, Any]
-    ) -> None:
-        """Checks that rows and priorities match the episode index."""
-        index = writer.read_state(saved["_writer"])
-        rows, live = rows_part(self.storage), index.live_slots()
-        if isinstance(rows, PackedStorage | StockRows):
-            num_rows = num_slots(self.storage, index)
-            if saved["_storage"]["_len"] != num_rows:
-                must = f"of {num_rows} rows, as the index says"
-                raise saved.error("_storage", must, saved["_storage"]["_len"])
-            done = rows.read_state(saved_rows).get(writer.done_key)
-            if done is not None and len(live):
-                flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
-                if len(others := live[flags != index.is_end(live)]):
-                    must = f"of the rows, whose {writer.done_key!r} ends episodes"
-                    got = f"another in the slots {others[:5].tolist()}"
-                    raise saved.error("_writer", must, got)
-        prioritized, state = prioritized_of(self.sampler), saved["_sampler"]
-        while "base" in state:
-            state = state["base"]
-        if prioritized:
-            # A directory has spare slots.
-            size = index.num_slots if index.spare_steps else state["max_capacity"]
-            if (found := len(state["priorities"])) != size:
-                raise saved.error("_sampler", f"of {size} slots, as the rows are", found)
-        if prioritized and (wrong := prioritized.inconsistent_slots(state["priorities"], live)):
+
+def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
+    # Prefetching draws need the replay lock, so wait for them before taking it.
+    storage._clear_prefetch_queue_locked()
+    with storage._replay_lock:
+        prioritized = prioritized_of(storage._sampler)
+        for name, part in _parts(storage).items():
+            part.take_state(state[name], progress=progress)
+            if name == "_storage" and prioritized is not None:
+                prioritized.attach(storage._storage)  # loading rows may have created the files
+        storage._batch_size = state["_batch_size"]
+        if (generator := read_generator(state["_rng"])) is not None:
+            storage.set_rng(generator)
+        storage._restore_prefetch_queue_locked(state["_prefetch_state"])
+
+
+def _check_together(storage: Any, saved: SavedState, saved_rows: dict[str, Any]) -> None:
+    """Checks that rows and priorities match the episode index."""
+    writer: EpisodeWriter = storage._writer
+    index = writer.read_state(saved["_writer"])
+    rows, live = rows_part(storage._storage), index.live_slots()
+    if isinstance(rows, PackedStorage | StockRows):
+        num_rows = num_slots(storage._storage, index)
+        if saved["_storage"]["_len"] != num_rows:
+            must = f"of {num_rows} rows, as the index says"
+            raise saved.error("_storage", must, saved["_storage"]["_len"])
+        done = rows.read_state(saved_rows).get(writer.done_key)
+        if done is not None and len(live):
+            flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
+            if len(others := live[flags != index.is_end(live)]):
+                must = f"of the rows, whose {writer.done_key!r} ends episodes"
+                got = f"another in the slots {others[:5].tolist()}"
+                raise saved.error("_writer", must, got)
+    prioritized, state = prioritized_of(storage._sampler), saved["_sampler"]
+    while "base" in state:
+        state = state["base"]
+    if prioritized:
+        # A directory has spare slots.
+        size = index.num_slots if index.spare_steps else state["max_capacity"]
+        if (found := len(state["priorities"])) != size:
+            raise saved.error("_sampler", f"of {size} slots, as the rows are", found)
+        if wrong := prioritized.inconsistent_slots(state["priorities"], live):
             got = f"priorities without a row, or rows without one, in the slots {wrong[:5]}"
             raise saved.error("_sampler", f"of the {len(live)} rows", got)
 
-    def load(self, state: Any, *, progress: bool = False) -> None:
-        """Loads a state after checking all of it; `progress` shows a progress bar."""
-        check_writable(self.storage)
-        whole = self._whole
-        whole.synchronize()
-        with whole._futures_lock:
-            with whole._replay_lock:
-                fitted = self.check(state)
-            finish(partial(self._take, fitted, progress))
 
-    def _take(self, state: dict[str, Any], progress: bool) -> None:
-        whole = self._whole
-        # Prefetching draws need the replay lock, so wait for them before taking it.
-        whole._clear_prefetch_queue_locked()
-        with whole._replay_lock:
-            prioritized = prioritized_of(self.sampler)
-            for name, part in self._saved().items():
-                part.take_state(state[name], progress=progress)
-                if name == "_storage" and prioritized is not None:
-                    prioritized.attach(self.storage)  # loading rows may have created the files
-            whole._batch_size = state["_batch_size"]
-            if (generator := read_generator(state["_rng"])) is not None:
-                whole.set_rng(generator)
-            whole._restore_prefetch_queue_locked(state["_prefetch_state"])
+def _fitted(whole: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Maps the rows of a state to this storage's slots.
 
-    def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Maps the rows of a state to this storage's slots.
+    A directory has spare slots, so its rows are in other slots than in memory.
 
-        A directory has spare slots, so its rows are in other slots than in memory.
-
-        Args:
-            state: fully checked except for the rows.
-        """
-        storage, writer, rows = self.storage, self.writer, state["_storage"]
-        is_packed = isinstance(storage, PackedStorage) and isinstance(rows, Mapping)
-        if not (is_packed and isinstance(writer, EpisodeWriter)):
-            return state
-        saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
-        is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
-        is_alone = is_alone and bool(storage.past_steps) == ("past" in rows)
-        if saved.spare_steps == own and is_alone:
-            return state
-        index = saved.moved(own)
-        moved = Moved(
-            index,
-            saved,
-            saved.num_slots if saved.spare_steps else storage.max_size,
-            saved.live_slots(),
-            index.live_slots(),
-            state["_writer"]["_write_count"],
-            state["_writer"]["last_trajectory"].cpu().numpy(),
-        )
-        cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
-        sampler = state["_sampler"]
-        if prioritized_of(self.sampler) is not None:
-            sampler = _moved_priorities(sampler, moved, storage.is_durable)
-        return {
-            **state,
-            "_storage": {**rows, "moved": moved},
-            "_writer": {**state["_writer"], "episodes": index.state_dict(), "_cursor": cursor},
-            "_sampler": sampler,
-        }
+    Args:
+        whole: the `ReplayStorage`.
+        state: fully checked except for the rows.
+    """
+    storage, writer, rows = whole._storage, whole._writer, state["_storage"]
+    is_packed = isinstance(storage, PackedStorage) and isinstance(rows, Mapping)
+    if not (is_packed and isinstance(writer, EpisodeWriter)):
+        return state
+    saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
+    is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
+    is_alone = is_alone and bool(storage.past_steps) == ("past" in rows)
+    if saved.spare_steps == own and is_alone:
+        return state
+    index = saved.moved(own)
+    moved = Moved(
+        index,
+        saved,
+        saved.num_slots if saved.spare_steps else storage.max_size,
+        saved.live_slots(),
+        index.live_slots(),
+        state["_writer"]["_write_count"],
+        state["_writer"]["last_trajectory"].cpu().numpy(),
+    )
+    cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
+    sampler = state["_sampler"]
+    if prioritized_of(whole._sampler) is not None:
+        sampler = _moved_priorities(sampler, moved, storage.is_durable)
+    return {
+        **state,
+        "_storage": {**rows, "moved": moved},
+        "_writer": {**state["_writer"], "episodes": index.state_dict(), "_cursor": cursor},
+        "_sampler": sampler,
+    }
 
 
 def _moved_priorities(state: dict[str, Any], moved: Moved, is_durable: bool) -> dict[str, Any]:
