@@ -16,14 +16,13 @@ import torch
 
 from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
-from trl_storages.kernels import Backend, backend
+from trl_storages.kernels import backend
 from trl_storages.kernels.tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
 __all__ = [
     "ABSENT",
     "DeferredError",
-    "LaneOrder",
     "Normalization",
     "PriorityTable",
     "leaf_weights",
@@ -99,45 +98,6 @@ def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch
     return weights[:size] if left_over else weights
 
 
-class LaneOrder:
-    """Maps slots, which are time-major, to leaves, which are lane-major.
-
-    Slot `t * E + l` is leaf `l * R + t`, so the newest rows of a lane are at most two ranges of leaves,
-    whatever the fill of each lane. Negative slots are returned unchanged.
-
-    Args:
-        capacity: number of slots.
-        num_lanes: E.
-        kernels: the backend of the slots' device.
-
-    Attributes:
-        lane_leaves: R, `capacity / E` rounded up.
-        num_leaves: E R; some leaves may have no slot.
-
-    >>> order = LaneOrder(6, 2, backend("cpu"))
-    >>> order.leaves(torch.arange(6)).tolist()
-    [0, 3, 1, 4, 2, 5]
-    """
-
-    def __init__(self, capacity: int, num_lanes: int, kernels: Backend) -> None:
-        self.num_lanes = num_lanes
-        self.lane_leaves = -(-capacity // num_lanes)
-        self.num_leaves = self.lane_leaves * num_lanes
-        self._transposed = kernels.transposed
-
-    def leaves(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the leaves of `[B]` slots, int64."""
-        if self.num_lanes == 1:
-            return slots
-        return self._transposed(slots, self.num_lanes, self.lane_leaves)
-
-    def slots(self, leaves: torch.Tensor) -> torch.Tensor:
-        """Returns the slots of `[B]` leaves; the inverse of `leaves`."""
-        if self.num_lanes == 1:
-            return leaves
-        return self._transposed(leaves, self.lane_leaves, self.num_lanes)
-
-
 #: What importance weights are divided by: the batch maximum, the maximum over all drawable rows, or
 #: nothing.
 Normalization = Literal["batch", "storage", "none"]
@@ -185,10 +145,8 @@ class PriorityTable:
         self._plant(num_lanes=1)
 
     def _plant(self, num_lanes: int) -> None:
-        """Makes an empty tree with lane-major leaves."""
-        kernels = backend(self.device)
-        self._order = LaneOrder(self.capacity, num_lanes, kernels)
-        self._tree = kernels.SumTree(self._order.num_leaves, self.device)
+        """Makes an empty tree."""
+        self._tree = backend(self.device).SumTree(self.capacity, num_lanes, self.device)
         self._tree.keep_least(self._normalize == "storage")
 
     # Columns by slot
@@ -213,13 +171,9 @@ class PriorityTable:
         return leaf_weights(priorities, alpha=self._alpha, eps=self._eps)
 
     def _all_weights(self) -> torch.Tensor:
-        """Returns the weight of each leaf, computed from the raw priorities."""
+        """Returns the weight of each slot, computed from the raw priorities."""
         priorities = self._rows.priorities
-        weights = torch.where(priorities < ABSENT, self._weigh(priorities), 0.0)
-        if self._order.num_lanes == 1:
-            return weights
-        leaves = self._order.leaves(torch.arange(self.capacity, device=self.device))
-        return weights.new_zeros(self._order.num_leaves).index_copy_(0, leaves, weights)
+        return torch.where(priorities < ABSENT, self._weigh(priorities), 0.0)
 
     # Drawing
 
@@ -262,10 +216,10 @@ class PriorityTable:
         """
         ranges: tuple[torch.Tensor, ...] = ()
         if newest_of is not None:
-            if newest_of.num_envs != self._order.num_lanes:
+            if newest_of.num_envs != self._tree.num_lanes:
                 finish(partial(self._arrange, newest_of.num_envs))
-            ranges = newest_of.ring.newest_ranges(num_rows, self._order.lane_leaves)  # type: ignore[arg-type]
-        leaves, weights = self._tree.draw(noise, *ranges)
+            ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)  # type: ignore[arg-type]
+        slots, weights = self._tree.draw(noise, *ranges)
         if self._normalize == "batch":
             reference = weights.amin()
         elif self._normalize == "storage":
@@ -275,7 +229,6 @@ class PriorityTable:
         else:
             start, stop = ranges
             reference = self._tree.range_sums(start, stop).sum() / (stop - start).sum()
-        slots = self._order.slots(leaves)
         weights = importance_weight(weights, reference, beta=beta).float()
         return slots, weights, self._rows.generations.index_select(0, slots)
 
@@ -310,7 +263,7 @@ class PriorityTable:
             return True
         self.has_rows = True
         weight = self._weight_of_new(priority)
-        self._tree.set(self._order.leaves(slots), weight)
+        self._tree.set(slots, weight)
         return False
 
     def _weight_of_new(self, priority: Any) -> torch.Tensor:
@@ -351,7 +304,7 @@ class PriorityTable:
             self._deferred_error.note(wrong)
         elif wrong:
             return True
-        self._tree.set(self._order.leaves(written), self._weigh(priority))
+        self._tree.set(written, self._weigh(priority))
         return False
 
     def _refuse(self, slots: torch.Tensor, priority: torch.Tensor) -> NoReturn:
@@ -426,10 +379,10 @@ class PriorityTable:
                 f"priorities must be at least 0, got {priorities[wrong[0]].item()} at the slot "
                 f"{int(wrong[0])} and {len(wrong) - 1} more such."
             )
-        tree = backend(self.device).SumTree(self._order.num_leaves, self.device)
+        tree = backend(self.device).SumTree(self.capacity, self._tree.num_lanes, self.device)
         tree.renew(self._all_weights())
-        first = torch.arange(0, self._order.num_leaves, 64, device=self.device)
-        blocks = first, (first + 64).clamp(max=self._order.num_leaves)
+        first = torch.arange(0, tree.num_leaves, 64, device=self.device)
+        blocks = first, (first + 64).clamp(max=tree.num_leaves)
         answers = [
             ("sum", self._tree.total, tree.total),
             ("sum of 64 leaves", self._tree.range_sums(*blocks), tree.range_sums(*blocks)),
@@ -450,7 +403,7 @@ class PriorityTable:
         return {
             "priorities": self.priorities,
             "largest": self._rows.largest.item(),
-            "num_lanes": self._order.num_lanes,
+            "num_lanes": self._tree.num_lanes,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -463,9 +416,7 @@ class PriorityTable:
     # compiled loops hold views of tensors.
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            name: it for name, it in vars(self).items() if name not in ("_rows", "_order", "_tree")
-        }
+        own = {name: it for name, it in vars(self).items() if name not in ("_rows", "_tree")}
         return {**own, "state": self.state_dict(), "generations": self.generations}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from scipy.stats import chisquare
 
 from trl_storages.kernels import Backend, device, host
 from trl_storages.kernels.tables import ABSENT, level_starts
-from trl_storages.priorities import LaneOrder
 from trl_storages.ring import EpisodeIndex
 
 BACKENDS = {"host": host, "device": device}
@@ -311,17 +310,21 @@ def test_both_keep_what_was_reported_as_lists_do(case):
 
 
 @each_backend
-class TestLaneOrder:
+class TestLanes:
     @settings(max_examples=50)
-    @given(st.integers(1, 5), st.integers(1, 30))
-    def test_slots_and_leaves_are_inverse(self, backend, num_lanes, capacity):
-        order = LaneOrder(capacity, num_lanes, backend)
-        slots = torch.arange(capacity)
-        leaves = order.leaves(slots)
-        assert len(set(leaves.tolist())) == capacity
-        assert leaves.max() < order.num_leaves < capacity + num_lanes
-        assert torch.equal(order.slots(leaves), slots)
-        assert (order.leaves(ints(-1, 0, -7)) < 0).tolist() == [True, False, True]
+    @given(st.integers(1, 5), st.integers(1, 30), st.data())
+    def test_draws_are_of_slots(self, backend, num_lanes, capacity, data):
+        tree, renewed = (backend.SumTree(capacity, num_lanes) for _ in range(2))
+        assert capacity <= tree.num_leaves == tree.lane_leaves * num_lanes < capacity + num_lanes
+        slots = data.draw(st.permutations(range(capacity)))[: data.draw(st.integers(1, capacity))]
+        weights = torch.arange(1.0, len(slots) + 1, dtype=torch.float64)
+        tree.set(ints(*slots, -1, -7), torch.cat([weights, doubles(5.0, 6.0)]))
+        weight_of = dict(zip(slots, weights.tolist(), strict=True))
+        drawn, found = tree.draw(random_noise(64))
+        assert [weight_of[slot] for slot in drawn.tolist()] == found.tolist()
+        renewed.renew(doubles(*(weight_of.get(slot, 0.0) for slot in range(capacity))))
+        assert torch.equal(renewed.weights, tree.weights)
+        assert torch.equal(renewed.total, tree.total)
 
     @pytest.mark.requirement("ere-per")
     @settings(max_examples=50)
@@ -329,17 +332,16 @@ class TestLaneOrder:
     def test_the_newest_rows_are_the_ranges(self, backend, num_lanes, steps, data):
         capacity = num_lanes * steps + data.draw(st.integers(0, num_lanes - 1))
         episodes = EpisodeIndex(capacity, num_lanes)
-        order = LaneOrder(capacity, num_lanes, backend)
         for _ in range(data.draw(st.integers(1, 8))):
             lanes = sorted(data.draw(st.sets(st.integers(0, num_lanes - 1), min_size=1)))
             length = data.draw(st.integers(1, steps + 1))
             episodes.append(torch.zeros(len(lanes), length, dtype=torch.bool), lanes=lanes)
         for window in range(len(episodes) + 2):
-            ranges = episodes.ring.newest_ranges(torch.tensor(window), order.lane_leaves)
-            ranges = zip(*ranges, strict=True)
-            leaves = [leaf for start, stop in ranges for leaf in range(int(start), int(stop))]
             newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
-            assert sorted(leaves) == sorted(order.leaves(newest).tolist())
+            tree = backend.SumTree(capacity, num_lanes)
+            start, stop = episodes.ring.newest_ranges(torch.tensor(window), tree.lane_leaves)
+            tree.set(newest, doubles(1.0))
+            assert tree.range_sums(start, stop).sum() == (stop - start).sum() == len(newest)
 
 
 def parameters_of(function):

@@ -51,9 +51,6 @@ class Backend(Protocol):
     def orders_stores(self) -> bool:
         """Returns whether other processes see stores in order."""
 
-    def transposed(self, index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-        """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
-
 
 def backend(device: torch.device | str) -> Backend:
     """Returns the module with the operations for tensors on `device`.

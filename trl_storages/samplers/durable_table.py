@@ -108,9 +108,7 @@ class DurableTable(PriorityTable):
             self._tree.renew(self._all_weights())
         else:
             gone = torch.zeros(len(evicted), dtype=torch.float64)
-            self._tree.set(
-                self._order.leaves(touched), torch.cat([gone, self._weigh(priority).double()])
-            )
+            self._tree.set(touched, torch.cat([gone, self._weigh(priority).double()]))
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails
@@ -126,7 +124,7 @@ class DurableTable(PriorityTable):
         self.has_rows = True
         weights = torch.zeros(len(touched), dtype=torch.float64)
         weights[: len(slots)] = self._weight_of_new(priority)
-        self._tree.set(self._order.leaves(touched), weights)
+        self._tree.set(touched, weights)
         self._tails[:] = episodes.host_tails
         return False
 

@@ -12,7 +12,7 @@ from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.device.rows import RowTable, fold
 from trl_storages.kernels.device.sharing import SharedTable
-from trl_storages.kernels.device.tree import SumTree, transposed
+from trl_storages.kernels.device.tree import SumTree
 from trl_storages.kernels.device.writing import NewRows
 
 __all__ = [
@@ -29,5 +29,4 @@ __all__ = [
     "checksums",
     "fold",
     "orders_stores",
-    "transposed",
 ]

@@ -206,7 +206,7 @@ class Ring(RingTables):
     def newest_ranges(
         self, window: torch.Tensor, lane_leaves: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the leaf ranges of the newest rows in a `LaneOrder`, which is lane by lane."""
+        """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane."""
         lane_ids = torch.arange(self.num_envs, device=self.device)
         fill, lanes = self.by_fill()
         # The window takes all rows of the `emptied` emptiest lanes; the other lanes share the rest of it.

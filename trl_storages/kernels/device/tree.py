@@ -1,6 +1,7 @@
 """A sum tree in tensor operations: weights of leaves and the sums over them.
 
-Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
+Letters: B batch, N leaves, E lanes (environments), R leaves of a lane or ranges of leaves, L levels below
+the root.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import torch
+from torch.nn.functional import pad
 
 from trl_storages.kernels.tables import FAN_OUT, level_starts, take
 
-__all__ = ["SumTree", "only_last", "transposed"]
+__all__ = ["SumTree", "only_last"]
 
 _INFINITY = float("inf")
 
@@ -23,24 +25,35 @@ class SumTree:
     On the CPU, sums are added in the same order, and draws are bit-identical. Another device may add the
     eight children of a node pairwise; no guarantee depends on the last bit.
 
+    Slots are time-major, leaves lane-major: slot `t * E + l` is leaf `l * R + t`. So the newest rows of a
+    lane are at most two ranges of leaves, whatever the fill of each lane.
+
     Args:
-        num_leaves: N, with weight 0 at first.
+        num_slots: with weight 0 at first.
+        num_lanes: E.
         device: of the tree.
 
     Attributes:
+        num_lanes: E.
+        lane_leaves: R, the number of slots over E, rounded up.
+        num_leaves: N = E R; some leaves may have no slot.
         weights: `[N]` float64 weights of the leaves. Read-only.
         total: `[]` float64 sum of all weights. Read-only.
     """
 
-    def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
-        starts = level_starts(num_leaves)
+    def __init__(
+        self, num_slots: int, num_lanes: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_lanes, self.lane_leaves = num_lanes, -(-num_slots // num_lanes)
+        self.num_leaves = self.lane_leaves * num_lanes
+        starts = level_starts(self.num_leaves)
         self._starts = starts
         self._table = torch.zeros(starts[-1], dtype=torch.float64, device=device)
         self._sums = self._levels(self._table)
-        self.weights = self._sums[-1].view(-1)[:num_leaves]
+        self.weights = self._sums[-1].view(-1)[: self.num_leaves]
         self.total = self._table[0]
         # Writes for invalid leaves go to this one, with weight 0.
-        self._spare = num_leaves
+        self._spare = self.num_leaves
         self._child = torch.arange(FAN_OUT, device=device)
         # Of each level, from the lowest up: bits to shift a leaf by, and where the level begins.
         depth = len(self._sums)
@@ -53,15 +66,18 @@ class SumTree:
         bounds = zip(self._starts[1:-1], self._starts[2:], strict=True)
         return [table[first:last].view(-1, FAN_OUT) for first, last in bounds]
 
-    def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sets the weights of some leaves. If a leaf occurs twice, the last weight counts.
+    def set(self, slots: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sets the weights of some slots. If a slot occurs twice, the last weight counts.
 
         Args:
-            leaves: `[B]` int64 below N; negative ones are ignored.
+            slots: `[B]` int64; negative ones are ignored.
             weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
-        weights = weights.expand(leaves.shape)
-        leaves, order = only_last(torch.where(leaves < 0, self._spare, leaves), self._spare)
+        weights = weights.expand(slots.shape)
+        leaves = slots
+        if self.num_lanes > 1:
+            leaves = _transposed(slots, self.num_lanes, self.lane_leaves)
+        leaves, order = only_last(torch.where(slots < 0, self._spare, leaves), self._spare)
         weights = torch.where(leaves == self._spare, 0.0, weights[order])
         self._sums[-1].view(-1)[leaves] = weights
         if self._least is not None:
@@ -79,12 +95,13 @@ class SumTree:
         return self._table[:1] if levels is self._sums else self._lowest
 
     def renew(self, weights: torch.Tensor) -> None:
-        """Sets the weights of all leaves.
+        """Sets the weights of all slots.
 
         Args:
-            weights: `[N]` float64, at least 0.
+            weights: float64, at least 0, one for each slot.
         """
-        self.weights.copy_(weights)
+        by_slot = pad(weights, (0, self.num_leaves - len(weights))).view(-1, self.num_lanes)
+        self.weights.view(self.num_lanes, -1).copy_(by_slot.T)
         for level in range(len(self._sums) - 1, -1, -1):
             children = self._sums[level]
             self._above(self._sums, level)[: len(children)] = _sums_of(children)
@@ -149,15 +166,15 @@ class SumTree:
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws leaves in proportion to their weights, with replacement.
+        """Draws slots in proportion to their weights, with replacement.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
-            start: `[R]` int64 in `[0, N]`: draw within these disjoint ranges; None draws from all.
+            start: `[R]` int64 in `[0, N]`: disjoint ranges of leaves to draw within; None is all.
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must have a positive weight.
+            `[B]` int64 slots and `[B]` float64 their weights. Some slot must have a positive weight.
         """
         uniform = ((noise >> 10).double() * 2.0**-53).unsqueeze(1)
         if start is None or stop is None:
@@ -169,7 +186,10 @@ class SumTree:
             nodes, parts = nodes.index_select(1, which), parts.index_select(1, which)
             edges = zip(*nodes.unbind(2), *parts.unbind(2), strict=True)
             leaf = self._descend(mass, edges)
-        return leaf, self.weights.index_select(0, leaf)
+        weights = self.weights.index_select(0, leaf)
+        if self.num_lanes == 1:
+            return leaf, weights
+        return _transposed(leaf, self.lane_leaves, self.num_lanes), weights
 
     def _descend(self, rest: torch.Tensor, edges: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Descends from the root with a `[B, 1]` mass each, and returns the leaves reached.
@@ -231,9 +251,9 @@ class SumTree:
         return low
 
 
-def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-    """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
-    return torch.where(index < 0, index, index % width * length + index // width)
+def _transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
+    """Maps indices `[B]` into a table `[length, width]` to its transpose."""
+    return index % width * length + index // width
 
 
 def _sums_of(weights: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
 from trl_storages.kernels.host.rows import RowTable, fold
 from trl_storages.kernels.host.sharing import SharedTable
-from trl_storages.kernels.host.tree import SumTree, transposed
+from trl_storages.kernels.host.tree import SumTree
 from trl_storages.kernels.host.writing import NewRows
 
 __all__ = [
@@ -29,5 +29,4 @@ __all__ = [
     "checksums",
     "fold",
     "orders_stores",
-    "transposed",
 ]

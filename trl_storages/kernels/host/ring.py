@@ -281,7 +281,7 @@ class Ring(RingTables):
     def newest_ranges(
         self, window: torch.Tensor, lane_leaves: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the leaf ranges of the newest rows in a `LaneOrder`, which is lane by lane.
+        """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane.
 
         Args:
             window: `[]` int64, how many rows, by the order of `slots_by_age`.

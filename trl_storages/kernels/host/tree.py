@@ -1,6 +1,7 @@
 """A sum tree in compiled loops: weights of leaves and the sums over them.
 
-Letters: B batch, N leaves, R ranges of leaves, L levels below the root.
+Letters: B batch, N leaves, E lanes (environments), R leaves of a lane or ranges of leaves, L levels below
+the root.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
 from trl_storages.kernels.tables import FAN_OUT, level_starts
 
-__all__ = ["SumTree", "transposed"]
+__all__ = ["SumTree"]
 
 _INFINITY = np.inf
 _NO_LEAVES = np.zeros(0, np.int64)
@@ -30,20 +32,31 @@ class SumTree:
     weight has such a child, so whatever is rounded on the way, the leaf drawn has a positive weight; and
     a draw within ranges never leaves them, as anything outside counts as 0.
 
+    Slots are time-major, leaves lane-major: slot `t * E + l` is leaf `l * R + t`. So the newest rows of a
+    lane are at most two ranges of leaves, whatever the fill of each lane.
+
     Args:
-        num_leaves: N, with weight 0 at first.
+        num_slots: with weight 0 at first.
+        num_lanes: E.
         device: of the tree.
 
     Attributes:
+        num_lanes: E.
+        lane_leaves: R, the number of slots over E, rounded up.
+        num_leaves: N = E R; some leaves may have no slot.
         weights: `[N]` float64 weights of the leaves. Read-only.
         total: `[]` float64 sum of all weights. Read-only.
     """
 
-    def __init__(self, num_leaves: int, device: torch.device | str = "cpu") -> None:
-        self._starts = np.array(level_starts(num_leaves))
+    def __init__(
+        self, num_slots: int, num_lanes: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_lanes, self.lane_leaves = num_lanes, -(-num_slots // num_lanes)
+        self.num_leaves = self.lane_leaves * num_lanes
+        self._starts = np.array(level_starts(self.num_leaves))
         first, size = self._starts[-2:]
         self._table = torch.zeros(int(size), dtype=torch.float64, device=device)
-        self.weights = self._table[first : first + num_leaves]
+        self.weights = self._table[first : first + self.num_leaves]
         self.total = self._table[0]
         self._least: np.ndarray | None = None
 
@@ -52,25 +65,26 @@ class SumTree:
         """The table as the loops take it."""
         return self._table.numpy()
 
-    def set(self, leaves: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sets the weights of some leaves. If a leaf occurs twice, the last weight counts.
+    def set(self, slots: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sets the weights of some slots. If a slot occurs twice, the last weight counts.
 
         Args:
-            leaves: `[B]` int64 below N; negative ones are ignored.
+            slots: `[B]` int64; negative ones are ignored.
             weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
-        at, new = leaves.numpy(), weights.numpy()
-        _set_leaves(self._sums, self._starts, at, new, False)
+        new = slots.numpy(), self.num_lanes, self.lane_leaves, weights.numpy()
+        _set_leaves(self._sums, self._starts, *new, False)
         if self._least is not None:
-            _set_leaves(self._least, self._starts, at, new, True)
+            _set_leaves(self._least, self._starts, *new, True)
 
     def renew(self, weights: torch.Tensor) -> None:
-        """Sets the weights of all leaves.
+        """Sets the weights of all slots.
 
         Args:
-            weights: `[N]` float64, at least 0.
+            weights: float64, at least 0, one for each slot.
         """
-        self.weights.copy_(weights)
+        by_slot = pad(weights, (0, self.num_leaves - len(weights))).view(-1, self.num_lanes)
+        self.weights.view(self.num_lanes, -1).copy_(by_slot.T)
         _renew(self._sums, self._starts, False)
         if self._least is not None:
             self._renew_least(self._least)
@@ -99,23 +113,23 @@ class SumTree:
         start: torch.Tensor | None = None,
         stop: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws leaves in proportion to their weights, with replacement.
+        """Draws slots in proportion to their weights, with replacement.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
-            start: `[R]` int64 in `[0, N]`: draw within these disjoint ranges; None draws from all.
+            start: `[R]` int64 in `[0, N]`: disjoint ranges of leaves to draw within; None is all.
             stop: `[R]` int64 in `[start, N]`.
 
         Returns:
-            `[B]` int64 leaves and `[B]` float64 their weights. Some leaf must have a positive weight.
+            `[B]` int64 slots and `[B]` float64 their weights. Some slot must have a positive weight.
         """
-        leaves = np.empty(noise.shape[0], dtype=np.int64)
-        weights = np.empty(noise.shape[0])
+        slots, weights = np.empty(noise.shape[0], dtype=np.int64), np.empty(noise.shape[0])
         first = last = _NO_LEAVES
         if start is not None and stop is not None:
             first, last = start.numpy(), stop.numpy()
-        _draw(self._sums, self._starts, first, last, noise.numpy(), leaves, weights)
-        return torch.from_numpy(leaves), torch.from_numpy(weights)
+        ranges, lanes = (first, last), (self.num_lanes, self.lane_leaves)
+        _draw(self._sums, self._starts, *ranges, *lanes, noise.numpy(), slots, weights)
+        return torch.from_numpy(slots), torch.from_numpy(weights)
 
     def keep_least(self, keep: bool) -> None:
         """Starts or stops tracking the least weight below each node, which `least` needs.
@@ -150,19 +164,11 @@ class SumTree:
         )
 
 
-def transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
-    """Maps indices `[B]` into a table `[length, width]` to its transpose; keeps -1."""
-    places = np.empty(index.shape[0], np.int64)
-    _transpose(index.numpy(), width, length, places)
-    return torch.from_numpy(places)
-
-
-@compiled
-def _transpose(index: np.ndarray, width: int, length: int, places: np.ndarray) -> None:
-    for i in range(len(index)):
-        row = index[i] // width
-        column = index[i] - row * width
-        places[i] = column * length + row if index[i] >= 0 else index[i]
+@inlined
+def _transposed(index: int, width: int, length: int) -> int:
+    """Maps an index into a table `[length, width]` to its transpose."""
+    row = index // width
+    return (index - row * width) * length + row
 
 
 @inlined
@@ -247,11 +253,13 @@ def _draw(
     starts: np.ndarray,
     first: np.ndarray,
     last: np.ndarray,
+    num_lanes: int,
+    lane_leaves: int,
     noise: np.ndarray,
-    leaves: np.ndarray,
+    slots: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Draws `[B]` leaves within `[R]` ranges, or from all leaves if there are none, and their weights.
+    """Draws `[B]` slots within `[R]` ranges, or from all leaves if there are none, and their weights.
 
     Goes level by level over the whole batch, so that the reads of a level do not wait for one another.
     """
@@ -266,7 +274,7 @@ def _draw(
         total = ends[r]
     # The range of each draw as long as it is on one of its edges, then -1.
     which = np.empty(batch, dtype=np.int64)
-    rest = weights  # until the leaves are known
+    leaves, rest = slots, weights  # until the leaves are known
     for i in range(batch):
         rest[i] = _mass_of(noise[i], total)
         # The last range of positive weight that begins at or below the mass.
@@ -301,6 +309,8 @@ def _draw(
                 prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
     for i in range(batch):
         weights[i] = sums[starts[depth] + leaves[i]]
+        if num_lanes > 1:
+            slots[i] = _transposed(leaves[i], lane_leaves, num_lanes)
 
 
 @inlined
@@ -322,19 +332,28 @@ def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: boo
 
 @compiled
 def _set_leaves(
-    nodes: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray, is_least: bool
+    nodes: np.ndarray,
+    starts: np.ndarray,
+    slots: np.ndarray,
+    num_lanes: int,
+    lane_leaves: int,
+    weights: np.ndarray,
+    is_least: bool,
 ) -> None:
-    """Sets the weights of leaves, and recomputes the nodes above them."""
+    """Sets the weights of slots, and recomputes the nodes above their leaves."""
     depth = starts.shape[0] - 2
-    changed = np.empty(leaves.shape[0], dtype=np.int64)
+    changed = np.empty(slots.shape[0], dtype=np.int64)
     count, last = 0, weights.shape[0] - 1
-    for i in range(leaves.shape[0]):
-        if leaves[i] >= 0:
+    for i in range(slots.shape[0]):
+        leaf = slots[i]
+        if leaf >= 0:
+            if num_lanes > 1:
+                leaf = _transposed(leaf, num_lanes, lane_leaves)
             weight = weights[min(i, last)]
             # The least weight ignores leaves of weight 0.
             counts = weight > 0.0 or not is_least
-            nodes[starts[depth] + leaves[i]] = weight if counts else _INFINITY
-            changed[count] = leaves[i]
+            nodes[starts[depth] + leaf] = weight if counts else _INFINITY
+            changed[count] = leaf
             count += 1
     for level in range(depth, 0, -1):
         # Recomputing all of a small level costs less than one node per leaf.
