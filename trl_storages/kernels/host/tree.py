@@ -274,7 +274,8 @@ def _draw(
         total = ends[r]
     # The range of each draw as long as it is on one of its edges, then -1.
     which = np.empty(batch, dtype=np.int64)
-    leaves, rest = slots, weights  # until the leaves are known
+    # Working memory until the leaves are known.
+    leaves, rest = slots, weights
     for i in range(batch):
         rest[i] = _mass_of(noise[i], total)
         # The last range of positive weight that begins at or below the mass.
