@@ -148,3 +148,42 @@ def test_what_the_loop_adds_to_the_infos_is_of_the_step_also_where_an_episode_en
     assert rows["state"].max() > 0
     assert torch.equal(rows["state"][:, 0], storage.episodes.behind(rows["index"]).float())
     envs.close()
+
+
+def ending_envs(mode, num_envs=3):
+    return gymnasium.make_vec(
+        "BitFlipping-v0",
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        n_bits=2,
+    )
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_steps_that_only_reset_are_noticed_also_if_the_storage_is_told_there_are_none(num_envs):
+    envs = ending_envs(AutoresetMode.NEXT_STEP, num_envs)
+    storage = UniformReplayStorage.from_env(envs, storage_size=90, autoreset_mode="Disabled")
+    before, _ = envs.reset(seed=0)
+    actions = np.zeros(num_envs, np.int64)
+    after = before
+    while not storage.episodes.episodes()["finished"].any():
+        before, (after, *outcome) = after, envs.step(actions)
+        storage.record(before, actions, *outcome, after)
+    begun, (after, *outcome) = after, envs.step(actions)
+    with pytest.warns(UserWarning, match="that step is no transition: make the storage with"):
+        storage.record(begun, actions, *outcome, after)
+    envs.close()
+
+
+def test_a_state_of_two_tensors_is_refused_by_name():
+    envs = ending_envs(AutoresetMode.SAME_STEP)
+    storage = UniformReplayStorage.from_env(envs, storage_size=90, info_keys=["state"])
+    before, _ = envs.reset(seed=0)
+    actions = np.zeros(3, np.int64)
+    after, *outcome, infos = envs.step(actions)
+    state = (torch.zeros(3, 4), torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"(?s)got \(tensor.* as an LSTM has, need two names"):
+        storage.record(before, actions, *outcome, {**infos, "state": state}, after)
+    assert len(storage) == 0
+    envs.close()

@@ -136,8 +136,9 @@ class Column:
             remedy = "which are no flags; convert them, as by `!= 0`"
         else:
             remedy = (
-                "whose values it can't hold exactly; convert them yourself (environments: "
-                f"gymnasium.wrappers.DtypeObservation), or make the storage for a space of {got}"
+                "whose values it can't hold exactly; convert them yourself (observations: "
+                "gymnasium.wrappers.DtypeObservation), or make the storage for a space or a field of "
+                f"{got}"
             )
         raise TypeError(f"{name} must be {wanted}, got {got}, {remedy}")
 

@@ -124,12 +124,14 @@ def _row(value: Any, lane: int) -> Any:
     """Returns the row of one environment, also from dictionaries of columns."""
     if isinstance(value, Mapping):
         return {name: _row(entry, lane) for name, entry in value.items()}
-    if not hasattr(value, "__getitem__"):
+    try:
+        return value[lane]
+    except (IndexError, TypeError) as error:
         raise ValueError(
-            f"the infos of a vector must hold a value for each environment, got {value!r}; pass "
-            "the infos of `step` as they are, or a list with a dictionary for each environment"
-        )
-    return value[lane]
+            f"the infos of a vector must hold a value for each environment, got {value!r:.80}; pass "
+            "the infos of `step` as they are, or a list with a dictionary for each environment; two "
+            "states, as an LSTM has, need two names"
+        ) from error
 
 
 def _names(infos: Any, lane: int) -> list[str]:

@@ -35,6 +35,8 @@ from trl_storages.saved import SavedPart, SavedState
 __all__ = ["GymRecorder", "Memory"]
 
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
+# Modes of loops that reset by themselves.
+_BY_HAND = (None, AutoresetMode.DISABLED)
 # A dtype that matches no array.
 _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
@@ -58,9 +60,9 @@ class GymRecorder(SavedPart):
 
     With the mode `SameStep` an environment that ended has already been reset: its true last
     observation is taken from the infos. With `NextStep` the step after the end only resets the
-    environment, and is skipped for it. With `Disabled`, everything is taken as given. None is for
-    loops that reset by themselves: everything is taken as given too, but a step of a vector that
-    looks like gymnasium's own reset raises an error, until the loop has shown that it resets itself.
+    environment, and is skipped for it. With `Disabled` and None, for loops that reset by themselves,
+    everything is taken as given; but until the loop has shown that it does, a step that looks like
+    gymnasium's own reset raises an error (None, and several environments) or warns.
 
     Args:
         num_envs: E, the number of environments; a single one may also come without the
@@ -203,8 +205,9 @@ class GymRecorder(SavedPart):
         elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
         last = self._last
-        if self.autoreset_mode is None and last is not None and (last or is_end):
-            last = ends_to_watch(last, columns, layout.pairs)
+        if self.autoreset_mode in _BY_HAND and last is not None and (last or is_end):
+            is_told = self.autoreset_mode is not None
+            last = ends_to_watch(last, columns, layout.pairs, is_told=is_told)
         if self.info_keys:
             for key, value in self._infos(infos, lanes, finals, is_vector).items():
                 column = Column(*layout.fields[key], len(lanes))

@@ -77,6 +77,8 @@ def ends_to_watch(
     last: LastBits,
     columns: Mapping[NestedKey, Any],
     pairs: Sequence[tuple[NestedKey, NestedKey]],
+    *,
+    is_told: bool,
 ) -> LastBits | None:
     """Detects a step in which a vector of environments only resets some of them.
 
@@ -88,12 +90,14 @@ def ends_to_watch(
         last: the last observations of the episodes that ended in the step before, by environment.
         columns: the transitions of a step, `[E, ...]`.
         pairs: the keys of the observations, now and one step later.
+        is_told: whether the storage was told that the environments do not reset themselves.
 
     Returns:
         `last` for the next step; None if there is nothing more to watch.
 
     Raises:
-        ValueError: the step only resets an environment.
+        ValueError: the step only resets an environment. If that was told, or in a single environment,
+            it may be a transition: then this warns.
     """
     # Bytes are compared, in a tenth of the time that a comparison takes in torch.
     before = [as_array(columns[key]) for key, _ in pairs]
@@ -104,7 +108,7 @@ def ends_to_watch(
             return None
     if last:
         lane = next(iter(last))
-        if several:
+        if several and not is_told:
             raise ValueError(
                 f"every step must be a transition, but environment {lane} ended, and this step of "
                 "it has no reward and begins with the observation that it ended with: gymnasium "
@@ -114,9 +118,9 @@ def ends_to_watch(
             )
         warn_caller(
             f"environment {lane} ended, and its next step begins with the observation that it "
-            "ended with. If the environments reset themselves in the next step, make the "
-            "storage with autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them "
-            "when they end."
+            "ended with. If the environments reset themselves in the next step, that step is no "
+            "transition: make the storage with autoreset_mode=env.metadata['autoreset_mode']; "
+            "otherwise reset them when they end."
         )
         return None
     after = [as_array(columns[key]) for _, key in pairs]
