@@ -1,12 +1,15 @@
-"""Atomic writes: an interrupt can't leave them half done."""
+"""What an interrupt can't leave half done: writes, which are completed, and calls that it waits for."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import ExitStack, suppress
+from functools import wraps
+from typing import Any, TypeVar
 
-__all__ = ["complete", "finish"]
+__all__ = ["complete", "finish", "undisturbed"]
 
 Result = TypeVar("Result")
 
@@ -67,3 +70,33 @@ def complete(
             act()
             return True
     return False
+
+
+def undisturbed(call: Callable[..., Result]) -> Callable[..., Result]:
+    """Makes signals that come during a call wait for its end, where their handlers then raise.
+
+    For calls that do not last, and lose what is raised within them.
+    """
+
+    @wraps(call)
+    def waited_for(*args: Any, **kwargs: Any) -> Result:
+        # Handlers run in the main thread only.
+        if threading.current_thread() is not threading.main_thread():
+            return call(*args, **kwargs)
+        came: list[tuple[int, Any]] = []
+        with ExitStack() as after:
+            for number in signal.valid_signals():
+                if callable(handler := signal.getsignal(number)):
+                    after.callback(_handle, came, number, handler)
+                    signal.signal(number, lambda *which: came.append(which))
+            return call(*args, **kwargs)
+
+    return waited_for
+
+
+def _handle(came: list[tuple[int, Any]], number: int, handler: Callable[[int, Any], Any]) -> None:
+    """Gives a signal its handler back, and calls it if the signal came."""
+    signal.signal(number, handler)
+    for which, frame in came:
+        if which == number:
+            handler(number, frame)

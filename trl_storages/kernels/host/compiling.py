@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,10 +15,12 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from trl_storages.callers import warn_caller
+from trl_storages.interrupts import undisturbed
 from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = [
@@ -44,12 +47,38 @@ def compiled(loop: _Loop) -> _Loop:
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return np.errstate(over="ignore", invalid="ignore")(loop)
+    dispatcher = _njit(nogil=True)(loop)
+    # LLVM calls back into Python, where what a signal handler raises would be lost, and the loop with it.
+    dispatcher.compile = undisturbed(dispatcher.compile)
     try:
-        return _njit(nogil=True, cache=True)(loop)
+        dispatcher._cache = _Cache(loop)  # type: ignore[no-untyped-call]
     except RuntimeError:
         # No cache directory is writable.
         _warn_of_no_cache()
-        return _njit(nogil=True)(loop)
+    return dispatcher
+
+
+class _Cache(FunctionCache):
+    """A cache that loops can do without: where it fails they are compiled, and at most not kept."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # A damaged pickle raises any.
+            self._start_over()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError:
+            self._start_over()
+            _warn_of_no_cache()
+
+    def _start_over(self) -> None:
+        """Empties the index, which may name files of other sources, or none."""
+        with suppress(OSError):
+            self.flush()  # type: ignore[no-untyped-call]
 
 
 def inlined(function: _Loop) -> _Loop:
@@ -61,8 +90,8 @@ def inlined(function: _Loop) -> _Loop:
 def _warn_of_no_cache() -> None:
     """Warns once per process."""
     warn_caller(
-        "neither the installation nor the user's cache can be written, so that each process compiles for "
-        "some seconds; NUMBA_CACHE_DIR names a directory that can.",
+        "neither the installation nor the user's cache can be written, or the disk is full, so that "
+        "each process compiles for some seconds; NUMBA_CACHE_DIR names a directory that can.",
         RuntimeWarning,
     )
 
