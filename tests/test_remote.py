@@ -91,6 +91,8 @@ class TestInTheActor:
         assert sent(storage.sample_episodes(2)).shape == (2, 5)
         sampled, info = sent(storage.sample(3, return_info=True))
         assert torch.equal(sampled["index"], info["index"])
+        # As TorchRL's handle asks for each batch of a `for` loop.
+        assert len(sent(storage.next())) == len(sent(storage.sample()))
         storage.validate()
 
     def test_a_batch_is_sent_once_and_comes_back_alone(self):

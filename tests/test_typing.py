@@ -11,9 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEADER = """
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import torch
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDictBase
@@ -62,6 +64,8 @@ state = {"state": (torch.float32, (3,))}
 UniformReplayStorage(observations, actions, extra_fields=state, info_keys={"lives": torch.int64})
 mixture, stacks = {"future": 0.5, "random": 0.5}, {"observation": FrameStack(4)}
 HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy=mixture)
+env = gymnasium.make("CartPole-v1")
+HERReplayStorage.from_env(env, reward_fn=reward_fn, num_goals=inf, n_step=3, num_envs=1)
 HERSampler(mixture)
 UniformReplayStorage(observations, actions, frame_stack=stacks)
 PackedStorage(9, fields={"pixels": (torch.uint8, (4, 8, 8), FrameStack(4)), "action": state["state"]})
@@ -81,6 +85,8 @@ NStepReplayStorage(observations, actions, n_step="3")
 EpisodeReplayStorage(observations, actions, n_step=3)
 HERReplayStorage(observations, actions)
 HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy="last")
+UniformReplayStorage.from_env(env, buffer_size=100)
+HERReplayStorage.from_env(env, reward_fn=reward_fn, num_goals="4")
 storage.n_step = "5"
 storage.sample(return_info=True)["next"]
 storage.sample("4")

@@ -18,11 +18,12 @@ from trl_storages.gym.fields import Field, InfoKeys
 from trl_storages.priorities import Normalization
 from trl_storages.replay.options import Check, check_sample_unit, checked
 from trl_storages.rows import FrameStack
-from trl_storages.samplers import ERESampler, PERSampler
+from trl_storages.samplers import ERESampler, GoalMixture, GoalStrategy, PERSampler
 from trl_storages.transforms import NStep
+from trl_storages.transforms.relabel import GoalFunction
 from trl_storages.writing import OnGap
 
-__all__ = ["OPTIONS", "Option", "Options", "RowOptions", "chosen", "with_options"]
+__all__ = ["OPTIONS", "EnvOptions", "Option", "Options", "RowOptions", "chosen", "with_options"]
 
 
 def _info_keys(name: str, value: Any) -> InfoKeys:
@@ -109,6 +110,15 @@ class Options(RowOptions, total=False):
     eta: Annotated[float, Option(1.0, ERESampler.eta.check)]
     c_min: Annotated[int, Option(5000, ERESampler.c_min.check)]
     sample_unit: Annotated[SampleUnit | None, Option(None, check_sample_unit)]
+
+
+class EnvOptions(Options, total=False):
+    """Options of `from_env`, with those of `HERReplayStorage`, which checks them."""
+
+    reward_fn: GoalFunction
+    terminated_fn: GoalFunction | None
+    goal_selection_strategy: GoalStrategy | GoalMixture
+    num_goals: float
 
 
 #: Option -> the option it requires, and the value that turns that one off.

@@ -25,7 +25,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.gym import GymRecorder, choices_of, transition_fields
-from trl_storages.recipe_options import Options, RowOptions, chosen, with_options
+from trl_storages.recipe_options import EnvOptions, Options, RowOptions, chosen, with_options
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 from trl_storages.rows import PackedStorage, stacked_observations
@@ -233,7 +233,9 @@ class UniformReplayStorage(ReplayStorage):
             )
 
     @classmethod
-    def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
+    def from_env(
+        cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Unpack[EnvOptions]
+    ) -> Self:
         """Makes a storage for an environment, from its spaces and number of environments.
 
         Args:

@@ -54,7 +54,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     Args:
         length: rows to learn from.
         burn_in: rows before them, to warm up a recurrent state.
-        bootstrap: rows after them, for targets.
+        bootstrap: rows after them, for targets; `targets` of n-step returns needs n of them.
         boundary: what to do at the ends of an episode: "pad", "fit" (or "stop") or "cross" (or
             "include_reset").
 
@@ -104,7 +104,8 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             the row that was drawn; `sequence_id` in 0 .. B - 1; `step_in_sequence` in 0 .. S - 1;
             `validity_mask`, False for padding; `learning_mask`, whether it is one of the `length` rows
             after the burn-in; and `is_init`, `[B * S, 1]`, whether its episode begins with it, as read
-            by TorchRL's recurrent modules.
+            by TorchRL's recurrent modules. Padding has the `is_init` of the row that it repeats, so a
+            network that restarts there enters the episode with its first state.
 
         Raises:
             RuntimeError: `storage` has no episode index.
@@ -147,7 +148,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
         Raises:
             KeyError: the batch has no rewards, or does not hold sequences.
-            ValueError: the shape of `values` does not fit the batch, or the batch is not of this unit.
+            ValueError: the shape of `values` does not fit the batch, or its sequences have other lengths.
 
         Reference: Kapturowski et al. 2019 (R2D2), section 2.3.
         """

@@ -42,6 +42,9 @@ class _Parcel:
     Its entries are views of a few blocks; pickled one by one, each would carry its whole block.
     """
 
+    # Read by TorchRL's `next`, which copies batches of other devices.
+    device = "cpu"
+
     def __init__(self, batch: TensorDictBase) -> None:
         self.batch = batch
 

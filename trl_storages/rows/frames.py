@@ -167,7 +167,8 @@ def stacked_observations(
         shapes = {key: list(fields[key][1]) for key in there}
         raise ValueError(
             f"frame_stack={frame_stack} must be the first or last of the dimensions of an observation, "
-            f"got {shapes}; for frames of several channels pass a mapping from key to "
-            "FrameStack."
+            f"got {shapes}: wrap an environment that returns single frames, as in "
+            f"gymnasium.wrappers.FrameStackObservation(env, {frame_stack}); for frames of several "
+            "channels pass a mapping from key to FrameStack."
         )
     return found

@@ -65,11 +65,14 @@ def _error(layout: Layout, block: Block, breaks: torch.Tensor) -> ValueError:
             "stream of steps begins, or pass on_gap='cut'. Nothing was written."
         )
     if kind == NOT_PADDED:
-        before = "zeros" if padding == "constant" else "its newest frame"
+        before, other = "its newest frame", "constant"
+        if padding == other:
+            before, other = "zeros", "same"
         return ValueError(
-            f"an episode must begin with a stack whose earlier frames are all {before} ({padding=!s}); "
-            f"{where} has others. Pass the padding that the environment has, begin episodes with a "
-            "reset, or leave the FrameStack out. Nothing was written."
+            f"an episode must begin with a stack whose earlier frames are all {before}; {where} has "
+            "others. Begin episodes with a reset, and make the storage with the padding that the "
+            f"environment has, frame_stack={{{field.key!r}: FrameStack(..., padding={other!r})}}, or "
+            "without frame_stack. Nothing was written."
         )
     return ValueError(
         f"a stack of frames under 'next' must be that at the root with one new frame; {where} is not. "
