@@ -7,7 +7,6 @@ from disk.rows import found, make, write
 
 from trl_storages import ReplayStorage
 from trl_storages.disk import words
-from trl_storages.replay import on_disk
 from trl_storages.saved import files
 
 
@@ -15,7 +14,6 @@ from trl_storages.saved import files
 def small_pieces(monkeypatch):
     """As if there were many gigabytes."""
     monkeypatch.setattr(words, "_PIECE", 500)
-    monkeypatch.setattr(on_disk, "_PIECE", 6)
     monkeypatch.setattr(files, "_PIECE", 500)
 
 

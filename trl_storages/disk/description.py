@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_storages.disk.files import opened, write_text
+from trl_storages.disk.files import damaged, opened, write_text
 from trl_storages.kernels.marks import MOST_HISTORIES
 from trl_storages.rows.layout import Layout
 from trl_storages.saved import MOST_BYTES, SavedState, parse_json
@@ -105,6 +105,10 @@ class Description:
         """The number of the newest history, 0 before the first."""
         return self.histories[-1][0] if self.histories else 0
 
+    def file_of(self, kind: str) -> str:
+        """Returns the name of a file of words."""
+        return f"{kind}.{self.generation}.bin"
+
     def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the numbers of the histories `[H]`, and their first steps `[H, E]`."""
         known = torch.tensor(self.histories, dtype=torch.int64).view(-1, self.num_lanes + 1)
@@ -169,10 +173,7 @@ class Description:
         try:
             return cls._from_words(parse_json(text))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} does not describe a storage, or is damaged: {error}. Bring it back from a copy, "
-                "or choose another directory; nothing was changed."
-            ) from error
+            raise damaged(path, f"it does not describe a storage: {error}") from error
 
     @classmethod
     def _from_words(cls, words: Any) -> Description:

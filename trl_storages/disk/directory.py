@@ -25,7 +25,7 @@ from trl_storages.disk.description import (
     remove_other_files,
     spare_steps,
 )
-from trl_storages.disk.files import WriterLock, sync_directory
+from trl_storages.disk.files import WriterLock, damaged, sync_directory
 from trl_storages.disk.recovery import recover
 from trl_storages.disk.words import State, Track, Words
 from trl_storages.kernels.tables import Block
@@ -48,15 +48,12 @@ class Directory:
 
     Attributes:
         path: the directory.
-        description: its current description.
         words: the files.
         process: ID of the process that opened it; forks of it may only read.
     """
 
-    def __init__(
-        self, path: Path, lock: WriterLock, description: Description, words: Words
-    ) -> None:
-        self.path, self._lock, self.description, self.words = path, lock, description, words
+    def __init__(self, path: Path, lock: WriterLock, words: Words) -> None:
+        self.path, self._lock, self.words = path, lock, words
         self.process = os.getpid()
         # Whether this writer has begun its own history.
         self._has_begun = False
@@ -88,7 +85,7 @@ class Directory:
             except BaseException:
                 remove_files(path, and_directory=is_new)
                 raise
-        return cls(path, lock, description, words)
+        return cls(path, lock, words)
 
     @classmethod
     def open(cls, path: Path, *, check: bool | None = None, track: Track = iter) -> Self:
@@ -107,11 +104,11 @@ class Directory:
         """
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
-            state, num_lost = recover(path, words, description, check, track)
+            state, num_lost = recover(words, check, track)
             # Flushed rows may have been overwritten since, and lost: cap `flushed` at the cursors.
             words.take_up_side(state, np.minimum(description.flushed, state.cursors))
             remove_other_files(path, description)
-            directory = cls(path, lock, description, words)
+            directory = cls(path, lock, words)
             if num_lost is not None:
                 # Renewed tips must be durable before a history relies on them.
                 words.flush()
@@ -133,11 +130,8 @@ class Directory:
         """
         own = self.description
         index = EpisodeIndex(own.num_rows, own.num_lanes, spare_steps=own.spare_steps)
-        if not self.words.feed(index, self.state, own, track):
-            raise ValueError(
-                f"{self.path} is damaged: its marks are not those of its steps. Bring it back from a "
-                "copy; nothing was changed."
-            )
+        if not self.words.feed(index, self.state, track):
+            raise damaged(self.path, "its marks are not those of its steps")
         return index
 
     # Writing
@@ -148,9 +142,14 @@ class Directory:
         return self._lock.is_held
 
     @property
+    def description(self) -> Description:
+        """The current description."""
+        return self.words.description
+
+    @property
     def state(self) -> State:
         """The last committed state."""
-        return self.words.committed(self.description)  # type: ignore[return-value]
+        return self.words.committed()  # type: ignore[return-value]
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if this process may not write."""
@@ -240,7 +239,7 @@ class Directory:
         is_open = np.where(was_written, state.open, index.is_open.numpy())
         try:
             index.clear()
-            self.words.feed(index, state._replace(open=is_open), self.description)
+            self.words.feed(index, state._replace(open=is_open))
         except BaseException:
             self.abandon()
             index.clear()
@@ -261,10 +260,9 @@ class Directory:
             self._check_there()
         self._num_blind += 1
 
-    def _begin(self, state: State, tails: np.ndarray | None = None) -> None:
-        """Begins a history at the cursors of a state, and forgets the rows before `tails`."""
-        tails = state.tails if tails is None else tails
-        self._say(self.description.begun(state.cursors, tails))
+    def _begin(self, state: State) -> None:
+        """Begins a history at the cursors of a state."""
+        self._say(self.description.begun(state.cursors, state.tails))
         self._publish(state)
         self._has_begun = True
 
@@ -281,7 +279,7 @@ class Directory:
     def _say(self, description: Description) -> None:
         self._check_there()
         description.write(self.path)
-        self.description = description
+        self.words.description = description
 
     def _publish(self, state: State) -> None:
         self.words.publish(state._replace(history=self.description.history))
@@ -297,11 +295,8 @@ class Directory:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        self.check_writable()
-        if self._has_begun:
-            self._say(replace(self.description, tails=tuple(index.host_steps.tolist())))
-        else:
-            self._begin(self.state, index.host_steps)
+        self.begin_history()
+        self._say(replace(self.description, tails=tuple(index.host_steps.tolist())))
         index.evict(index.host_steps)
         self.commit(index, write_count, trajectories)
 
@@ -351,7 +346,7 @@ class Directory:
         finally:
             # An interrupt may have come after the switch.
             if (now := Description.read(self.path)).generation == new.generation:
-                self.description, self.words, self._has_begun = new, words, True
+                self.words, self._has_begun = words, True
             remove_other_files(self.path, now)
 
     # Flushing and closing
@@ -381,7 +376,6 @@ class Directory:
             self.commit(index, state.write_count, state.trajectories)
             old = self.description
         words.flush()
-        sync_directory(self.path)
         if progress is not None:
             progress = {**progress, "number": words.commits.number}
         self._say(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -30,6 +31,7 @@ __all__ = [
     "WriterLock",
     "check_platform",
     "create_file",
+    "damaged",
     "has_writer",
     "in_forked_child",
     "opened",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _WORD = 8  # bytes
+_PIECE = 1 << 20  # bytes that are written at a time
 
 
 def check_platform(directory: Path) -> None:
@@ -56,14 +59,27 @@ def check_platform(directory: Path) -> None:
         )
 
 
-def _new(path: Path) -> int:
-    """Creates the temporary file that will be renamed to `path`, and returns its descriptor."""
+def damaged(path: Path, what: str) -> ValueError:
+    """Returns the error that says how a directory, or a file in it, is damaged."""
+    return ValueError(f"{path} is damaged: {what}. Bring it back from a copy; nothing was changed.")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[BinaryIO]:
+    """Yields a new file that takes the place of `path` at the end; an error removes it."""
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
-    return os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
-def create_file(path: Path, num_words: int, num_reserved: int | None = None) -> None:
+def create_file(path: Path, num_words: int, *, is_sparse: bool = False) -> None:
     """Creates a file of zeros and reserves its space on disk.
 
     Writing to a memory-mapped file without space on disk kills the process, so a full disk must be
@@ -72,24 +88,16 @@ def create_file(path: Path, num_words: int, num_reserved: int | None = None) -> 
     Args:
         path: the file.
         num_words: its size.
-        num_reserved: how many of the words to reserve now; `MappedWords.reserve` reserves the others
-            later. None reserves all.
+        is_sparse: whether to leave reserving to `MappedWords.reserve`.
 
     Raises:
         OSError: there is no space, or the file can't be created. It does not exist then.
     """
-    nbytes, new = num_words * _WORD, path.with_name(path.name + ".new")
+    nbytes = num_words * _WORD
     try:
-        descriptor = _new(path)
-        try:
-            _reserve(descriptor, 0, nbytes if num_reserved is None else num_reserved * _WORD)
-            os.ftruncate(descriptor, nbytes)
-        except BaseException:
-            new.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        new.replace(path)
+        with _replaced(path) as file:
+            _reserve(file.fileno(), 0, 0 if is_sparse else nbytes)
+            file.truncate(nbytes)
     except OSError as error:
         raise _too_large(path, nbytes, error, "nothing of it was kept") from error
 
@@ -101,8 +109,10 @@ def _reserve(descriptor: int, start: int, end: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, end - start)
     else:
-        os.lseek(descriptor, start, os.SEEK_SET)
-        _write(descriptor, bytes(1 << 20), end - start)
+        with open(descriptor, "r+b", closefd=False) as file:
+            file.seek(start)
+            for at in range(start, end, _PIECE):
+                file.write(bytes(min(end - at, _PIECE)))
 
 
 def _too_large(path: Path, nbytes: int, error: OSError, kept: str) -> OSError:
@@ -113,23 +123,12 @@ def _too_large(path: Path, nbytes: int, error: OSError, kept: str) -> OSError:
     )
 
 
-def _write(descriptor: int, data: bytes, nbytes: int) -> None:
-    """Writes `nbytes` bytes: `data`, repeated as needed."""
-    written = 0
-    while written < nbytes:
-        at = written % len(data)
-        written += os.write(descriptor, data[at : at + nbytes - written])
-
-
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
-    data, descriptor = text.encode(), _new(path)
-    try:
-        _write(descriptor, data, len(data))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    path.with_name(path.name + ".new").replace(path)
+    with _replaced(path) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(path.parent)
 
 
@@ -162,10 +161,7 @@ class MappedWords:
         nbytes, self._path = num_words * _WORD, path
         with opened(path, writable=writable) as (descriptor, size):
             if size != nbytes:
-                raise ValueError(
-                    f"{path} must hold {nbytes} bytes, got {size}: it was truncated, or is of another "
-                    "storage. Bring it back from a copy; nothing was changed."
-                )
+                raise damaged(path, f"it must hold {nbytes} bytes, got {size}")
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE
             access = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access)
@@ -208,10 +204,8 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise ValueError(
-            f"{path} must be a file, and neither lead elsewhere nor wait for anybody: "
-            f"{error.strerror}. Bring it back from a copy; nothing was changed."
-        ) from error
+        what = f"it must be a file, and neither lead elsewhere nor wait: {error.strerror}"
+        raise damaged(path, what) from error
     try:
         yield descriptor, size
     finally:

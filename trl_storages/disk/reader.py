@@ -15,7 +15,6 @@ import torch
 from trl_storages.disk.description import Description, stamp
 from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform, has_writer
-from trl_storages.disk.recovery import are_whole
 from trl_storages.disk.words import State, Track, Words
 from trl_storages.ring import EpisodeIndex
 
@@ -41,7 +40,6 @@ class Reader:
             closed and has no writer, which would have verified them.
 
     Attributes:
-        description: of the directory.
         words: the mapped files. Replaced when the writer loads other rows.
         seen: the slots of rows read since `read_consistently` began; None outside of it.
 
@@ -60,20 +58,23 @@ class Reader:
     ) -> None:
         check_platform(path)
         self.path = path
-        self.description = Description.read(path) if directory is None else directory.description
-        self._identity = identity or self.description.identity
         self._stamp: tuple[int, int, int] | None = None
         #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
         self.seen: list[torch.Tensor] | None = None
         if directory is None:
-            self._map(self.description)
+            self._map(Description.read(path), identity)
         else:
             self.words = directory.words
         if check is None:
             check = not (self.description.is_clean or has_writer(path))
         self._must_check = check
+
+    @property
+    def description(self) -> Description:
+        """Of the directory, when it was last looked at."""
+        return self.words.description
 
     def check_writable(self) -> None:
         """Raises a RuntimeError: only one process may write."""
@@ -84,9 +85,9 @@ class Reader:
 
     # Following
 
-    def _map(self, description: Description) -> None:
+    def _map(self, description: Description, identity: str | None) -> None:
         """Maps the files of a description, or of the one that has replaced it meanwhile."""
-        if description.identity != self._identity:
+        if identity not in (None, description.identity):
             raise RuntimeError(
                 f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
                 "one."
@@ -94,12 +95,9 @@ class Reader:
         try:
             self.words = Words(self.path, description, writable=False)
         except FileNotFoundError:
-            now = Description.read(self.path)
-            if now == description:
+            if (now := Description.read(self.path)) == description:
                 raise
-            self._map(now)
-        else:
-            self.description = description
+            self._map(now, description.identity)
 
     def _look_at_description(self, index: EpisodeIndex) -> None:
         """Takes in a changed description, with its generation and histories."""
@@ -111,10 +109,10 @@ class Reader:
                 f"the storage in {self.path} was deleted; there is nothing to be read."
             )
         new = Description.read(self.path)
-        if (new.identity, new.generation) != (old.identity, old.generation):
-            self._map(new)
+        if (new.identity, new.generation) == (old.identity, old.generation):
+            self.words.description = new
         else:
-            self.description = new
+            self._map(new, old.identity)
         self._stamp, new = now, self.description
         if (new.generation, new.histories) != (old.generation, old.histories):
             # Indexed rows may be leftovers of a killed writer.
@@ -139,17 +137,15 @@ class Reader:
         until, wrong = time.monotonic() + _PATIENCE, None
         while True:
             self._look_at_description(index)
-            words, description = self.words, self.description
+            words = self.words
             number = words.commits.number
             if number == self._number:
                 return False
-            state = words.committed(description)
+            state = words.committed()
             if (
                 state is not None
-                and (
-                    not self._must_check or are_whole(words, words.steps(description, track), state)
-                )
-                and words.feed(index, state, description, track)
+                and (not self._must_check or words.are_whole(state, track))
+                and words.feed(index, state, track)
             ):
                 self.state, self._number, self._must_check = state, number, False
                 return True

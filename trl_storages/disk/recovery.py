@@ -6,27 +6,21 @@ frames it is read with.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from trl_storages.disk.description import Description
+from trl_storages.disk.files import damaged
 from trl_storages.disk.words import State, Track, Words
-from trl_storages.kernels.marks import ENDS
+from trl_storages.kernels.marks import ENDS, unpack_marks
 
-__all__ = ["are_whole", "recover"]
+__all__ = ["recover"]
 
 
-def recover(
-    directory: Path, words: Words, description: Description, check: bool | None, track: Track = iter
-) -> tuple[State, int | None]:
+def recover(words: Words, check: bool | None, track: Track = iter) -> tuple[State, int | None]:
     """Works out which rows are valid.
 
     Args:
-        directory: for messages.
         words: the files.
-        description: of the directory.
         check: whether to verify the checksums of rows; None does unless it was closed cleanly.
         track: reports progress.
 
@@ -37,49 +31,46 @@ def recover(
     Raises:
         ValueError: there is damage that a power loss can't explain.
     """
-    committed = words.committed(description)
-    if committed is not None and not (not description.is_clean if check is None else check):
+    is_clean, committed = words.description.is_clean, words.committed()
+    must_check = not is_clean if check is None else check
+    if committed is not None and (not must_check or words.are_whole(committed, track)):
         return committed, None
-    steps = words.steps(description, track)
-    if committed is not None and are_whole(words, steps, committed):
-        return committed, None
-    if description.is_clean:
+    if is_clean:
         what = "its table of commits does" if committed is None else "rows that count do"
-        raise ValueError(
-            f"{directory} is damaged: {what} not match the checksum, though it was closed cleanly. Bring "
-            "it back from a copy; nothing was changed."
-        )
-    state = _runs(words, description, committed, steps)
+        raise damaged(words.path, f"{what} not match the checksum, though it was closed cleanly")
+    state = _runs(words, committed, _steps(words, track))
     lost = 0 if committed is None else int(np.maximum(committed.cursors - state.cursors, 0).sum())
     return state, lost
 
 
-def are_whole(words: Words, steps: np.ndarray, state: State) -> bool:
-    """Returns whether the rows of a commit, and their next values, are all intact.
+def _steps(words: Words, track: Track) -> np.ndarray:
+    """Checks every slot.
 
-    Args:
-        words: the files.
-        steps: `[R, E]` from `Words.steps`.
-        state: the commit.
+    Returns:
+        `[R, E]` int64, the step of the intact row in each slot, -1 where there is none.
     """
-    place, newest = np.arange(len(steps))[:, None], state.cursors - 1
-    wanted = newest - (newest - place) % len(steps)
-    first = words.seen_from(state.tails, state.cursors)
-    are_there = bool(((wanted < first) | (steps == wanted)).all())
-    return are_there and not len(words.unlinked(state.tails, state.cursors))
+    size, own = len(words.rows), words.description
+    numbers, firsts = own.owners()
+    steps = torch.empty(size, dtype=torch.int64)
+    for slots in track(torch.split(torch.arange(size), words.piece)):
+        history, step, _, _, _ = unpack_marks(words.marks[slots, 0])
+        owner = torch.zeros_like(step)
+        for number, first in zip(numbers, firsts, strict=True):
+            owner = torch.where(first[slots % own.num_lanes] <= step, number, owner)
+        right = (history == owner) & (step % own.ring_steps == slots // own.num_lanes)
+        steps[slots] = torch.where(right & words.marked.check(slots), step, -1)
+    return steps.view(-1, own.num_lanes).numpy()
 
 
-def _runs(
-    words: Words, description: Description, committed: State | None, steps: np.ndarray
-) -> State:
+def _runs(words: Words, committed: State | None, steps: np.ndarray) -> State:
     """Recovers in each lane the run of intact rows around the last flushed one, else the longest run.
 
     Args:
         words: the files.
-        description: of the directory.
         committed: the selected table, if its checksum is right.
-        steps: `[R, E]` from `Words.steps`.
+        steps: `[R, E]` from `_steps`.
     """
+    description = words.description
     durable, flushed = np.array(description.tails), np.array(description.flushed)
     # A lane without a row resumes at a step that was never flushed.
     cursors = np.maximum(durable, flushed)
@@ -91,39 +82,35 @@ def _runs(
         order = order[steps[order, lane] >= durable[lane]]
         run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
         if run is not None and words.side is not None:
-            run = _with_tip(words, run, len(steps), lane)
+            run = _with_tip(words, run, lane)
         if run is not None:
             tails[lane], cursors[lane] = run
             last = (run[1] - 1) % len(steps) * len(cursors) + lane
             is_open[lane] = not words.marks[last, 0] & ENDS
     tails = np.maximum(tails, cursors - description.steps_per_lane)
-    tails = _with_frames(words, tails, cursors, steps, description.past_steps)
+    tails = _with_frames(words, tails, cursors, steps)
     is_open[tails == cursors] = 0
     count = int(cursors.sum()) if committed is None else committed.write_count
     numbers = unknown if committed is None else committed.trajectories
     return State(description.history, count, cursors, tails, is_open, numbers)
 
 
-def _with_tip(
-    words: Words, run: tuple[int, int], ring_steps: int, lane: int
-) -> tuple[int, int] | None:
+def _with_tip(words: Words, run: tuple[int, int], lane: int) -> tuple[int, int] | None:
     """Returns a run, cut after the newest row whose next values are known; None if there is none.
 
     If that is not its last row, its tip is rewritten: no other valid row uses it.
     """
-    num_lanes = len(words.rows) // ring_steps
-    first, end = run
-    newest = (end - 1) % ring_steps * num_lanes + lane
-    if words.check_next(torch.tensor([newest]), tips=True).all():
-        return run
-    for last in range(end - 2, first - 1, -1):
-        if words.renew_tip(last % ring_steps * num_lanes + lane):
+    own, (first, end) = words.description, run
+    for last in range(end - 1, first - 1, -1):
+        slot = last % own.ring_steps * own.num_lanes + lane
+        has_tip = bool(words.check_next(torch.tensor([slot]), tips=True))
+        if has_tip or (last < end - 1 and words.renew_tip(slot)):
             return first, last + 1
     return None
 
 
 def _with_frames(
-    words: Words, tails: np.ndarray, cursors: np.ndarray, steps: np.ndarray, past_steps: int
+    words: Words, tails: np.ndarray, cursors: np.ndarray, steps: np.ndarray
 ) -> np.ndarray:
     """Returns the first step of each lane from which on all frames that rows are read with are intact.
 
@@ -131,13 +118,12 @@ def _with_frames(
         words: the files.
         tails: `[E]` the first steps of the runs.
         cursors: `[E]` the steps after the newest ones.
-        steps: `[R, E]` from `Words.steps`.
-        past_steps: D.
+        steps: `[R, E]` from `_steps`.
 
     Returns:
         `[E]` int64 steps.
     """
-    before = tails - np.arange(1, past_steps + 1)[:, None]
+    before = tails - np.arange(1, words.description.past_steps + 1)[:, None]
     found = np.take_along_axis(steps, before % len(steps), axis=0)
     num_there = ((found == before) & (before >= 0)).cumprod(0).sum(0)
     while (is_short := tails - words.seen_from(tails, cursors) > num_there).any():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trl_storages.disk.description import Description
-from trl_storages.disk.files import MappedWords, create_file
+from trl_storages.disk.files import MappedWords, create_file, damaged, sync_directory
 from trl_storages.kernels import backend
 from trl_storages.kernels.marks import unpack_marks
 from trl_storages.kernels.sharing import (
@@ -38,8 +38,6 @@ __all__ = ["State", "Track", "Words"]
 Track = Callable[[Iterable[Any]], Iterable[Any]]
 
 _PIECE = 1 << 24  # bytes of rows that are checked at a time
-#: In flush order: the commits last.
-_KINDS = ("rows", "side", "marks", "priorities", "commits")
 
 
 class State(NamedTuple):
@@ -66,12 +64,15 @@ class Words:
     """The rows of a directory, their marks and checksums, and the commits.
 
     Args:
-        directory: where the files are.
-        description: determines their sizes.
+        path: the directory.
+        description: of the directory.
         writable: whether writes reach the files; otherwise they stay private.
 
     Attributes:
+        path: as above.
+        description: the current one. Whoever holds the words replaces it, within one generation.
         rows: `[M, W]` int64.
+        piece: how many rows are checked at a time.
         marks: `[M, 2]` int64, mark and checksum of each row.
         side: next observations that are stored in no row; None unless rows share them.
         marked: operations on the same rows and marks.
@@ -83,10 +84,11 @@ class Words:
         ValueError: a file is truncated, or not a regular file.
     """
 
-    def __init__(self, directory: Path, description: Description, *, writable: bool) -> None:
-        self._directory, self._description, self._writable = directory, description, writable
+    def __init__(self, path: Path, description: Description, *, writable: bool) -> None:
+        self.path, self.description, self._writable = path, description, writable
         self._sizes, self._maps = _sizes(description), dict[str, MappedWords]()
         self.rows = self._array("rows").view(-1, description.layout.stored_words)
+        self.piece = max(_PIECE // self.rows[0].nbytes, 1)
         self.marks = self._array("marks").view(-1, 2)
         self.side: SideTable | None = None
         # Headers of the rows, and the words of the side table, if rows share next observations.
@@ -103,12 +105,12 @@ class Words:
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
         self.priorities: PriorityWords | None = None
-        if writable and self._path("priorities").exists():
+        if writable and self._file("priorities").exists():
             self.keep_priorities(make=False)
 
     def _array(self, kind: str) -> torch.Tensor:
         """Maps a file and returns its words."""
-        words = MappedWords(self._path(kind), self._sizes[kind], writable=self._writable)
+        words = MappedWords(self._file(kind), self._sizes[kind], writable=self._writable)
         self._maps[kind] = words
         return torch.from_numpy(words.array)
 
@@ -118,11 +120,11 @@ class Words:
         self._maps["side"].reserve(side.room * size, num_entries * size)
         return side.values
 
-    def _path(self, kind: str) -> Path:
-        return self._directory / f"{kind}.{self._description.generation}.bin"
+    def _file(self, kind: str) -> Path:
+        return self.path / self.description.file_of(kind)
 
     @classmethod
-    def create(cls, directory: Path, description: Description) -> Words:
+    def create(cls, path: Path, description: Description) -> Words:
         """Creates the files; reserves their disk space, but for the side table, which is sparse.
 
         Raises:
@@ -130,9 +132,8 @@ class Words:
         """
         for kind, size in _sizes(description).items():
             if kind != "priorities":
-                path = directory / f"{kind}.{description.generation}.bin"
-                create_file(path, size, 0 if kind == "side" else None)
-        words = cls(directory, description, writable=True)
+                create_file(path / description.file_of(kind), size, is_sparse=kind == "side")
+        words = cls(path, description, writable=True)
         nothing = np.zeros((4, description.num_lanes), np.int64)
         words.publish(State(description.history, 0, *nothing))
         return words
@@ -149,20 +150,21 @@ class Words:
             ValueError: the file is truncated, or not a regular file.
         """
         if self.priorities is None:
-            path = self._path("priorities")
+            path = self._file("priorities")
             if not path.exists():
                 if not make:
                     raise FileNotFoundError(
-                        f"{self._directory} holds no priorities: its writer does not draw by priority. "
+                        f"{self.path} holds no priorities: its writer does not draw by priority. "
                         "Read it with another sampler."
                     )
                 create_file(path, self._sizes["priorities"])
+                sync_directory(self.path)
             self.priorities = backend("cpu").PriorityWords(self._array("priorities"), self.marks)
         return self.priorities
 
     def flush(self) -> None:
         """Waits until everything is on disk, the commits last."""
-        for kind in _KINDS:
+        for kind in self._sizes:
             if kind in self._maps:
                 self._maps[kind].flush()
 
@@ -177,24 +179,16 @@ class Words:
         """Commits a state; a single store switches to it."""
         self.commits.publish(torch.from_numpy(np.hstack(state)))
 
-    def committed(self, description: Description) -> State | None:
-        """Returns the last commit, without rows forgotten for good; None if it is damaged.
-
-        Args:
-            description: holds the first steps not forgotten, and the newest history.
-        """
-        words = self.commits.read()
+    def committed(self) -> State | None:
+        """Returns the last commit, without rows forgotten for good; None if it is damaged."""
+        words, known = self.commits.read(), self.description
         if words is None:
             return None
         history, write_count = words[:2].tolist()
         cursors, tails, is_open, numbers = words[2:].view(4, -1).numpy()
-        cursors, tails = (np.maximum(steps, description.tails) for steps in (cursors, tails))
+        cursors, tails = (np.maximum(steps, known.tails) for steps in (cursors, tails))
         live = cursors - tails
-        if (
-            history > description.history
-            or live.min() < 0
-            or live.max() > description.steps_per_lane
-        ):
+        if history > known.history or live.min() < 0 or live.max() > known.steps_per_lane:
             return None
         return State(history, write_count, cursors, tails, is_open, numbers)
 
@@ -216,14 +210,11 @@ class Words:
         slots = self._slots(state.tails + 1, state.cursors)
         entries = self._header(slots) >> ENTRY_BIT
         named = entries[entries != 0]
-        tips = NUM_TIPS * self._description.num_lanes
+        tips = NUM_TIPS * self.description.num_lanes
         if len({*named.tolist()}) < len(named) or not bool(
             ((named > tips) & (named < len(self.side.values))).all()
         ):
-            raise ValueError(
-                f"{self._directory} is damaged: its rows name next observations that can't be theirs. "
-                "Bring it back from a copy; nothing was changed."
-            )
+            raise damaged(self.path, "its rows name next observations that can't be theirs")
         self.side.take_up(named)
         self.side.lanes[:, OWNED] = torch.from_numpy(np.minimum(state.tails + 1, state.cursors))
         self.protect_tips(flushed)
@@ -234,26 +225,9 @@ class Words:
             headers = self._header(self._slots(cursors - 1, cursors))
             self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
 
-    def unlinked(
-        self, tails: np.ndarray, cursors: np.ndarray, *, tips: bool = True
-    ) -> torch.Tensor:
-        """Returns the slots `[n]` of rows that name next values which are not intact.
-
-        Args:
-            tails: `[E]` the oldest steps that are checked.
-            cursors: `[E]` the steps after the newest ones.
-            tips: whether to check the tips of the newest rows as well.
-        """
-        after = self._slots(tails + 1, cursors)
-        if self.side is None:
-            return after[:0]
-        newest = self._slots(np.maximum(cursors - 1, tails), cursors)[: None if tips else 0]
-        is_linked, has_tip = (self.check_next(it, tips=it is newest) for it in (after, newest))
-        return torch.cat([after[~is_linked], newest[~has_tip]])
-
     def check_next(self, slots: torch.Tensor, *, tips: bool) -> torch.Tensor:
         """Returns whether the next values that rows name are intact, `[n]` bool; see `MarkedRows`."""
-        return self.marked.check_next(slots, self._description.num_lanes, tips=tips)
+        return self.marked.check_next(slots, self.description.num_lanes, tips=tips)
 
     def _header(self, slots: torch.Tensor | int) -> torch.Tensor:
         """Returns the headers of rows that share next observations, int64."""
@@ -265,7 +239,7 @@ class Words:
         Returns:
             False if it has no tip.
         """
-        num_lanes, values = self._description.num_lanes, self.side.values  # type: ignore[union-attr]
+        num_lanes, values = self.description.num_lanes, self.side.values  # type: ignore[union-attr]
         at, after = torch.tensor([slot]), (slot + num_lanes) % len(self.rows)
         tip = tips_of(self._header(at), at % num_lanes, num_lanes)
         header = int(self._header(after))
@@ -286,20 +260,20 @@ class Words:
             tails: `[E]` the oldest live steps.
             cursors: `[E]` the steps after the newest ones.
         """
-        num_lanes, most = len(tails), self._description.past_steps
+        num_lanes, most = len(tails), self.description.past_steps
         if not most:
             return tails
         step = tails[:, None] - np.arange(most + 1)
-        slots = step % self._description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
+        slots = step % self.description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
         _, marked_step, there, begins, _ = unpack_marks(self.marks[torch.from_numpy(slots), 0])
         is_first = (there & begins).numpy() & (marked_step.numpy() == step)
         # Back to the row that begins the episode, or by D steps.
         back = np.where(is_first.any(1), is_first.argmax(1), most)
         return np.where(tails < cursors, np.maximum(tails - back, 0), tails)
 
-    def lenders(self, tails: np.ndarray, cursors: np.ndarray) -> torch.Tensor:
-        """Returns the slots `[n]` of rows before the live ones whose frames these are read with."""
-        return self._slots(self.seen_from(tails, cursors), tails)
+    def slots_read(self, tails: np.ndarray, cursors: np.ndarray) -> torch.Tensor:
+        """Returns the slots `[n]` of live rows, and of the rows whose frames these are read with."""
+        return self._slots(self.seen_from(tails, cursors), cursors)
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """Returns the slots of the steps of all lanes, from `firsts` `[E]` up to `ends` `[E]`."""
@@ -307,38 +281,52 @@ class Words:
         lane = np.repeat(np.arange(len(counts)), counts)
         # Restarts at the first step of each lane.
         step = np.arange(len(lane)) + (firsts - counts.cumsum() + counts)[lane]
-        slots = step % self._description.ring_steps * len(counts) + lane
+        slots = step % self.description.ring_steps * len(counts) + lane
         return torch.from_numpy(slots)
 
     # Recovery and indexing
 
-    def steps(self, description: Description, track: Track = iter) -> np.ndarray:
-        """Checks every slot.
+    def damaged(
+        self,
+        tails: np.ndarray,
+        cursors: np.ndarray,
+        *,
+        tips: bool = True,
+        track: Track = iter,
+    ) -> torch.Tensor:
+        """Returns the slots `[n]` of rows that are not intact, or name next values that are not.
 
         Args:
-            description: determines which history owns which step.
+            tails: `[E]` the oldest live steps.
+            cursors: `[E]` the steps after the newest ones.
+            tips: whether to check the tips of the newest rows as well.
             track: reports progress.
-
-        Returns:
-            `[R, E]` int64, the step of the intact row in each slot, -1 where there is none.
         """
-        size, num_lanes = len(self.rows), description.num_lanes
-        numbers, firsts = description.owners()
-        steps = torch.empty(size, dtype=torch.int64)
-        piece = max(_PIECE // self.rows[0].nbytes, 1)
-        for at in track(range(0, size, piece)):
-            slots = torch.arange(at, min(at + piece, size))
-            history, step, _, _, _ = unpack_marks(self.marks[slots, 0])
-            owner = torch.zeros_like(step)
-            for number, first in zip(numbers, firsts, strict=True):
-                owner = torch.where(first[slots % num_lanes] <= step, number, owner)
-            right = (history == owner) & (step % description.ring_steps == slots // num_lanes)
-            steps[slots] = torch.where(right & self.marked.check(slots), step, -1)
-        return steps.view(-1, num_lanes).numpy()
+        pieces = torch.split(self.slots_read(tails, cursors), self.piece)
+        wrong = [slots[~self.marked.check(slots)] for slots in track(pieces)]
+        if self.side is not None:
+            after = self._slots(tails + 1, cursors)
+            newest = self._slots(np.maximum(cursors - 1, tails), cursors)[: None if tips else 0]
+            named = (after, False), (newest, True)
+            wrong += [it[~self.check_next(it, tips=is_tip)] for it, is_tip in named]
+        return torch.cat(wrong)
 
-    def feed(
-        self, index: EpisodeIndex, state: State, description: Description, track: Track = iter
-    ) -> bool:
+    def are_whole(self, state: State, track: Track = iter) -> bool:
+        """Returns whether the rows of a commit are all there and intact.
+
+        Args:
+            state: the commit.
+            track: reports progress.
+        """
+        bounds = state.tails, state.cursors
+        *_, is_right = self._flags(self.seen_from(*bounds), state.cursors)
+        return bool(is_right.all()) and not len(self.damaged(*bounds, track=track))
+
+    def _flags(self, firsts: np.ndarray, ends: np.ndarray) -> tuple[torch.Tensor, ...]:
+        bounds = torch.from_numpy(firsts), torch.from_numpy(ends)
+        return self.marked.flags(*bounds, *self.description.owners())
+
+    def feed(self, index: EpisodeIndex, state: State, track: Track = iter) -> bool:
         """Brings an index up to a commit, in one pass over the rows that it does not know.
 
         The pass includes the rows before the oldest live ones whose frames these are read with.
@@ -346,7 +334,6 @@ class Words:
         Args:
             index: knows the rows up to its cursors, or none.
             state: the commit.
-            description: determines which history owns which step.
             track: reports progress.
 
         Returns:
@@ -356,8 +343,7 @@ class Words:
         first = np.maximum(known, self.seen_from(state.tails, state.cursors))
         sizes = torch.from_numpy(state.cursors - first)
         ends = sizes.cumsum(0)
-        bounds = torch.from_numpy(first), torch.from_numpy(state.cursors)
-        done, begins, right = self.marked.flags(*bounds, *description.owners())
+        done, begins, right = self._flags(first, state.cursors)
         if (sizes < 0).any() or not right.all():
             return False
         if all((it == it[0]).all() for it in (known, first, state.cursors)):
@@ -383,12 +369,12 @@ class Words:
 
 
 def _sizes(description: Description) -> dict[str, int]:
-    """Returns the number of words of each file."""
+    """Returns the number of words of each file, in flush order: the commits last."""
     slots = description.ring_steps * description.num_lanes
     table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
     rows = slots * description.layout.stored_words
-    sizes = {"rows": rows, "marks": 2 * slots, "priorities": slots + 1, "commits": 1 + 2 * table}
+    sizes = {"rows": rows, "marks": 2 * slots, "priorities": slots + 1}
     if (sharing := description.layout.framed.sharing) is not None:
         entries = 1 + NUM_TIPS * description.num_lanes + slots
         sizes["side"] = entries * (sharing.shared_words + 1)
-    return sizes
+    return {**sizes, "commits": 1 + 2 * table}

@@ -28,8 +28,6 @@ __all__ = [
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_PIECE = 1 << 16  # rows that are checked at a time
-
 
 def _written_by(storage: Storage) -> Directory | None:
     """Returns the directory if this process writes the rows, else None."""
@@ -127,32 +125,22 @@ def close(storage: Any, *, keep: bool) -> None:
         directory.delete()
 
 
-def note_all(storage: Storage) -> torch.Tensor:
-    """Marks all rows on disk as read, within a `consistent_read` method.
-
-    Returns:
-        int64 slots of the live rows and of the rows that hold their next observations; empty if the
-        rows are in memory.
-    """
-    if (files := getattr(storage, "files", None)) is None:
-        return torch.zeros(0, dtype=torch.int64)
-    episodes = storage.episodes
-    lenders = files.words.lenders(episodes.host_tails, episodes.host_steps)
-    files.note(slots := torch.cat([episodes.live_slots(), lenders]))
-    return slots
+def note_all(storage: Storage) -> None:
+    """Marks all rows on disk as read, within a `consistent_read` method."""
+    if (files := getattr(storage, "files", None)) is not None:
+        episodes = storage.episodes
+        files.note(files.words.slots_read(episodes.host_tails, episodes.host_steps))
 
 
 def check_rows(storage: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
     if (files := getattr(storage, "files", None)) is None:
         return
-    episodes, words, is_writer = storage.episodes, files.words, files.reader is None
-    slots = note_all(storage)
-    pieces = tracker("checking rows", progress)(torch.split(slots, _PIECE))
-    found = [piece[~words.marked.check(piece)] for piece in pieces]
+    note_all(storage)
+    episodes, track = storage.episodes, tracker("checking rows", progress)
     # For a reader, the next observations of the newest rows may change at any time.
-    bounds = episodes.host_tails, episodes.host_steps
-    bad = torch.cat([slots[:0], *found, words.unlinked(*bounds, tips=is_writer)])
+    options: Any = {"tips": files.reader is None, "track": track}
+    bad = files.words.damaged(episodes.host_tails, episodes.host_steps, **options)
     if len(bad):
         raise RuntimeError(
             f"{len(bad)} rows in {files.path} do not match their checksums, those in the slots "
