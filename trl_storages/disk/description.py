@@ -22,6 +22,7 @@ import torch
 
 from trl_storages.disk.files import damaged, opened, write_text
 from trl_storages.kernels.marks import MOST_HISTORIES
+from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
 from trl_storages.saved import MOST_BYTES, SavedState, parse_json
 
@@ -104,6 +105,10 @@ class Description:
     def history(self) -> int:
         """The number of the newest history, 0 before the first."""
         return self.histories[-1][0] if self.histories else 0
+
+    def new_index(self) -> EpisodeIndex:
+        """Returns an index of no rows."""
+        return EpisodeIndex(self.num_rows, self.num_lanes, spare_steps=self.spare_steps)
 
     def file_of(self, kind: str) -> str:
         """Returns the name of a file of words."""

@@ -88,8 +88,10 @@ class Directory:
         return cls(path, lock, words)
 
     @classmethod
-    def open(cls, path: Path, *, check: bool | None = None, track: Track = iter) -> Self:
-        """Resumes a directory, however its last writer ended.
+    def open(
+        cls, path: Path, *, check: bool | None = None, track: Track = iter
+    ) -> tuple[Self, EpisodeIndex]:
+        """Resumes a directory, however its last writer ended; returns it with an index of its rows.
 
         Args:
             path: the directory.
@@ -120,19 +122,10 @@ class Directory:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return directory
-
-    def episodes(self, track: Track = iter) -> EpisodeIndex:
-        """Returns an index of the committed rows.
-
-        Raises:
-            ValueError: their marks do not match their steps.
-        """
-        own = self.description
-        index = EpisodeIndex(own.num_rows, own.num_lanes, spare_steps=own.spare_steps)
-        if not self.words.feed(index, self.state, track):
-            raise damaged(self.path, "its marks are not those of its steps")
-        return index
+            index = description.new_index()
+            if not words.feed(index, directory.state, track):
+                raise damaged(path, "its marks are not those of its steps")
+        return directory, index
 
     # Writing
 
@@ -371,11 +364,11 @@ class Directory:
         """
         self.check_writable()
         self._check_there()
-        state, words, old = self.state, self.words, self.description
+        state, words = self.state, self.words
         if not np.array_equal(state.open, index.is_open.numpy()):
             self.commit(index, state.write_count, state.trajectories)
-            old = self.description
         words.flush()
+        old = self.description
         if progress is not None:
             progress = {**progress, "number": words.commits.number}
         self._say(
@@ -415,10 +408,8 @@ class Directory:
             RuntimeError: it has a writer.
         """
         if holds_storage(path):
-            lock = WriterLock(path)
-            try:
+            with _locked(path, holds_storage) as (lock, _):
                 remove_files(path, and_directory=False)
-            finally:
                 lock.release()
 
 

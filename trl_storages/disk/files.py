@@ -94,12 +94,9 @@ def create_file(path: Path, num_words: int, *, is_sparse: bool = False) -> None:
         OSError: there is no space, or the file can't be created. It does not exist then.
     """
     nbytes = num_words * _WORD
-    try:
-        with _replaced(path) as file:
-            _reserve(file.fileno(), 0, 0 if is_sparse else nbytes)
-            file.truncate(nbytes)
-    except OSError as error:
-        raise _too_large(path, nbytes, error, "nothing of it was kept") from error
+    with _needing(path, nbytes), _replaced(path) as file:
+        _reserve(file.fileno(), 0, 0 if is_sparse else nbytes)
+        file.truncate(nbytes)
 
 
 def _reserve(descriptor: int, start: int, end: int) -> None:
@@ -115,12 +112,17 @@ def _reserve(descriptor: int, start: int, end: int) -> None:
                 file.write(bytes(min(end - at, _PIECE)))
 
 
-def _too_large(path: Path, nbytes: int, error: OSError, kept: str) -> OSError:
-    return OSError(
-        error.errno,
-        f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
-        f"storage smaller, or choose another directory; {kept}",
-    )
+@contextmanager
+def _needing(path: Path, nbytes: int) -> Iterator[None]:
+    """Says in an OSError of the block that so many bytes can't be had."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
+            "storage smaller, or choose another directory; nothing was changed",
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -173,13 +175,11 @@ class MappedWords:
         Raises:
             OSError: the disk is full.
         """
-        try:
-            with opened(self._path, writable=True) as (descriptor, _):
-                _reserve(descriptor, start * _WORD, end * _WORD)
-        except OSError as error:
-            raise _too_large(
-                self._path, (end - start) * _WORD, error, "nothing was changed"
-            ) from error
+        with (
+            _needing(self._path, (end - start) * _WORD),
+            opened(self._path, writable=True) as (descriptor, _),
+        ):
+            _reserve(descriptor, start * _WORD, end * _WORD)
 
     def flush(self) -> None:
         """Waits until everything written is on disk."""

@@ -175,8 +175,6 @@ class Reader:
             RuntimeError: rows are overwritten faster than a batch is read.
             Exception: whatever `read` raises if no row was overwritten.
         """
-        if self.seen is not None:
-            return read()  # the outer call checks
         until: float | None = None
         while True:
             self.seen = []

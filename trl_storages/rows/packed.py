@@ -234,12 +234,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"the rows in {directory} were made with share_next={not self.share_next}, got "
                 f"{self.share_next}: pass the one that they were made with, or another directory."
             )
-        opened = Directory.open(directory, check=check, track=track)
-        try:
-            self.episodes = opened.episodes(track)
-        except BaseException:
-            opened.abandon()
-            raise
+        opened, self.episodes = Directory.open(directory, check=check, track=track)
         if num_rows := len(self.episodes):
             # Worth a message: TorchRL's own storages in files would start empty.
             torchrl_logger.info(
@@ -255,9 +250,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
         """Reads rows that another process may be writing, from now on."""
-        made = reader.description
-        spare = made.spare_steps
-        self.episodes = EpisodeIndex(made.num_rows, made.num_lanes, spare_steps=spare)
+        self.episodes = reader.description.new_index()
         self._use(reader, fetch_every)
         self.refresh(track)
 
@@ -693,7 +686,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             return
         directory.delete()
         made = Directory.create(directory.path, layout, self.max_size, num_lanes)  # type: ignore[arg-type]
-        self.episodes, heard_by = made.episodes(), self.files.on_new_rows  # type: ignore[union-attr]
+        self.episodes, heard_by = made.description.new_index(), self.files.on_new_rows  # type: ignore[union-attr]
         self._use(made)
         self.files.on_new_rows = heard_by  # type: ignore[union-attr]
 
