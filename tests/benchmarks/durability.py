@@ -277,6 +277,19 @@ def by_turns(
     return [statistics.median(times) for times in taken]
 
 
+def flushes(stores: list[Store], data: TensorDict, rounds: int) -> list[float]:
+    """Returns how many milliseconds a flush takes after a write of `data`, measured by turns."""
+    # What was written before, and how much of it the system has synced, is left out.
+    for store in stores:
+        store.flush()
+    taken: list[list[float]] = [[] for _ in stores]
+    for _ in range(rounds):
+        for times, store in zip(taken, stores, strict=True):
+            store.write(data)
+            times.append(microseconds(store.flush, 0) / 1000)
+    return [statistics.median(times) for times in taken]
+
+
 class Run:
     """What was found, shown as it comes.
 
@@ -355,10 +368,10 @@ def measure(arguments: argparse.Namespace, root: Path) -> Run:
         run.add(f"write {steps}", "us", by_turns(stores, acts, arguments))
     draws = [store.draw for store in stores]
     run.add(f"draw {BATCH}", "us", by_turns(stores, draws, arguments))
-    run.add("flush", "ms", [None, *(microseconds(it.flush, 0) / 1000 for it in stores[1:])])
+    on_disk = stores[1:]
+    run.add(f"flush {BLOCKS[-1]:,} steps", "ms", [None, *flushes(on_disk, data, arguments.rounds)])
     for store in stores:
         store.close()
-    on_disk = stores[1:]
     run.add("a row", "bytes", [None, *(store.num_bytes() / arguments.rows for store in on_disk)])
     times = [microseconds(store.reopen, 0) / 1000 for store in on_disk]
     run.add("reopen and draw", "ms", [None, *times])
