@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages.replay import ReplayStorage
-from trl_storages.rows import PackedStorage
+from trl_storages.rows import PackedStorage, Structure
 from trl_storages.writing import EpisodeWriter
 
 
@@ -93,6 +93,19 @@ def test_steps_of_another_structure(name):
     for first, change in enumerate([steps, FITTING[name], FITTING[name], steps]):
         data = steps(10 * first) if change is steps else change(steps(10 * first))
         check_stored(storage, storage.extend(data.copy()), data)
+
+
+def test_a_tensor_under_two_keys_is_known_again():
+    """So that batches whose `terminated` is their `done` need not be looked at each time."""
+    data, ends = steps(), [("next", "done"), ("next", "terminated"), "action"]
+    twice = FITTING["one tensor twice"](steps())
+    known = Structure.of(twice, [twice[key] for key in ends])
+    again = FITTING["one tensor twice"](steps(10))
+    assert [it is again[key] for it, key in zip(known.tensors(again), ends, strict=True)] == [
+        True
+    ] * 3
+    assert known.tensors(data) is None
+    assert Structure.of(data, [data[key] for key in ends]).tensors(again) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)

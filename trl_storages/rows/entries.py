@@ -104,9 +104,15 @@ class Structure:
     """
 
     def __init__(
-        self, keys: _Keys, places: Sequence[int], guards: TensorGuards, *, is_plain: bool
+        self,
+        keys: _Keys,
+        places: Sequence[int],
+        twins: Sequence[tuple[int, int]],
+        guards: TensorGuards,
+        *,
+        is_plain: bool,
     ) -> None:
-        self._keys, self._guards = keys, guards
+        self._keys, self._twins, self._guards = keys, twins, guards
         self._wanted, self._guarded = itemgetter(*places), itemgetter(*dict.fromkeys(places))
         #: Whether the tensors are `plain`.
         self.is_plain = is_plain
@@ -120,15 +126,18 @@ class Structure:
             tensors: some of its tensors.
 
         Returns:
-            None if `data` is not exactly a `TensorDict`, does not hold these very tensors, or holds a
-            tensor twice, or if fewer than two distinct tensors are given.
+            None if `data` is not exactly a `TensorDict` or does not hold these very tensors, or if fewer
+            than two distinct tensors are given.
         """
         if type(data) is not TensorDict:
             return None
         keys = _Keys(data)
         values = keys.values(data) or []
-        place_of = {id(value): place for place, value in enumerate(values)}
-        if len(place_of) < len(values) or any(id(tensor) not in place_of for tensor in tensors):
+        place_of: dict[int, int] = {}
+        # A tensor under two keys is known by its first place.
+        firsts = [place_of.setdefault(id(value), place) for place, value in enumerate(values)]
+        twins = [(first, place) for place, first in enumerate(firsts) if first != place]
+        if any(id(tensor) not in place_of for tensor in tensors):
             return None
         places = [place_of[id(tensor)] for tensor in tensors]
         guarded = [values[place] for place in dict.fromkeys(places)]
@@ -137,13 +146,16 @@ class Structure:
         sizes: Any = [[*tensor.shape] for tensor in guarded]
         strides: Any = [[*tensor.stride()] for tensor in guarded]
         guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return cls(keys, places, guards, is_plain=plain(guarded) is guarded)
+        return cls(keys, places, twins, guards, is_plain=plain(guarded) is guarded)
 
     def tensors(self, data: TensorDictBase) -> tuple[torch.Tensor, ...] | None:
         """Returns the corresponding tensors of another TensorDict; None if its structure differs."""
         values = self._keys.values(data)
         if values is None or not self._guards.check(*self._guarded(values)):
             return None
+        for first, later in self._twins:
+            if values[first] is not values[later]:
+                return None
         found: tuple[torch.Tensor, ...] = self._wanted(values)
         return found
 
