@@ -31,7 +31,7 @@ from trl_storages.keys import (
 )
 from trl_storages.rows.entries import Nested
 from trl_storages.rows.frames import FrameStack, stacks_of
-from trl_storages.rows.views import Views
+from trl_storages.rows.views import Views, nest
 from trl_storages.saved import DTYPES, dtype_name
 
 __all__ = ["Field", "Layout"]
@@ -172,11 +172,11 @@ class Layout:
                 for it in self.fields
             }
             self.framed = Layout(frames, nested, header=header)
-        self._seen = self._stored = Views(self.fields, self.row_nbytes, nested)
+        self._seen = self._stored = Views(self.fields, self.row_nbytes)
         if self.sharing is not None:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
-            self._stored = Views(stored, self.stored_nbytes, nested)
+            self._stored = Views(stored, self.stored_nbytes)
         self._places_of: dict[Any, tuple[dict[NestedKey, Place], list[NestedKey]]] = {}
 
     @cached_property
@@ -354,15 +354,15 @@ class Layout:
 
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Returns each field of `[*B, W]` int64 rows as a view `[*B, *shape]`."""
-        return dict(zip(self.keys, self._seen.of(rows), strict=True))
+        return self._seen.of(rows)
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns a TensorDict of batch size B that shares the memory of `[*B, W]` int64 rows."""
-        return self._seen.tensordict(rows)
+        return nest(self._seen.of(rows), rows.shape[:-1], rows.device, self.nested)
 
     def stored_tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns the same for stored rows, with the fields that are stored in them."""
-        return self._stored.tensordict(rows)
+        return nest(self._stored.of(rows), rows.shape[:-1], rows.device, self.nested)
 
     def fit(
         self,

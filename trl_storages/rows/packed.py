@@ -438,12 +438,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         rows = self.new_rows(layout, fields, batch_size)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
-    def looks(self, num_steps: int) -> bool:
+    def finds_gaps(self, num_steps: int) -> bool:
         """Whether rows can be compared with the rows before them while `num_steps` a lane are written.
 
         A write that is repeated must still find the rows that it compares with.
         """
-        if not self.initialized or self.stacks is not None or not self.table.looks:  # type: ignore[union-attr]
+        if not self.initialized or self.stacks is not None or not self.table.finds_gaps:  # type: ignore[union-attr]
             return False
         if self.files is not None:
             return num_steps <= self.files.directory.description.most_steps  # type: ignore[union-attr]

@@ -26,12 +26,12 @@ __all__ = ["RowView", "Rule", "joined"]
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-#: How an entry is computed: its rule, how all entries were computed before it, and the keys it reads.
+#: How an entry is computed: its rule, how all entries were defined before it, and the keys it reads.
 #: Without a rule, the entry was set for one batch.
-_Light: TypeAlias = "tuple[Rule | None, _Lights, Collection[NestedKey]]"
-_Lights: TypeAlias = Mapping[NestedKey, _Light]
+_Definition: TypeAlias = "tuple[Rule | None, _Definitions, Collection[NestedKey]]"
+_Definitions: TypeAlias = Mapping[NestedKey, _Definition]
 
-_AS_STORED: _Lights = {}
+_AS_STORED: _Definitions = {}
 
 
 class RowView:
@@ -44,7 +44,7 @@ class RowView:
     Args:
         stored: the rows.
         drawn: key -> `[*B, ...]` what the sampler drew, on `stored.device`.
-        lights: the rules for entries, for further rows of another view.
+        defined: how entries are computed, for further rows of another view.
 
     Attributes:
         slots: `[*B]` int64 slots of the rows, on the device of the storage.
@@ -55,14 +55,14 @@ class RowView:
         self,
         stored: StoredFields,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
-        lights: _Lights = _AS_STORED,
+        defined: _Definitions = _AS_STORED,
     ) -> None:
         self.slots, self.device = stored.slots, stored.device
         self._stored = stored
         # Entries that were set or computed.
         self._entries: dict[NestedKey, torch.Tensor] = {} if drawn is None else dict(drawn)
-        # The rules for entries that are not read as stored.
-        self._lights = lights
+        # How entries are computed that are not read as stored.
+        self._defined = defined
         # The rows that supply the entries under `next`, if they are others.
         self._following: RowView | None = None
         # Why further rows can't be read; None if they can.
@@ -90,10 +90,10 @@ class RowView:
         entry = self._entries.get(key)
         if entry is not None:
             return entry
-        light = self._lights.get(key)
-        if light is None:
+        definition = self._defined.get(key)
+        if definition is None:
             return self._stored[key]
-        rule, before, _ = light
+        rule, before, _ = definition
         if rule is None:
             raise RuntimeError(
                 f"{key!r} was set for the sampled rows, but is wanted of further rows too: the transform "
@@ -105,21 +105,21 @@ class RowView:
         seen = RowView(self._stored, None, before)
         for found, value in rule(seen, key).items():
             # Keep what was set or defined since.
-            if self._lights.get(found) is light:
+            if self._defined.get(found) is definition:
                 self._entries[found] = value
         return self._entries[key]
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
         """Sets an entry of the rows, `[*B, ...]` on `device`."""
         self._entries[key] = value
-        self._lights = {**self._lights, key: (None, self._lights, ())}
+        self._defined = {**self._defined, key: (None, self._defined, ())}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries or key in self._lights or key in self._stored.names()
+        return key in self._entries or key in self._defined or key in self._stored.names()
 
     def keys(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all entries, stored or not."""
-        return tuple(dict.fromkeys((*self._stored.names(), *self._lights, *self._entries)))
+        return tuple(dict.fromkeys((*self._stored.names(), *self._defined, *self._entries)))
 
     def define(
         self, keys: Collection[NestedKey], rule: Rule, *, reads: Collection[NestedKey] = ()
@@ -133,16 +133,16 @@ class RowView:
                 to which values `[B]` of the samples broadcast.
             reads: entries that the rule reads, so that those of further rows are gathered in one call.
         """
-        light = rule, self._lights, reads
-        self._lights = lights = {**self._lights}
+        definition = rule, self._defined, reads
+        self._defined = defined = {**self._defined}
         for key in keys:
-            lights[key] = light
+            defined[key] = definition
             if key in self._entries:
                 del self._entries[key]
 
     def is_defined(self, key: NestedKey) -> bool:
         """Returns whether an entry was set or defined, rather than read as stored."""
-        return key in self._lights
+        return key in self._defined
 
     # Further rows
 
@@ -160,9 +160,9 @@ class RowView:
             raise RuntimeError(self._obstacle)
         stored = SingleFields(self._stored.storage, slots.to(self.slots.device), self.device)
         if keys:
-            wanted = _stored_for(keys, self._lights)
+            wanted = _stored_for(keys, self._defined)
             stored.update(read_fields(stored.storage, stored.slots, wanted, self.device))
-        return RowView(stored, None, self._lights)
+        return RowView(stored, None, self._defined)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
         """Takes the entries under `next` from other rows.
@@ -178,7 +178,7 @@ class RowView:
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
         stored = self._stored.followed_by(slots)
-        for key, (rule, *_) in self._lights.items():
+        for key, (rule, *_) in self._defined.items():
             if key[0] == "next" and rule is None:
                 raise KeyError(
                     f"{key!r} was set for the sampled rows and can't be read from later ones: put the "
@@ -188,7 +188,7 @@ class RowView:
             if key[0] == "next":
                 del self._entries[key]
         self._stored, self._obstacle = stored, reason
-        self._following = RowView(FollowingFields(stored), None, self._lights)
+        self._following = RowView(FollowingFields(stored), None, self._defined)
 
     # The batch
 
@@ -204,11 +204,11 @@ class RowView:
             self._become(self.tensordict())
 
     def _work_out(self) -> None:
-        for key in self._lights:
+        for key in self._defined:
             if key not in self._entries:
                 self._entries[key] = self[key]
         # Rules may refer to this view: break the cycle, or its memory waits for the garbage collector.
-        self._lights, self._following = _AS_STORED, None
+        self._defined, self._following = _AS_STORED, None
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Applies a function of batches to all entries; further rows can't be read after that.
@@ -229,14 +229,14 @@ class RowView:
         self._stored.batch, self._entries = batch, {}
 
 
-def _stored_for(keys: Collection[NestedKey], lights: _Lights) -> set[NestedKey]:
+def _stored_for(keys: Collection[NestedKey], defined: _Definitions) -> set[NestedKey]:
     """Returns the stored fields that are read for entries under such rules."""
     found: set[NestedKey] = set()
     for key in keys:
-        if (light := lights.get(key)) is None:
+        if (definition := defined.get(key)) is None:
             found.add(key)
         else:
-            found |= _stored_for(light[2], light[1])
+            found |= _stored_for(definition[2], definition[1])
     return found
 
 

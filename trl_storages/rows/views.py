@@ -31,12 +31,11 @@ class Views:
     Args:
         fields: in the order of a row.
         row_nbytes: bytes a row.
-        nested: as in `Layout`.
     """
 
-    def __init__(self, fields: Sequence[Field], row_nbytes: int, nested: Nested) -> None:
+    def __init__(self, fields: Sequence[Field], row_nbytes: int) -> None:
         self._row_nbytes = row_nbytes
-        self._tree = _tree_of(tuple(field.key for field in fields), nested)
+        self._keys = [field.key for field in fields]
         self._splits = [self._split_of(list(run)) for _, run in groupby(fields, _dtype_of)]
         # The fields that are not vectors, by their position.
         self._shapes = [
@@ -67,8 +66,8 @@ class Views:
             return dtype, sizes, slice(places[0], places[-1] + 1)
         return dtype, sizes, places
 
-    def of(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the fields `[*B, *shape]` of `[*B, *]` int64 rows."""
+    def of(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Returns each field of `[*B, *]` int64 rows as a view `[*B, *shape]`."""
         views: list[torch.Tensor] = []
         for dtype, sizes, fields in self._splits:
             # One split makes nine views in the time of four.
@@ -78,11 +77,7 @@ class Views:
             views[place] = views[place].view(rows.shape[:-1] + shape)
         for place, field in self._stacked:
             views[place] = field.as_stacks(views[place], rows.shape[:-1])
-        return views
-
-    def tensordict(self, rows: torch.Tensor) -> TensorDict:
-        """Returns the fields as a TensorDict of batch size B."""
-        return _fill(self._tree, self.of(rows), rows.shape[:-1], rows.device)
+        return dict(zip(self._keys, views, strict=True))
 
 
 def nest(

@@ -163,10 +163,11 @@ class GoalRelabel(ReplayTransform):
         # A goal under its own key falls back to the desired goal if it was neither stored nor drawn.
         stored = self._written if written in rows else self._desired
         before = dict(zip(self._written, stored, strict=True))
-        shown = self._written if stored[1] in rows else (written,)
-        is_lent = mask.view(-1, *(1,) * (goals.ndim - 1))
-        rows.define(shown, partial(_lent, goals, is_lent, before))
-        if len(shown) == 1:
+        has_next = stored[1] in rows
+        is_drawn = mask.view(-1, *(1,) * (goals.ndim - 1))
+        relabelled = partial(_relabelled, goals, is_drawn, before)
+        rows.define(self._written if has_next else (written,), relabelled)
+        if not has_next:
             # Without a stored next goal, the goal is constant.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
@@ -349,18 +350,18 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     return relabel._ask("reward_fn", rows, goals, goals.shape[:1])
 
 
-def _lent(
+def _relabelled(
     goals: torch.Tensor,
-    is_lent: torch.Tensor,
+    is_drawn: torch.Tensor,
     before: Mapping[NestedKey, NestedKey],
     seen: RowView,
     key: NestedKey,
 ) -> dict[NestedKey, torch.Tensor]:
-    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_lent`.
+    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_drawn`.
 
     Args:
         goals: as drawn.
-        is_lent: `[B, *]`, for each sample.
+        is_drawn: `[B, *]` bool.
         before: key -> the entry that holds the goals that are not replaced.
         seen: the rows.
         key: of the goals.
@@ -379,7 +380,7 @@ def _lent(
             f"the achieved goal must have the desired goal's shape {list(shape)}, got "
             f"{list(goals.shape[1:])}."
         )
-    return {key: torch.where(is_lent, goals, stored)}
+    return {key: torch.where(is_drawn, goals, stored)}
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:

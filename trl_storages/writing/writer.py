@@ -344,7 +344,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
-        if is_one and storage.looks(blocks[0].num_steps):
+        if is_one and storage.finds_gaps(blocks[0].num_steps):
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ class RowTable:
     #: The class of the rows that it takes.
     new_rows = NewRows
     #: Looking for gaps while appending would wait for the device.
-    looks = False
+    finds_gaps = False
 
     def __init__(self, rows: torch.Tensor) -> None:
         #: `[N, W]` int64.

@@ -39,7 +39,7 @@ class RowTable:
     #: The class of the rows that it takes.
     new_rows = NewRows
     #: Whether appending can look for gaps to the rows before in the same call.
-    looks = True
+    finds_gaps = True
     #: Whether rows are stored as they are read.
     is_plain = True
 
@@ -47,7 +47,9 @@ class RowTable:
         #: `[N, W]` int64.
         self.array = rows.numpy()
         self._num_words = rows.shape[1]
-        self._whole = _whole_rows(self._num_words)
+        size = self._num_words * _WORD
+        # The span that copies whole rows one after another.
+        self._whole = np.array([[0, 0, size, size]])
         #: The rows as `find_gaps` takes them.
         self.before: Before = (self.array, _NO_HEADERS, _NO_VALUES, 0)
 
@@ -173,12 +175,6 @@ def fold(
 def not_found(slot: int, num_rows: int) -> IndexError:
     """Returns the error for a slot without a row."""
     return IndexError(f"slots must be below {num_rows}, the size of the storage, got {slot}.")
-
-
-def _whole_rows(num_words: int) -> np.ndarray:
-    """Returns the span that copies whole rows one after another."""
-    size = num_words * _WORD
-    return np.array([[0, 0, size, size]])
 
 
 @compiled
