@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scipy.stats import chisquare
@@ -23,6 +24,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler, StepScheduler
 
 from trl_storages.priorities import ABSENT
+from trl_storages.recipes import PrioritizedReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
@@ -914,3 +916,45 @@ class SamplerMachine(RuleBasedStateMachine):
 @pytest.mark.requirement("per-update")
 class TestSamplerMachine(SamplerMachine.TestCase):
     pass
+
+
+class TestForgottenPriorities:
+    """Priorities that are never reported are missed once, and only there."""
+
+    def draw(self, buffer, count=1_000):
+        for _ in range(count):
+            buffer.sample(2)
+
+    @pytest.mark.parametrize("is_windowed", [False, True])
+    def test_are_missed_once(self, is_windowed):
+        sampler = PERSampler(10)
+        sampler = ERESampler(base=sampler) if is_windowed else sampler
+        buffer = ReplayStorage(storage=PackedStorage(10), sampler=sampler, batch_size=2)
+        buffer.extend(rows(10))
+        self.draw(buffer, 999)
+        with pytest.warns(UserWarning, match="no priority was ever reported") as caught:
+            buffer.sample()
+        assert [caught[0].filename, len(caught)] == [__file__, 1]
+        self.draw(buffer)
+
+    def test_once_reported_or_loaded_are_not_missed(self, tmp_path):
+        told = ReplayStorage(storage=PackedStorage(10), sampler=PERSampler(10), batch_size=2)
+        told.extend(rows(10))
+        told.update_tensordict_priority(told.sample(), torch.ones(2))
+        self.draw(told)
+        told.dumps(tmp_path)
+        loaded = ReplayStorage(storage=PackedStorage(10), sampler=PERSampler(10), batch_size=2)
+        loaded.loads(tmp_path)
+        self.draw(loaded)
+
+    def test_of_a_directory_are_not_missed(self, tmp_path):
+        spaces = Box(-1, 1, (1,)), Box(-1, 1, (1,))
+        options = {"storage_size": 10, "batch_size": 2, "path": tmp_path / "rows"}
+        made = PrioritizedReplayStorage(*spaces, **options)
+        made.record([0.0], [0.0], 0.0, False, True, {}, [0.0])
+        reader = ReplayStorage.open(options["path"], mode="r", sampler=PERSampler(10))
+        self.draw(reader)
+        made.close()
+        resumed = PrioritizedReplayStorage(*spaces, **options)
+        self.draw(resumed)
+        resumed.close()

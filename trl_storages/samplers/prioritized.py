@@ -5,6 +5,7 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,10 +13,12 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, get_args
 
 import torch
+from tensordict import TensorDictBase
 from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from trl_storages import arguments
+from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import random_noise
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
@@ -31,6 +34,8 @@ __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
 # Up to this exponent, powers of float32 priorities and their sum fit into float64.
 _HIGHEST_ALPHA = 4.0
 _LEAST_EPS = 1e-30
+# After so many draws without a reported priority, the user is warned.
+_FORGOTTEN = 1_000
 #: TorchRL's names for how to reduce several priorities of one row.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
@@ -63,6 +68,9 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     **New rows.** A row that is written, or overwritten, gets the largest priority reported so far, or 1
     before any above 0 was reported.
+
+    **Forgotten priorities.** A warning says once that the first 1,000 batches were drawn without any
+    priority being reported, unless the priorities were loaded or come from a directory.
 
     **Late priorities.** Slots without a row and index -1 are skipped. Pass a batch's `priority_stamp`
     back as `stamp` to also skip rows overwritten since the draw; without it, a late priority goes to
@@ -144,6 +152,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         self._is_loaded = False
+        #: Draws so far; -inf once priorities have been reported, or were there from the beginning.
+        self._unanswered = 0.0
 
     def _make_table(self, device: torch.device) -> PriorityTable:
         return PriorityTable(self._max_capacity, **self._exponents(), device=device)
@@ -203,6 +213,9 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     ) -> Drawn:
         batch_size = size_of_draw(storage, batch_size)
         self._settle(storage)
+        self._unanswered += 1
+        if self._unanswered == _FORGOTTEN:
+            _warn_of_forgotten(storage)
         table = self._table
         noise = random_noise(batch_size, generator=self._rng, device=table.device)
         if window is None:
@@ -281,11 +294,16 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
             stamp = stamp.to(self.device).reshape(-1)
-        self._marked = None
+        self._marked, self._unanswered = None, -math.inf
         self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
+        if isinstance(index, TensorDictBase):
+            raise TypeError(
+                'index must be slots, batch["index"], got a TensorDict: hand a batch itself to '
+                "update_tensordict_priority(batch, priority)."
+            )
         slots = arguments.values("index", index)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
@@ -324,6 +342,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             if state is not None and table.takes(state):
                 # Loaded with the rows, before the files were attached.
                 table.load_state_dict(state)
+            if table.has_rows:
+                self._unanswered = -math.inf
             return table.has_rows
         if self._table.has_rows or not len(storage):
             return False
@@ -424,7 +444,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             )
         for name in self.saved_parameters:
             setattr(self, name, state[name])
-        self._marked = None
+        self._marked, self._unanswered = None, -math.inf
         self._table.load_state_dict(state)
         self._is_loaded = not self._table.refreshes
 
@@ -462,6 +482,16 @@ def prioritized_of(sampler: Sampler) -> PERSampler | None:
     """Returns the innermost sampler if it is a `PERSampler`, else None."""
     innermost = layers_of(sampler)[-1]
     return innermost if isinstance(innermost, PERSampler) else None
+
+
+def _warn_of_forgotten(storage: Storage) -> None:
+    """Warns that no priority was reported, except in a process that only reads the rows of another."""
+    if (files := files_of(storage)) is None or files.reader is None:
+        warn_caller(
+            f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported, so all "
+            "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, which "
+            "needs its td_error; or draw uniformly, with alpha=0."
+        )
 
 
 def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
