@@ -3,7 +3,9 @@
 import copy
 import inspect
 import pickle
+import re
 
+import gymnasium
 import pytest
 from gymnasium.spaces import Box, Discrete
 
@@ -74,5 +76,26 @@ def test_options_of_others_and_parts(name, ours):
 
 
 def test_an_ensemble_says_how_it_is_called(storage):
-    with pytest.raises(TypeError, match=r"'p'. It is made of storages, .*shares="):
+    with pytest.raises(
+        TypeError, match=r"'p': it is called shares here. It is made of storages, .*shares="
+    ):
         trl_storages.ReplayStorageEnsemble(storage, p=[1])
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "ours"),
+    [
+        (trl_storages.HERSampler, "her_ratio", "num_goals (4 for a ratio of 0.8)"),
+        (trl_storages.EpisodeWriter, "n_envs", "num_envs"),
+        (trl_storages.UniformReplayStorage.from_env, "priority_key", "update_tensordict_priority"),
+    ],
+)
+def test_options_of_parts_are_answered_too(part, option, ours):
+    given = () if isinstance(part, type) else (gymnasium.make("CartPole-v1"),)
+    with pytest.raises(TypeError, match=f"{option}'.*it is called {re.escape(ours)}"):
+        part(*given, **{option: 1})
+
+
+def test_the_class_that_was_called_is_named():
+    with pytest.raises(TypeError, match=r"^PrioritizedReplayStorage\(\) missing 2 .*from_env"):
+        trl_storages.PrioritizedReplayStorage()

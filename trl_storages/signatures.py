@@ -127,10 +127,16 @@ def _sealing(make: Callable[..., None]) -> Callable[..., None]:
             make(part, *args, **options)
         except TypeError as error:
             # Python's message starts with the name of the function that was called wrongly.
-            ours = {f"{base.__qualname__}.__init__()" for base in kind.__mro__}
-            if not kind._made_by or str(error).split(" ")[0] not in ours:
+            called, _, wrong = str(error).partition(" ")
+            if called not in {f"{base.__qualname__}.__init__()" for base in kind.__mro__}:
                 raise
-            raise TypeError(f"{error}. {kind._made_by}") from None
+            _, _, unknown = wrong.partition("unexpected keyword argument ")
+            known = inspect.signature(kind).parameters
+            if unknown:
+                wrong += f": {meant(unknown[1:-1], [*known])}"
+            if kind._made_by:
+                wrong = f"{wrong.rstrip('.')}. {kind._made_by}"
+            raise TypeError(f"{kind.__name__}() {wrong}") from None
         part._is_sealed = True
 
     return made
