@@ -52,7 +52,7 @@ def recipe(kind, **defaults):
 
     def make(**options):
         options = {"storage_size": SIZE, "num_envs": LANES, "batch_size": 4, "seed": 1} | options
-        return kind(GOALS, spaces.Discrete(9), **defaults, **options)
+        return kind(GOALS, spaces.Discrete(999), **defaults, **options)
 
     return make
 
@@ -264,7 +264,7 @@ OTHERS = {
     "other lanes": lambda: MAKERS["all of them"](num_envs=3),
     "other size": lambda: MAKERS["all of them"](storage_size=SIZE + 4),
     "no goals": lambda: UniformReplayStorage(
-        GOALS["observation"], spaces.Discrete(9), storage_size=SIZE, num_envs=LANES, batch_size=4
+        GOALS["observation"], spaces.Discrete(999), storage_size=SIZE, num_envs=LANES, batch_size=4
     ),
 }
 

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl import torchrl_logger
@@ -31,6 +31,7 @@ from trl_storages import (
     UniformReplayStorage,
     gym_reward,
 )
+from trl_storages.datasets import from_arrays
 
 BITS = 4
 ENV = gymnasium.make("BitFlipping-v0", n_bits=BITS)
@@ -458,6 +459,81 @@ class TestFirstTries:
         assert len(UniformReplayStorage(*CART, storage_size=8, path=tmp_path)) == 3
         (told,) = said
         assert f"goes on with 3 rows that {tmp_path} holds; to begin with none call empty()" in told
+
+    @pytest.mark.parametrize("before", [Discrete(4), MultiDiscrete([2, 4])], ids=str)
+    @pytest.mark.parametrize("saved", ["directory", "dump", "state"])
+    def test_rows_of_other_actions(self, tmp_path, before, saved):
+        after = Discrete(3) if isinstance(before, Discrete) else MultiDiscrete([4, 2])
+        options = {"storage_size": 9, "path": tmp_path / "rows" if saved == "directory" else None}
+        storage = UniformReplayStorage(CART[0], before, **options)
+        last, seen = np.array(3 if before.shape == () else [1, 3]), np.zeros(4, "f")
+        storage.record(seen, last, 0.0, False, True, {}, seen)
+        storage.dumps(tmp_path / "dump")
+        storage.close()
+
+        def go_on(space):
+            made = UniformReplayStorage(CART[0], space, **options)
+            if saved == "dump":
+                made.loads(tmp_path / "dump")
+            elif saved == "state":
+                made.load_state_dict(storage.state_dict())
+            made.close()
+            return len(made)
+
+        with pytest.warns(UserWarning, match="actions must be from .*, got 3 in a row .* another"):
+            go_on(after)
+        assert go_on(before) == 1
+
+    def test_a_seed_that_comes_too_late(self, tmp_path):
+        options = {"storage_size": 8, "path": tmp_path}
+        for seed in (0, 0, None, 5):
+            storage = UniformReplayStorage(*CART, **options, seed=seed)
+            loop(storage, gymnasium.make("CartPole-v1"), 1)
+            storage.end_episodes()
+            storage.close()
+        with pytest.warns(UserWarning, match="seed 0 is not used: .* of seed 5"):
+            UniformReplayStorage(*CART, **options, seed=0).close()
+
+    def test_a_loader_of_torch(self):
+        storage = storage_for()
+        loop(storage, ENV, 3)
+        for source in (storage, ReplayStorageEnsemble(storage)):
+            with refused(TypeError, r"storage.loader\(num_workers=.*storage.batches\("):
+                next(iter(torch.utils.data.DataLoader(source, batch_size=2)))
+
+    def test_lanes_that_come_last(self):
+        storage = ReplayStorage(storage=PackedStorage(60), writer=EpisodeWriter(2))
+        with refused(ValueError, r"data.transpose\(0, 1\) if .*; or pass num_envs=5"):
+            storage.extend(TensorDict({"observation": torch.zeros(5, 2)}, [5, 2]))
+
+    def test_a_batch_in_the_place_of_its_slots(self):
+        storage = storage_for(alpha=0.6)
+        loop(storage, ENV, 3)
+        batch = storage.sample()
+        with refused(TypeError, r'batch\["index"\].*update_tensordict_priority\(batch, priority'):
+            storage.update_priority(batch, torch.ones(16))
+
+    def test_the_size_of_a_smaller_storage(self):
+        saved = storage_for()
+        loop(saved, ENV, 3)
+        with refused(ValueError, "the storage_size and num_envs of the one that was saved"):
+            UniformReplayStorage(
+                ENV.observation_space, ENV.action_space, storage_size=30
+            ).load_state_dict(saved.state_dict())
+
+    def test_a_dump_is_not_opened(self, tmp_path):
+        storage_for().dumps(tmp_path / "dump")
+        with refused(FileNotFoundError, r"What dumps\(\) saved .* loads\(\)"):
+            ReplayStorage.open(tmp_path / "dump")
+
+    def test_episodes_that_are_stacked(self):
+        flags = {"observations": np.zeros((3, 5, 2)), "actions": np.zeros((3, 5, 2))}
+        with refused(ValueError, r"one flag for each of 3 .*reshape\(-1, \*entry.shape\[2:\]\)"):
+            from_arrays(flags | {"rewards": np.zeros((3, 5)), "timeouts": np.zeros((3, 5))})
+
+    def test_no_reward_function(self):
+        with refused(TypeError, "reward_fn must be .* None only with a goal_key, got None"):
+            GoalRelabel(None)
 
     def test_spaces_of_all_environments(self):
         envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")

@@ -263,7 +263,7 @@ class UniformReplayStorage(ReplayStorage):
                 spaces = env.observation_spec_unbatched, env.action_spec_unbatched
                 known = {"num_envs": env.batch_size.numel()}
             case _:
-                what = "an environment of gymnasium or TorchRL"
+                what = "an environment of gymnasium or TorchRL, such as gymnasium.make(name)"
                 arguments.instance("env", env, gymnasium.Env, what=what)
                 spaces = env.observation_space, env.action_space
         return cls(*spaces, **{**known, **options})

@@ -325,8 +325,12 @@ def as_flags(name: str, value: Any, num_rows: int) -> np.ndarray:
     """
     array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.size != num_rows:
+        joined = ""
+        if array.ndim > 1:
+            joined = " Join the episodes of every entry: entry.reshape(-1, *entry.shape[2:])."
         raise ValueError(
             f"{name} must be one flag for each of {num_rows} steps, got the shape {list(array.shape)}."
+            f"{joined}"
         )
     if array.dtype != bool and (strange := array[(array != 0) & (array != 1)]).size:
         raise ValueError(f"{name} must be flags, 0 or 1, got {strange.flat[0]}.")

@@ -168,7 +168,7 @@ class Description:
             found = f"got one with {_names(directory)[:5]}" if directory.is_dir() else "got none"
             raise FileNotFoundError(
                 f"{directory} must be a directory that holds a storage (with {_NAME}), {found}; make "
-                "one with path= or scratch_dir=."
+                "one with path= or scratch_dir=. What dumps() saved is restored by a storage's loads()."
             )
         with opened(path) as (descriptor, size):
             if size > MOST_BYTES:

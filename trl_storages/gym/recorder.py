@@ -17,6 +17,7 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from trl_storages import arguments
+from trl_storages.callers import warn_caller
 from trl_storages.gym.columns import Column, environments
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys
 from trl_storages.gym.infos import info_values
@@ -27,7 +28,7 @@ from trl_storages.gym.resets import (
     ends_to_watch,
     last_observations,
 )
-from trl_storages.gym.values import Choices, ValueCheck
+from trl_storages.gym.values import Choices, ValueCheck, strange_action
 from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
@@ -97,7 +98,7 @@ class GymRecorder(SavedPart):
         self.num_envs = num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = arguments.keys("info_keys", info_keys)
-        self._given, self._choices = fields, choices or {}
+        self._given, self.choices = fields, choices or {}
         #: How the arguments map to fields; None until the first step.
         self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
@@ -244,7 +245,7 @@ class GymRecorder(SavedPart):
             if rows is not None and rows.described == known.described:
                 known = rows
             block = StepBlock(known, self.num_envs, device)
-            desk = self._desk = _Desk(layout, rows, block, is_vector, self._choices)
+            desk = self._desk = _Desk(layout, rows, block, is_vector, self.choices)
         return desk
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,6 +278,19 @@ class GymRecorder(SavedPart):
         # None stays: the loop has shown that it resets by itself.
         self._last = self._last and {}
         self._ended = ended
+
+    def look_at_actions(self, rows: Mapping[NestedKey, Tensor]) -> None:
+        """Warns if rows that were stored before have discrete actions of another space.
+
+        Args:
+            rows: key -> `[n, *shape]`, of all `choices`.
+        """
+        for key, choices in self.choices.items():
+            if strange := strange_action(key, choices, as_array(rows[key])):
+                warn_caller(
+                    f"{strange[1]} in a row that was stored before: these rows are of another action "
+                    "space. Make the storage for theirs, or without these rows."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""

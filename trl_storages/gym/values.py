@@ -17,7 +17,7 @@ from torchrl.data import Categorical, Composite, MultiCategorical, TensorSpec
 from trl_storages.callers import warn_caller
 from trl_storages.keys import ACTION, REWARD, key_path, leaves
 
-__all__ = ["Choices", "ValueCheck", "choices_of"]
+__all__ = ["Choices", "ValueCheck", "choices_of", "strange_action"]
 
 
 class Choices(NamedTuple):
@@ -53,6 +53,22 @@ def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, 
             case Categorical():
                 choices[unravel_key(key)] = Choices(0, space.n)
     return choices
+
+
+def strange_action(key: NestedKey, choices: Choices, taken: NDArray[Any]) -> tuple[int, str] | None:
+    """Returns the first of the actions `[n, *shape]` that is outside its space, and what is wrong.
+
+    >>> strange_action("action", Choices(0, 2), np.array([0, 1, 5]))
+    (2, 'actions must be from 0 to 1, got 5')
+    """
+    first, number = choices
+    strange = np.argwhere((taken < first) | (taken >= first + number))
+    if not len(strange):
+        return None
+    row, place = int(strange[0, 0]), tuple(map(int, strange[0, 1:]))
+    low, high = _limits(choices)[np.ravel_multi_index(place, taken.shape[1:])]
+    label = "".join(f"[{name!r}]" for name in key_path(key)[1:])
+    return row, f"actions{label} must be from {low} to {high}, got {taken[row][place]}"
 
 
 class ValueCheck:
@@ -100,16 +116,11 @@ class ValueCheck:
     def _refuse(self, lanes: Sequence[int]) -> None:
         """Raises if an environment that made a transition took an action outside its space."""
         for key, choices in self._choices.items():
-            (first, number), taken = choices, self._columns[key][lanes]
-            strange = np.argwhere((taken < first) | (taken >= first + number))
-            if len(strange):
-                lane, place = int(strange[0, 0]), tuple(map(int, strange[0, 1:]))
-                low, high = _limits(choices)[np.ravel_multi_index(place, taken.shape[1:])]
-                label = "".join(f"[{name!r}]" for name in key_path(key)[1:])
+            if strange := strange_action(key, choices, self._columns[key][lanes]):
+                lane, wrong = strange
                 raise ValueError(
-                    f"actions{label} must be from {low} to {high}, got {taken[lane][place]} in "
-                    f"environment {lanes[lane]}; pass the action that `step` was given, or make the "
-                    "storage for a space that has it"
+                    f"{wrong} in environment {lanes[lane]}; pass the action that `step` was given, or "
+                    "make the storage for a space that has it"
                 )
 
     def _warn(self, lanes: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from tensordict import TensorDictBase
 
@@ -82,3 +82,11 @@ class BatchSource:
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
 
     batches.__qualname__ = "batches"
+
+    def __getitems__(self, rows: list[int]) -> NoReturn:
+        """Raises a TypeError: `DataLoader(storage)` would read single rows, unsampled."""
+        raise TypeError(
+            f"a DataLoader would read the rows {rows[:3]}... one by one as they are stored, past sampler "
+            "and transforms: use storage.loader(num_workers=...), which draws from a directory (path=), "
+            "or, in this process, storage.batches(num_batches)."
+        )

@@ -13,7 +13,15 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages.interrupts import finish
 from trl_storages.ring import episodes_of
-from trl_storages.rows import Moved, PackedStorage, StockRows, check_writable, rows_part
+from trl_storages.ring.naming import slots_of
+from trl_storages.rows import (
+    Moved,
+    PackedStorage,
+    StockRows,
+    check_writable,
+    read_fields,
+    rows_part,
+)
 from trl_storages.samplers import prioritized_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.transforms import parts_of
@@ -23,12 +31,14 @@ __all__ = [
     "check_state",
     "fit_drawn_ahead",
     "load_state",
+    "look_at_actions",
     "read_generator",
     "saved_generator",
     "state_of",
 ]
 
 _WHAT = "the saved storage"
+_LOOKED_AT = 1_000  # newest rows whose actions are compared with the space
 #: The entries of a saved storage that are not parts.
 _VALUES = ("_batch_size", "_consume_after_n_samples", "_rng", "_prefetch_state")
 
@@ -100,6 +110,16 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
         with storage._replay_lock:
             fitted = check_state(storage, state)
         finish(partial(_take, storage, fitted, progress))
+        with storage._replay_lock:
+            look_at_actions(storage)
+
+
+def look_at_actions(storage: Any) -> None:
+    """Warns if the newest rows, stored before, have discrete actions of another space."""
+    episodes, choices = getattr(storage._storage, "episodes", None), storage._recorder.choices
+    if choices and episodes is not None and len(episodes):
+        newest = slots_of(episodes, slice(-_LOOKED_AT, None))
+        storage._recorder.look_at_actions(read_fields(storage._storage, newest, choices))
 
 
 def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:

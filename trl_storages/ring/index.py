@@ -394,7 +394,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             hint = "make the storage with the storage_size and num_envs of the one that was saved"
             tensor = saved.tensor(name, table.dtype, table.shape, hint)
             least, most = -1, self.capacity - 1 if name == "episode" else _MOST_STEPS
-            saved.within(name, -_MOST_STEPS if name == "spans" else least, most)
+            saved.within(name, -_MOST_STEPS if name == "spans" else least, most, hint)
             table.copy_(tensor)
         try:
             read.validate()

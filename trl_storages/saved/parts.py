@@ -130,12 +130,13 @@ class SavedState:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self._what} is damaged: {error} {_MENDED}") from error
 
-    def within(self, key: str, low: float, high: float) -> None:
-        """Checks that all elements of a tensor lie within `[low, high]`."""
+    def within(self, key: str, low: float, high: float, hint: str = "") -> None:
+        """Checks that all elements of a tensor lie within `[low, high]`; `hint` as in `tensor`."""
         value = self._state[key]
         if value.numel() and not bool(((value >= low) & (value <= high)).all()):
             found = f"{value.min().item()} to {value.max().item()}"
-            raise self.error(key, f"from {low} to {high} everywhere", found)
+            must = f"from {low} to {high} everywhere" + (f" ({hint})" if hint else "")
+            raise self.error(key, must, found)
 
 
 class SavedPart:

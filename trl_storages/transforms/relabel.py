@@ -93,7 +93,8 @@ class GoalRelabel(ReplayTransform):
         what = "(achieved_goal, desired_goal, transition)"
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         if reward_fn is not None or goal_key is None:
-            arguments.function("reward_fn", reward_fn, what, takes=3)
+            needed = what if reward_fn is not None else f"{what}, None only with a goal_key"
+            arguments.function("reward_fn", reward_fn, needed, takes=3)
         if terminated_fn is not None:
             arguments.function("terminated_fn", terminated_fn, f"{what}, or None", takes=3)
         self.info_keys = tuple(arguments.keys("info_keys", info_keys))

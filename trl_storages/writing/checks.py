@@ -94,6 +94,10 @@ def num_steps_of(
             f"{traj_key!r} here; or name the lane of each with lanes=[...]; or pass num_envs=1 "
             "to store one stream of transitions or whole trajectories"
         )
+    if batch_size[1:] == (num_lanes,):
+        remedy = (
+            f"write data.transpose(0, 1) if its last dimension is that of the lanes; or {remedy}"
+        )
     raise ValueError(
         f"a batch for {num_lanes} lanes must be [{num_lanes}, T] (time last) or [{num_lanes}] (one "
         f"step of each), got {list(batch_size)}; {remedy}."
