@@ -53,7 +53,8 @@ def test_taken_up_again_in_the_middle_of_episodes(recipe, num_steps, tmp_path):
     loop.write(4, twin, storage)
     loop.run(num_steps - 4, twin, storage)
     storage.close()
-    again = make(recipe, seed=7, path=tmp_path / "rows")
+    with pytest.warns(UserWarning, match="seed 7 is not used: .* those of seed 1 were left"):
+        again = make(recipe, seed=7, path=tmp_path / "rows")
     assert again.writer._write_count == twin.writer._write_count
     assert torch.equal(again.episodes.cursors, twin.episodes.cursors)
     assert_same(again.episodes.episodes(), twin.episodes.episodes())
@@ -69,7 +70,7 @@ def test_taken_up_again_in_the_middle_of_episodes(recipe, num_steps, tmp_path):
 def test_whole_episodes(tmp_path):
     def build(**options):
         return EpisodeReplayStorage(
-            OBSERVATIONS, spaces.Discrete(9), storage_size=SIZE, num_envs=LANES, seed=3, **options
+            OBSERVATIONS, spaces.Discrete(999), storage_size=SIZE, num_envs=LANES, seed=3, **options
         )
 
     twin, storage = build(path=tmp_path / "twin"), build(path=tmp_path / "rows")
@@ -95,7 +96,9 @@ def test_saved_from_one_directory_into_another(reload, num_steps, tmp_path):
     Loop().run(40, fresh)
     reload(saved, fresh, tmp_path)
     fresh.close()
-    assert_go_on_alike(twin, make("all of them", seed=2, path=tmp_path / "fresh"), loop)
+    with pytest.warns(UserWarning, match="seed 2 is not used: .* those of seed 1 were left"):
+        again = make("all of them", seed=2, path=tmp_path / "fresh")
+    assert_go_on_alike(twin, again, loop)
     saved.validate()
 
 
@@ -175,7 +178,7 @@ class TestOtherLanes:
 
     def build(self, path, num_envs):
         return UniformReplayStorage(
-            OBSERVATIONS, spaces.Discrete(9), storage_size=SIZE, num_envs=num_envs, path=path
+            OBSERVATIONS, spaces.Discrete(999), storage_size=SIZE, num_envs=num_envs, path=path
         )
 
     def test_of_a_storage_that_was_written(self, tmp_path):

@@ -77,7 +77,7 @@ def test_options_of_others_and_parts(name, ours):
 
 def test_an_ensemble_says_how_it_is_called(storage):
     with pytest.raises(
-        TypeError, match=r"'p': it is called shares here. It is made of storages, .*shares="
+        TypeError, match=r"'p': there are .*shares.* It is made of storages, .*shares="
     ):
         trl_storages.ReplayStorageEnsemble(storage, p=[1])
 

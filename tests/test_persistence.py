@@ -45,11 +45,11 @@ SIZE, LANES = 60, 2
 
 
 def hindsight(**options):
-    return HERReplayStorage(OBSERVATIONS, spaces.Discrete(9), reward_fn=distance_reward, **options)
+    return HERReplayStorage(OBSERVATIONS, spaces.Discrete(999), reward_fn=distance_reward, **options)
 
 
 def plain(kind):
-    return lambda **options: kind(OBSERVATIONS, spaces.Discrete(9), **options)
+    return lambda **options: kind(OBSERVATIONS, spaces.Discrete(999), **options)
 
 
 RECIPES = {
@@ -408,7 +408,7 @@ class TestMisfits:
             "lanes": hindsight(**size, num_envs=LANES + 1),
             "size": hindsight(**{**size, "storage_size": SIZE + 10}, num_envs=LANES),
             "layout": UniformReplayStorage(
-                OBSERVATIONS["observation"], spaces.Discrete(9), **size, num_envs=LANES
+                OBSERVATIONS["observation"], spaces.Discrete(999), **size, num_envs=LANES
             ),
         }
 
@@ -446,13 +446,13 @@ class TestMisfits:
 def test_episodes_go_on_after_loading():
     """An episode that was cut in two by the save is still one."""
     saved = UniformReplayStorage(
-        OBSERVATIONS, spaces.Discrete(9), storage_size=20, batch_size=4, seed=0
+        OBSERVATIONS, spaces.Discrete(999), storage_size=20, batch_size=4, seed=0
     )
     flags = torch.tensor(episode_flags([3, 7]))
     rows = goal_transitions(torch.zeros(10).long(), torch.arange(10), flags)
     saved.extend(rows[:5].clone())
     fresh = UniformReplayStorage(
-        OBSERVATIONS, spaces.Discrete(9), storage_size=20, batch_size=4, seed=0
+        OBSERVATIONS, spaces.Discrete(999), storage_size=20, batch_size=4, seed=0
     )
     fresh.load_state_dict(saved.state_dict())
     fresh.extend(rows[5:].clone())

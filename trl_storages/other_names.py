@@ -47,7 +47,6 @@ OTHER_NAMES = _by_their_name(
             "unroll_length"
         ),
         "seed": "random_seed",
-        "shares": "p",
         "share_next": "ignore_obs_next next_of optimize_memory_usage",
         "storage_size": (
             "buffer_size capacity capacity_in_transitions max_capacity max_length max_size max_sz "

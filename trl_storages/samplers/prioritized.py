@@ -486,7 +486,7 @@ def prioritized_of(sampler: Sampler) -> PERSampler | None:
 
 def _warn_of_forgotten(storage: Storage) -> None:
     """Warns that no priority was reported, except in a process that only reads the rows of another."""
-    if (files := files_of(storage)) is None or files.reader is None:
+    if (files := getattr(storage, "files", None)) is None or files.reader is None:
         warn_caller(
             f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported, so all "
             "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, which "
