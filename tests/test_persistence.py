@@ -45,7 +45,9 @@ SIZE, LANES = 60, 2
 
 
 def hindsight(**options):
-    return HERReplayStorage(OBSERVATIONS, spaces.Discrete(999), reward_fn=distance_reward, **options)
+    return HERReplayStorage(
+        OBSERVATIONS, spaces.Discrete(999), reward_fn=distance_reward, **options
+    )
 
 
 def plain(kind):
