@@ -4,10 +4,11 @@ The disk is simulated: of everything that was written since a sync, chance decid
 """
 
 import pytest
-from disk.acts import write
+from disk.acts import keep, write
 from disk.history import History
 from disk.moments import files_in, put_back
-from disk.power import cut_at_random, opens_after_cut
+from disk.platter import Platter
+from disk.power import cut_at_random, opens_after_cut, syncs_seen
 from disk.rows import ALL_KINDS, abandon, found, make, stored_as
 
 
@@ -53,6 +54,33 @@ def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(
         for name in ("rows.1.bin", "marks.1.bin", "commits.1.bin"):
             now[name] = left[name]
         opens_after_cut(now, tmp_path / "cut", history, 5)
+
+
+def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
+    """Which may leave the table of before, which says that they were evicted."""
+    storage, history = make(tmp_path / "rows", size=8), History(1, 8)
+    for _ in range(8):
+        history = written(storage, history)
+    storage.flush()
+    history.flush()
+    history = written(storage, history)
+    keep(history, 3).do(storage)
+    left = files_in(tmp_path / "rows")
+    # The mark of the last row is lost.
+    left["marks.1.bin"] = left["marks.1.bin"][: 8 * 16] + bytes(len(left["marks.1.bin"]) - 8 * 16)
+    abandon(storage)
+    put_back(left, tmp_path / "rows")
+    platter = Platter(tmp_path / "rows", 4096)
+    platter.sync_all()
+    with syncs_seen(platter):
+        with pytest.warns(RuntimeWarning, match="loss of power"):
+            storage = make(tmp_path / "rows", size=8)
+        history.adopt(found(storage))
+        assert (history.tails, history.cursors) == ([0], [8])
+        history = written(storage, history)
+    platter.look()
+    opens_after_cut(platter.as_old_as_can_be("commits.1.bin"), tmp_path / "cut", history, 8)
+    platter.close()
 
 
 def written(storage, history):

@@ -116,6 +116,13 @@ class Platter:
         names = rng.choice(self._names)
         return {name: self._files[key].after_cut(rng, newest) for name, key in names.items()}
 
+    def as_old_as_can_be(self, *names: str) -> Files:
+        """What is left by a cut now that takes from these files all that it can, from others nothing."""
+        return {
+            name: b"".join(it[0 if name in names else -1] for it in self._files[key].pages)
+            for name, key in self._names[-1].items()
+        }
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

@@ -24,11 +24,11 @@ from disk.rows import abandon, found, make
 from trl_storages import PERSampler, ReplayStorage, UniformSampler
 from trl_storages.disk.files import MappedWords
 
-__all__ = ["Session", "cut_at_random"]
+__all__ = ["Session", "cut_at_random", "opens_after_cut", "syncs_seen"]
 
 
 @contextmanager
-def _syncs_seen(platter: Platter) -> Iterator[None]:
+def syncs_seen(platter: Platter) -> Iterator[None]:
     """Tells a simulated disk of everything that is synced."""
     fsync, make_map, flush = os.fsync, MappedWords.__init__, MappedWords.flush
 
@@ -69,7 +69,7 @@ class Session:
         self._platter, self._folder, self._size = Platter(folder, page), folder, size
         self._platter.sync_all()
         self.history = history.copy()
-        with _syncs_seen(self._platter):
+        with syncs_seen(self._platter):
             self._storage = make(folder, history.num_lanes, size, batch_size=4)
         if was_cut:
             got = found(self._storage)
@@ -81,7 +81,7 @@ class Session:
         """Does so many things, and yields what may be left by so many cuts after or within each."""
         for _ in range(num_acts):
             act = random_act(self.history, rng)
-            with _syncs_seen(self._platter):
+            with syncs_seen(self._platter):
                 act.do(self._storage)
             self._platter.look()
             self.history = act.after

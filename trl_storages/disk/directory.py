@@ -112,9 +112,11 @@ class Directory:
             remove_other_files(path, description)
             directory = cls(path, lock, words)
             if num_lost is not None:
-                # Renewed tips must be durable before a history relies on them.
+                # Renewed tips must be durable before a history relies on them, and the recovered state
+                # before the next write: the old table might match its rows, yet not what was recovered.
                 words.flush()
                 directory._begin(state)
+                words.flush()
                 warnings.warn(
                     f"{path} was not closed, and what was written last is not whole, as after a loss of "
                     f"power: {num_lost} rows or more that were not flushed were lost, "
