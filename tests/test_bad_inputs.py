@@ -337,7 +337,7 @@ TABLE: dict[str, dict[str, str]] = {
         "steps": "any",
     },
     "PackedStorage.get": {"index": "any"},
-    "PackedStorage.read": {"index": "slots", "keys": "any"},
+    "PackedStorage.read": {"index": "slots", "keys": "any", "following": "slots?"},
     "EpisodeWriter": {
         "num_envs": "count from 1",
         "done_key": "key",

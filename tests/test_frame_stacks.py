@@ -625,3 +625,59 @@ def test_draws_on_a_gpu_without_waiting_for_it(
     for key in ("observation", ("next", "observation")):
         assert batch[key].device == simulated_gpu
         assert batch[key].shape == (8, *shape)
+
+
+@pytest.mark.parametrize(("n_step", "padding"), [(1, "same"), (3, "constant")])
+def test_large_batches_are_those_of_whole_rows(n_step, padding):
+    lanes, steps, length, size, count = 2, 70, 9, 51 * 53, 4
+    frames = torch.randint(0, 256, (lanes, steps + count, size), dtype=torch.uint8)
+    # Episodes begin anew in both lanes, at different steps.
+    begun = [
+        [(t + 4 * lane) // length * length - 4 * lane for t in range(steps)] for lane in (0, 1)
+    ]
+
+    def stack(lane, newest, first):
+        ago = range(newest - count + 1, newest + 1)
+        padded = [max(at, first, 0) for at in ago]
+        frame = [frames[lane, at] for at in padded]
+        if padding == "constant":
+            frame = [it * (at >= max(first, 0)) for at, it in zip(ago, frame, strict=True)]
+        return torch.stack(frame).view(count, 51, 53)
+
+    seen, led_to = (
+        torch.stack(
+            [
+                torch.stack([stack(lane, t + later, begun[lane][t]) for t in range(steps)])
+                for lane in (0, 1)
+            ]
+        )
+        for later in (0, 1)
+    )
+    ends = torch.tensor(
+        [[(t + 4 * lane) % length == length - 1 for t in range(steps)] for lane in (0, 1)]
+    ).unsqueeze(2)
+    rows = {"observation": seen, "action": torch.rand(lanes, steps, 1)}
+    after = {"observation": led_to, "reward": torch.rand(lanes, steps, 1), "done": ends}
+    data = TensorDict({**rows, "next": TensorDict(after, [lanes, steps])}, [lanes, steps])
+    batches = []
+    for stacked in ((), (FrameStack(count, padding=padding),)):
+        fields = {
+            "observation": (torch.uint8, (count, 51, 53), *stacked),
+            ("next", "observation"): (torch.uint8, (count, 51, 53)),
+            "action": (torch.float32, (1,)),
+            ("next", "reward"): (torch.float32, (1,)),
+            ("next", "done"): (torch.bool, (1,)),
+        }
+        storage = ReplayStorage(
+            storage=PackedStorage(2 * 50, fields=fields, share_next=bool(stacked)),
+            writer=EpisodeWriter(lanes),
+            transform=NStep(n_step, 0.9) if n_step > 1 else None,
+            generator=torch.Generator().manual_seed(0),
+        )
+        # The ring has wrapped, and the last write has no next one yet.
+        for part in data.split([40, 30], 1):
+            storage.extend(part)
+        batches.append(storage.sample(400))
+    plain, once = batches
+    for key in plain.keys(True, True):
+        assert torch.equal(plain[key], once[key]), key

@@ -122,7 +122,7 @@ def test_what_further_rows_need_is_gathered_together(storage):
     window = torch.stack([SLOTS, SLOTS + 1])
     if isinstance(storage, PackedStorage):
         read = storage.read
-        storage.read = lambda slots, keys: asked.append({*keys}) or read(slots, keys)
+        storage.read = lambda slots, keys, *following: asked.append({*keys}) or read(slots, keys)
     further = rows.at(window, ["both", "observation"])
     wanted = expected(storage, window)
     assert torch.equal(further["both"], (wanted[REWARD] + wanted[NEXT][..., :1]) * wanted["mark"])
@@ -195,9 +195,9 @@ def test_only_what_is_wanted_is_read():
             super().__init__(*args)
             self.fields, self.batches = [], 0
 
-        def read(self, slots, keys):
+        def read(self, slots, keys, following=None):
             self.fields += keys
-            return super().read(slots, keys)
+            return super().read(slots, keys, following)
 
         def gather(self, *slots):
             self.batches += 1

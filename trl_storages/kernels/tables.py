@@ -35,6 +35,7 @@ __all__ = [
     "Block",
     "RingTables",
     "level_starts",
+    "new_batch",
     "take",
     "zeros",
 ]
@@ -57,6 +58,9 @@ FAN_OUT = 8
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 # Smaller tables are not worth a mapping of their own.
 _LEAST_SPARSE = 1 << 18  # bytes
+# From this size on NumPy asks for huge pages.
+_LEAST_HUGE = 1 << 22  # bytes
+_LINE = 64  # bytes of a cache line
 # Missing on Windows.
 _ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
     getattr(mmap, name, None) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE", "MADV_NOHUGEPAGE")
@@ -257,6 +261,32 @@ def zeros(
     # Unlike torch's, NumPy's zeros take no memory until they are written to, and use huge pages: lookups
     # of small pages take a seventh of a gather's time.
     return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
+
+
+def new_batch(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.int64,
+    device: torch.device | None = None,
+    *,
+    pin_memory: bool = False,
+) -> torch.Tensor:
+    """Returns an uninitialised tensor that is about to be filled.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its elements.
+        device: of the tensor; None is the CPU.
+        pin_memory: whether it is pinned.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    is_on_cpu = device is None or device.type == "cpu"
+    if not is_on_cpu or pin_memory or num_bytes < _LEAST_HUGE:
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+    # Taking small pages from the system can take longer than filling them, and torch asks for no others.
+    memory = np.empty(num_bytes + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    found = torch.from_numpy(memory)[start : start + num_bytes]
+    return found.view(dtype).view(tuple(shape))
 
 
 def _untouched(num_bytes: int, flags: int) -> torch.Tensor:

@@ -113,23 +113,17 @@ class SingleFields(StoredFields):
     """Rows of any storage, gathered field by field."""
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
-        slots, storage = self.slots, self.storage
-        if getattr(storage, "stacks", None) is not None and key in storage.layout.stacks:
-            return self._read_stacks(key)
-        if self.following is not None and key[0] == "next":
-            slots = self.following
-        self.update(read_fields(self.storage, slots, [key], self.device))
+        keys, storage = [key], self.storage
+        if isinstance(storage, PackedStorage) and key in (stacks := storage.layout.stacks):  # type: ignore[union-attr]
+            # A stack shares all frames but one with its twin under `next`.
+            root = unravel_key(key[1:]) if key[0] == "next" else key
+            keys = [it for it in (root, next_key(root)) if it in stacks]
+        self._read(keys)
         return self[key]
 
-    def _read_stacks(self, key: NestedKey) -> torch.Tensor:
-        """Reads a stack together with its twin under `next`, which shares all frames but one."""
-        storage, at = self.storage, key[1:] if key[0] == "next" else key
-        pair = [it for it in (unravel_key(at), next_key(at)) if it in storage.layout.stacks]
-        if storage.files is not None:
-            storage.files.note(self.slots, self.following)
-        found = storage.stacks.read(storage.table, self.slots, pair, self.following)
-        self.update({it: found[it].to(self.device, non_blocking=True) for it in pair})
-        return self[key]
+    def _read(self, keys: Collection[NestedKey]) -> None:
+        """Gathers fields in one call, which is faster than one by one."""
+        self.update(read_fields(self.storage, self.slots, keys, self.device, self.following))
 
     def followed_by(self, slots: torch.Tensor) -> StoredFields:
         """Returns the same rows with the entries under `next` taken from other rows."""
@@ -139,7 +133,10 @@ class SingleFields(StoredFields):
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns all fields, with `entries` added or replacing them."""
-        fields = {key: self[key] for key in self.names() if key not in entries}
+        names = [key for key in self.names() if key not in entries]
+        if missing := [key for key in names if key not in self]:
+            self._read(missing)
+        fields = {key: self[key] for key in names}
         nested = self.storage.layout.nested
         return nest({**fields, **entries}, self.slots.shape, self.device, nested)
 
@@ -233,6 +230,7 @@ def read_fields(
     index: torch.Tensor,
     keys: Collection[NestedKey],
     device: torch.device | None = None,
+    following: torch.Tensor | None = None,
 ) -> dict[NestedKey, torch.Tensor]:
     """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
 
@@ -241,6 +239,7 @@ def read_fields(
         index: int64 slots of any shape B.
         keys: the fields.
         device: where they are sent; None leaves them on the storage's.
+        following: as in `PackedStorage.read`, whose rows these then are.
 
     Returns:
         key -> `[*B, *shape]` in new memory.
@@ -250,7 +249,7 @@ def read_fields(
     """
     found: dict[NestedKey, torch.Tensor] = {}
     if isinstance(storage, PackedStorage):
-        found = storage.read(index, keys)
+        found = storage.read(index, keys, following)
     else:
         data: TensorDictBase = storage._storage
         for key in keys:

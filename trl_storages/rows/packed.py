@@ -636,13 +636,17 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         return block.to(self.out_device, non_blocking=True) if is_sent_away else block
 
     def read(
-        self, index: torch.Tensor, keys: Collection[NestedKey]
+        self,
+        index: torch.Tensor,
+        keys: Collection[NestedKey],
+        following: torch.Tensor | None = None,
     ) -> dict[NestedKey, torch.Tensor]:
         """Gathers some fields in one call, which is faster than one by one.
 
         Args:
             index: int64 slots of any shape B.
             keys: the fields.
+            following: as in `gather`.
 
         Returns:
             key -> tensor `[*B, *shape]` in new memory.
@@ -651,13 +655,22 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             KeyError: there is no such field.
         """
         arguments.slots("index", index)
+        if following is not None:
+            arguments.slots("following", following)
         if self.files is not None:
-            self.files.note(index)
+            self.files.note(index, following)
         places, stacks = self.layout.places_of(tuple(keys))  # type: ignore[union-attr]
-        fields = self.table.pick_fields(index, places.values())  # type: ignore[union-attr]
-        found = dict(zip(places, fields, strict=True))
+        groups = [(index, places)]
+        if following is not None:
+            lent = {key: place for key, place in places.items() if key[0] == "next"}
+            own = {key: place for key, place in places.items() if key not in lent}
+            groups = [(index, own), (following, lent)]
+        found: dict[NestedKey, torch.Tensor] = {}
+        for slots, wanted in groups:
+            fields = self.table.pick_fields(slots, wanted.values())  # type: ignore[union-attr]
+            found |= zip(wanted, fields, strict=True)
         if stacks:
-            found |= self.stacks.read(self.table, index, stacks)  # type: ignore[union-attr, arg-type]
+            found |= self.stacks.read(self.table, index, stacks, following)  # type: ignore[union-attr, arg-type]
         return found
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tensordict import NestedKey
 
 from trl_storages.kernels import backend
 from trl_storages.kernels.stack_fields import NUM_COLUMNS
-from trl_storages.kernels.tables import Block
+from trl_storages.kernels.tables import Block, new_batch
 from trl_storages.keys import next_key
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
@@ -124,7 +124,7 @@ class Stacks:
             `[*B, W]` int64 in new memory.
         """
         size = (slots.numel(), self._layout.num_words)
-        out = torch.empty(size, dtype=torch.int64, device=slots.device, pin_memory=pin_memory)
+        out = new_batch(size, device=slots.device, pin_memory=pin_memory)
         into, flat = out.view(torch.uint8), slots.reshape(-1)
         table.copy_into(out, flat, self._layout.rooted)
         table.copy_into(out, flat if following is None else following, self._layout.following)
@@ -157,7 +157,7 @@ class Stacks:
         targets, found = {}, {}
         for key in keys:
             field = self._layout.field(key)
-            out = torch.empty((slots.numel(), field.size), dtype=field.dtype, device=slots.device)
+            out = new_batch((slots.numel(), field.size), field.dtype, slots.device)
             targets[key] = out.view(torch.uint8)
             found[key] = field.as_stacks(out, slots.shape)
         self._fill(table, slots, following, targets)

@@ -24,6 +24,7 @@ from trl_storages.interrupts import undisturbed
 from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = [
+    "LINE",
     "are_same_bytes",
     "compiled",
     "copy_bytes",
@@ -31,7 +32,11 @@ __all__ = [
     "inlined",
     "is_set",
     "prefetch",
+    "stream_line",
 ]
+
+#: Bytes of a cache line.
+LINE = 64
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 # Untyped, as its annotations hide the signature of the decorated function.
@@ -109,6 +114,10 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         """Copies bytes from one address to another."""
         ctypes.memmove(int(target), int(source), int(num_bytes))
 
+    def stream_line(target: int, source: int, ahead: int) -> None:
+        """Copies a cache line to an aligned address, past the caches, and prefetches another one."""
+        copy_bytes(target, source, LINE)
+
     def are_same_bytes(one: int, other: int, num_bytes: int) -> bool:
         """Returns whether the bytes at two addresses are the same."""
         size = int(num_bytes)
@@ -156,6 +165,25 @@ else:
             copy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
             is_volatile = ir.IntType(1)(0)
             builder.call(copy, [to, start, args[2], is_volatile])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    @intrinsic
+    def stream_line(typing_context: Any, target: Any, source: Any, ahead: Any) -> Any:
+        """Copies a cache line to an aligned address, past the caches, and prefetches another one.
+
+        A `fenced` must follow before another thread reads the copies.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+            ask = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
+            builder.call(ask, [builder.inttoptr(args[2], _POINTER), _INT(0), _INT(3), _INT(1)])
+            line = ir.VectorType(_LONG, LINE // 8).as_pointer()
+            to, start = (builder.inttoptr(address, line) for address in args[:2])
+            stored = builder.store(builder.load(start, align=1), to, align=LINE)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), generate

@@ -16,12 +16,15 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import (
+    LINE,
     are_same_bytes,
     compiled,
     copy_bytes,
+    fenced,
     inlined,
     is_set,
     prefetch,
+    stream_line,
 )
 from trl_storages.kernels.host.rows import not_found
 from trl_storages.kernels.host.writing import NewRows
@@ -46,8 +49,9 @@ __all__ = ["FrameTable"]
 
 _WORD = 8  # bytes
 _ADDRESS, _STRIDE = 0, 1
-_LINE = 64  # bytes of a cache line
 _MOST_AHEAD = 512  # bytes of a frame to prefetch; the processor prefetches the rest itself
+# Larger batches leave the caches before they are used, so they are written past them.
+_LARGE = 1 << 22  # bytes
 
 
 class FrameTable:
@@ -87,9 +91,7 @@ class FrameTable:
             IndexError: a slot is outside of the rows.
         """
         lenders = slots if following is None else following
-        targets = np.array(
-            [(*_lie(to), *_lie(later)) for to, later in zip(seen, after, strict=True)]
-        )
+        targets = np.array([[_lie(to) for to in pair] for pair in zip(seen, after, strict=True)])
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
         at, lent = slots.numpy(), lenders.numpy()
         wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
@@ -148,48 +150,14 @@ def _frame_at(
 
 
 @inlined
-def _ask_for(rows: Any, start: int, size: int) -> None:
-    """Prefetches a frame."""
-    for byte in range(0, min(size, _MOST_AHEAD), _LINE):
-        prefetch(rows, start + byte)
-
-
-@inlined
-def _copy_frames(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    room: int,
-    rows: Any,
-    past: Any,
-    zeros: int,
-    stack: Any,
-    slot: int,
-    count: int,
-    to: int,
-) -> None:
-    """Copies the newest `count` frames of a row's stack to address `to`."""
-    num_lanes = len(lanes)
-    lane, place = slot % num_lanes, slot // num_lanes
-    newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
-    step, depth = newest - (newest - place) % room, 0
-    if step >= tail:
-        depth = step - spans[episode[slot], FIRST]
-    else:
-        # The slot holds no live row.
-        step, tail = place, 0
-    step_bytes = num_lanes * rows.shape[1] * _WORD
-    address = rows.ctypes.data + slot * rows.shape[1] * _WORD + stack[STORED]
-    for j in range(count):
-        back, source = count - 1 - j, zeros
-        if back <= depth or stack[IS_CONSTANT] == 0:
-            at = step - min(back, depth)
-            source = address - (step - at) * step_bytes
-            if at < tail:
-                source = _past_frame_at(past, num_lanes, lane, at, stack)
-            elif place < step - at:
-                source += room * step_bytes
-        copy_bytes(to + j * stack[SIZE], source, stack[SIZE])
+def _copy_past_caches(to: int, source: int, size: int, ahead: int) -> None:
+    """Copies bytes that are not read again soon, and prefetches as many."""
+    start = min(-to % LINE, size)
+    end = size - (size - start) % LINE
+    copy_bytes(to, source, start)
+    for byte in range(start, end, LINE):
+        stream_line(to + byte, source + byte, ahead + byte)
+    copy_bytes(to + end, source + end, size - end)
 
 
 @compiled
@@ -208,36 +176,52 @@ def _fill(
 ) -> int:
     """Returns the position of the first invalid slot, or -1."""
     num_lanes, num_rows, row_bytes = len(lanes), len(rows), rows.shape[1] * _WORD
-    num_slots = room * num_lanes
+    num_slots, step_bytes = room * num_lanes, num_lanes * row_bytes
+    is_large = len(slots) * (targets[:, 0, 1].sum() + targets[:, 1, 1].sum()) >= _LARGE
     for b in range(len(slots)):
         if b + 2 < len(slots):
             prefetch(episode, slots[b + 2] * _WORD)
-        if b + 1 < len(slots):
-            near, size = slots[b + 1], stacks[0, SIZE]
-            for back in range(stacks[0, COUNT]):
-                start = near - back * num_lanes
-                start = start + num_slots if start < 0 else start
-                _ask_for(rows, start * row_bytes + stacks[0, STORED], size)
-        slot, lender = slots[b], following[b]
-        slot = slot + num_rows if slot < 0 else slot
-        lender = lender + num_rows if lender < 0 else lender
-        if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
-            return b
-        for f in range(len(stacks)):
-            stack, size, count = stacks[f], stacks[f, SIZE], stacks[f, COUNT]
-            to = targets[f, 0] + b * targets[f, 1]
-            after = targets[f, 2] + b * targets[f, 3]
-            if to != 0:
-                _copy_frames(episode, spans, lanes, room, rows, past, zeros, stack, slot, count, to)
-            if after == 0:
-                continue
-            if to != 0 and lender == slot:
-                # All frames but the first are the same, and in the cache.
-                copy_bytes(after, to + size, (count - 1) * size)
+        near = slots[min(b + 1, len(slots) - 1)]
+        for under_next in range(2):
+            slot = following[b] if under_next else slots[b]
+            slot = slot + num_rows if slot < 0 else slot
+            if slot < 0 or slot >= num_rows:
+                return b
+            lane, place = slot % num_lanes, slot // num_lanes
+            newest, tail = lanes[lane, CURSOR] - 1, lanes[lane, TAIL]
+            step, depth = newest - (newest - place) % room, 0
+            if step >= tail:
+                depth = step - spans[episode[slot], FIRST]
             else:
-                _copy_frames(
-                    episode, spans, lanes, room, rows, past, zeros, stack, lender, count - 1, after
-                )
+                # The slot holds no live row.
+                step, tail = place, 0
+            for f in range(len(stacks)):
+                stack, size, count = stacks[f], stacks[f, SIZE], stacks[f, COUNT]
+                to = targets[f, under_next, 0] + b * targets[f, under_next, 1]
+                address = rows.ctypes.data + slot * row_bytes + stack[STORED]
+                # The oldest frame of a row is not in the stack under `next`.
+                for j in range(under_next, count if to != 0 else 0):
+                    back, source = count - 1 - j, zeros
+                    if back <= depth or stack[IS_CONSTANT] == 0:
+                        at = step - min(back, depth)
+                        source = address - (step - at) * step_bytes
+                        if at < tail:
+                            source = _past_frame_at(past, num_lanes, lane, at, stack)
+                        elif place < step - at:
+                            source += room * step_bytes
+                    # Of the next row ask for each frame once, the newest under `next` included.
+                    ahead = ((near + (under_next - back) * num_lanes) % num_slots) * row_bytes
+                    ahead += stack[STORED]
+                    if is_large:
+                        is_new = under_next == 0 or back == 0
+                        ahead = rows.ctypes.data + ahead if is_new else source
+                        _copy_past_caches(to, source, size, ahead)
+                    else:
+                        for byte in range(0, min(size, _MOST_AHEAD), LINE):
+                            prefetch(rows, ahead + byte)
+                        copy_bytes(to, source, size)
+                    to += size
+    fenced()
     return -1
 
 

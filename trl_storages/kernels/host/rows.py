@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled, copy_bytes, prefetch
+from trl_storages.kernels.host.compiling import LINE, compiled, copy_bytes, prefetch
 from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
+from trl_storages.kernels.tables import new_batch
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["RowTable", "fold", "not_found"]
 
 _WORD = 8  # bytes
-_LINE = 64  # bytes of a cache line
 # How many rows ahead to prefetch, and how many bytes of each: the processor prefetches the rest itself.
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
@@ -76,7 +76,7 @@ class RowTable:
             IndexError: a slot is outside of the rows.
         """
         shape = (*slots.shape, self._num_words)
-        out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+        out = new_batch(shape, pin_memory=pin_memory)
         self._copy(slots, self._whole, out.data_ptr())
         if following is not None:
             self._copy(following, spans, out.data_ptr())
@@ -99,7 +99,7 @@ class RowTable:
         """
         batch, found, spans = slots.shape, [], []
         for start, dtype, shape in fields:
-            out = torch.empty(batch + shape, dtype=dtype)
+            out = new_batch(batch + shape, dtype)
             size = shape.numel() * dtype.itemsize
             spans.append((start, out.data_ptr(), size, size))
             found.append(out)
@@ -194,7 +194,7 @@ def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
             first = slots[ahead] * row_bytes
-            for byte in range(low, high, _LINE):
+            for byte in range(low, high, LINE):
                 prefetch(table, first + byte)
             # The last byte may be in one more line.
             prefetch(table, first + high - 1)

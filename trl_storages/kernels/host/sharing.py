@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.host.compiling import (
+    LINE,
     are_same_bytes,
     compiled,
     copy_bytes,
@@ -35,7 +36,7 @@ from trl_storages.kernels.sharing import (
     Sharing,
     SideTable,
 )
-from trl_storages.kernels.tables import CURSOR, OPEN, RingTables
+from trl_storages.kernels.tables import CURSOR, OPEN, RingTables, new_batch
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.disk import Commits
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["SharedTable"]
 
 _WORD = 8  # bytes
-_LINE = 64  # bytes of a cache line
 _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
@@ -99,7 +99,7 @@ class SharedTable(RowTable):
     ) -> torch.Tensor:
         """Copies whole rows as they are read; see `RowTable.pick`."""
         shape = (*slots.shape, self._num_words)
-        out = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+        out = new_batch(shape, pin_memory=pin_memory)
         lenders, lent = (slots, _NO_SPANS) if following is None else (following, spans)
         to = out.data_ptr(), self._num_words * _WORD
         self._copy_seen(slots, lenders, lent, 0, self._next_bytes, True, *to)
@@ -200,7 +200,7 @@ def _wrapped(slot: int, num_slots: int) -> int:
 def _ask_for(table: Any, start: int, size: int) -> None:
     """Prefetches bytes, up to a limit."""
     asked = min(size, _MOST_AHEAD)
-    for byte in range(0, asked, _LINE):
+    for byte in range(0, asked, LINE):
         prefetch(table, start + byte)
     # The last byte may be in one more line.
     prefetch(table, start + asked - 1)
