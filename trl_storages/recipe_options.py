@@ -113,12 +113,14 @@ class Options(RowOptions, total=False):
 
 
 class EnvOptions(Options, total=False):
-    """Options of `from_env`, with those of `HERReplayStorage`, which checks them."""
+    """Options of `from_env`: also those of `HERReplayStorage`, and of TorchRL's services."""
 
     reward_fn: GoalFunction
     terminated_fn: GoalFunction | None
     goal_selection_strategy: GoalStrategy | GoalMixture
     num_goals: float
+    service_backend: str
+    service_backend_options: Mapping[str, Any]
 
 
 #: Option -> the option it requires, and the value that turns that one off.
