@@ -679,7 +679,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     @shown
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_envs={self.num_envs}, write_count={self._write_count})"
+        return f"{type(self).__name__}(num_envs={self.num_envs})"
 
 
 def _new_index(storage: TensorStorage, num_envs: int) -> EpisodeIndex:
