@@ -213,10 +213,7 @@ class Transitions:
     def block(self, start: int, stop: int) -> TensorDict:
         """Returns the transitions from `start` up to `stop` (exclusive) as a TensorDict."""
         which = slice(start, stop)
-        steps = TensorDict({}, batch_size=[len(self._rows[which])])
-        for key, column in self._columns.items():
-            rows = self._following if column.is_next else self._rows
-            steps.set(key, _taken(column, rows[which]))
+        steps = self._entries(which)
         terminated, truncated = self._terminated[which], self._truncated[which]
         for key, flag in (
             (DONE, terminated | truncated),
@@ -232,16 +229,19 @@ class Transitions:
         """Returns all transitions as a TensorDict `[n]`."""
         return self.block(0, len(self))
 
+    def _entries(self, which: Any) -> TensorDict:
+        """Returns the entries of some transitions, without flags and goals."""
+        steps = TensorDict({}, batch_size=[len(self._rows[which])])
+        for key, column in self._columns.items():
+            rows = self._following if column.is_next else self._rows
+            steps.set(key, _taken(column, rows[which]))
+        return steps
+
     def _set_goals(self, steps: TensorDict, last: np.ndarray) -> None:
         """Sets the achieved goals, and the last one of each episode as its desired goal."""
         # Computed once per episode, as a block has many rows of few episodes.
         ends, of_row = np.unique(last, return_inverse=True)
-        outcomes = TensorDict({}, batch_size=[len(ends)])
-        for key, column in self._columns.items():
-            if key == next_key(OBSERVATION) or (isinstance(key, tuple) and key[0] == "next"):
-                rows = self._following if column.is_next else self._rows
-                outcomes.set(key[1:], _taken(column, rows[ends]))
-        reached = self._goals_of(outcomes)
+        reached = self._goals_of(self._entries(ends)["next"])
         desired = reached[torch.from_numpy(of_row.reshape(-1))]
         steps.set(ACHIEVED_GOAL, self._goals_of(steps))
         steps.set(next_key(ACHIEVED_GOAL), self._goals_of(steps["next"]))

@@ -112,8 +112,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         if arguments.generator("generator", generator) is not None:
             for storage in storages:
                 storage.set_rng(generator)
-        # Cache: (batch size, shares) of the last batch, and the samples of each storage.
-        self._split: tuple[Any, list[int]] = (None, [])
         # Cache: counts, S and device of the last batch, its row order and its storage ids.
         self._order: tuple[Any, torch.Tensor, torch.Tensor] = (None, torch.empty(0), torch.empty(0))
 
@@ -151,14 +149,10 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     def _counts(self, batch_size: int | None) -> list[int]:
         """Returns how many samples each storage gives."""
-        if batch_size is None:
-            batch_size = self._batch_size
+        batch_size = self._batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
-        split_for = arguments.integer("batch_size", batch_size, at_least=1), self._shares
-        if self._split[0] != split_for:
-            self._split = split_for, num_of_each(*split_for)
-        return self._split[1]
+        return num_of_each(arguments.integer("batch_size", batch_size, at_least=1), self._shares)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share.

@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -237,53 +237,42 @@ class _Directory:
 
     def value(self, found: Any) -> Any:
         """Rebuilds a value from its description; the inverse of `_described`."""
-        if isinstance(found, list):
-            return [self.value(item) for item in found]
-        if not isinstance(found, dict):
-            return found
-        if _KIND not in found:
-            return {key: self.value(item) for key, item in found.items()}
-        kind, names = found[_KIND], found.keys() - {_KIND}
-        read = _KINDS.get(kind) if isinstance(kind, str) else None
-        if read is None or names != read[0]:
-            self._refuse(f"{_STATE!r} must describe values of kinds that are known, got {found}")
-        try:
-            return read[1](self, **{name: found[name] for name in names})
-        except (RuntimeError, TypeError, KeyError) as error:
-            self._refuse(f"{_STATE!r} describes {found} ({error})", error)
+        match found:
+            case list():
+                return [self.value(item) for item in found]
+            case dict() if _KIND not in found:
+                return {key: self.value(item) for key, item in found.items()}
+            case dict():
+                try:
+                    return self._described(found)
+                except (RuntimeError, TypeError, KeyError) as error:
+                    self._refuse(f"{_STATE!r} describes {found} ({error})", error)
+        return found
 
-    def _float(self, value: Any) -> float:
-        if value not in ("inf", "-inf", "nan"):
-            raise TypeError("must be inf, -inf or nan")
-        return float(value)
+    def _described(self, found: dict[str, Any]) -> Any:
+        """Rebuilds a value that JSON has no type for."""
+        match found:
+            case {"value": "inf" | "-inf" | "nan" as text} if _is(found, "float", 1):
+                return float(text)
+            case {"value": list(items)} if _is(found, "tuple", 1):
+                return tuple(self.value(items))
+            case {"value": list(items)} if _is(found, "dict", 1):
+                return dict(self.value(items))
+            case {
+                "batch_size": list(sizes),
+                "device": device,
+                "entries": dict(entries),
+            } if _is(found, "tensordict", 3):
+                data = TensorDict(self.value(entries), _size(sizes))
+                return data if device is None else data.clone().to(device)
+            case {"dtype": str(name), "shape": list(shape), "file": int(file)} if (
+                _is(found, "tensor", 3) and name in DTYPES and type(file) is int
+            ):
+                return self._tensor(DTYPES[name], _size(shape), _file_of(file))
+        return self._refuse(f"{_STATE!r} must describe values of kinds that are known, got {found}")
 
-    def _items(self, value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise TypeError("must be a list")
-        return self.value(value)
-
-    def _size(self, value: Any) -> torch.Size:
-        if not all(type(size) is int and size >= 0 for size in self._items(value)):
-            raise TypeError("must be a list of sizes")
-        if math.prod(value) > _LARGEST:
-            raise TypeError("must be sizes that memory has room for")
-        return torch.Size(value)
-
-    def _dict(self, value: Any) -> dict[Any, Any]:
-        return dict(self._items(value))
-
-    def _tensordict(self, batch_size: Any, device: Any, entries: Any) -> TensorDict:
-        if not isinstance(entries, dict):
-            raise TypeError("must have a dict of entries")
-        data = TensorDict(self.value(entries), self._size(batch_size))
-        return data if device is None else data.clone().to(device)
-
-    def _tensor(self, dtype: Any, shape: Any, file: Any) -> torch.Tensor:
+    def _tensor(self, kind: torch.dtype, size: torch.Size, name: str) -> torch.Tensor:
         """Maps a tensor file copy-on-write: writes to the tensor never reach the file."""
-        size = self._size(shape)
-        if dtype not in DTYPES or type(file) is not int:
-            raise TypeError("must have a dtype and the number of a file")
-        kind, name = DTYPES[dtype], _file_of(file)
         needed = math.prod(size) * kind.itemsize
         if not needed:
             return torch.empty(size, dtype=kind)
@@ -300,11 +289,14 @@ class _Directory:
         return torch.frombuffer(words, dtype=torch.uint8).view(kind).view(size)
 
 
-#: Kind -> the other keys of its description, and its reader.
-_KINDS: dict[str, tuple[set[str], Callable[..., Any]]] = {
-    "float": ({"value"}, _Directory._float),
-    "tensor": ({"dtype", "shape", "file"}, _Directory._tensor),
-    "tensordict": ({"batch_size", "device", "entries"}, _Directory._tensordict),
-    "tuple": ({"value"}, lambda directory, value: tuple(directory._items(value))),
-    "dict": ({"value"}, _Directory._dict),
-}
+def _is(found: dict[str, Any], kind: str, num_keys: int) -> bool:
+    """Whether a description is of a kind, and has exactly so many other keys."""
+    return found[_KIND] == kind and len(found) == num_keys + 1
+
+
+def _size(sizes: list[Any]) -> torch.Size:
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise TypeError("must be a list of sizes")
+    if math.prod(sizes) > _LARGEST:
+        raise TypeError("must be sizes that memory has room for")
+    return torch.Size(sizes)
