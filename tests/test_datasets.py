@@ -833,7 +833,7 @@ def test_minari_of_a_reader_whose_episodes_are_replaced_while_they_are_written_o
     act(20)
     reader = ReplayStorage.open(tmp_path / "rows", mode="r")
     assert len(to_minari(reader, "whole-v0")) == 2
-    module = sys.modules["trl_storages.datasets.to_minari"]
+    module = sys.modules["trl_storages.datasets.minari_datasets"]
     check = module._Episodes.check
     # Nothing lies where the episodes were, or others do.
     for number, num_episodes in enumerate((3, 40)):

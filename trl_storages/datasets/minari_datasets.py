@@ -1,4 +1,4 @@
-"""Writes a storage as a Minari dataset.
+"""Storages from Minari datasets, and Minari datasets from storages.
 
 Letters: T steps of an episode.
 """
@@ -15,10 +15,11 @@ from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.datasets.filling import grouped
-from trl_storages.datasets.from_minari import minari_module
+from trl_storages.arrays import Transitions
+from trl_storages.datasets.filling import Block, Recipe, filled, grouped, info_at
+from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.gym.columns import TORCH_TO_NUMPY
-from trl_storages.gym.fields import Field
+from trl_storages.gym.fields import Field, transition_fields
 from trl_storages.keys import (
     ACTION,
     DONE,
@@ -31,9 +32,89 @@ from trl_storages.keys import (
     next_key,
 )
 from trl_storages.progress_bar import tracker
+from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 
-__all__ = ["to_minari"]
+__all__ = ["from_minari", "to_minari"]
+
+
+def from_minari(
+    dataset: Any,
+    *,
+    recipe: Recipe = UniformReplayStorage,
+    float_dtype: torch.dtype | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> ReplayStorage:
+    """Makes a storage from a Minari dataset, with its episodes.
+
+    Args:
+        dataset: a `minari.MinariDataset`, or the name of a local one.
+        recipe: as in `from_arrays`.
+        float_dtype: likewise.
+        progress: likewise.
+        **options: of the recipe. `info_keys` names the infos to store, as for `record`; the infos of
+            resets are dropped.
+
+    Returns:
+        the storage.
+
+    Raises:
+        ImportError: the name of a dataset is given, and Minari is not installed.
+        KeyError, TypeError, ValueError: as in `from_arrays`.
+    """
+    if isinstance(dataset, str):
+        dataset = _minari_module("from_minari").load_dataset(dataset)
+    if not hasattr(dataset, "iterate_episodes"):
+        raise TypeError(
+            f"dataset must be a MinariDataset or the name of one, got {type(dataset).__name__}."
+        )
+    info_keys = arguments.keys("info_keys", options.get("info_keys", ()))
+    shapes = transition_fields(dataset.observation_space, dataset.action_space)
+    del shapes[REWARD]
+    numbers = [int(number) for number in dataset.episode_indices]
+    described = dataset.storage.get_episode_metadata(numbers)
+    lengths = [int(episode["total_steps"]) for episode in described]
+    if not sum(lengths):
+        raise ValueError("dataset must hold an episode at least, got none.")
+
+    def read(episodes: Sequence[int]) -> Transitions:
+        paths = [_path(episode, info_keys) for episode in dataset.iterate_episodes(episodes)]
+        joined, ends = join_paths(paths)
+        return Transitions(joined, ends, argument="dataset", float_dtype=float_dtype, fields=shapes)
+
+    def block(group: Sequence[int]) -> Block:
+        return Block(lambda: read([numbers[at] for at in group]).tensordict())
+
+    return filled(
+        recipe,
+        read(numbers[:1]),
+        [block(group) for group in grouped(lengths)],
+        num_rows=sum(lengths),
+        longest_episode=max(lengths),
+        options=options,
+        progress=progress,
+    )
+
+
+def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
+    """Returns a Minari episode in the form that `join_paths` takes.
+
+    Raises:
+        KeyError: an info is missing.
+    """
+    path = {
+        "observations": episode.observations,
+        "actions": episode.actions,
+        "rewards": episode.rewards,
+        "terminations": episode.terminations,
+        "truncations": episode.truncations,
+    }
+    for key in info_keys:
+        values = info_at("dataset", episode.infos, key)
+        # Skip the infos of the reset, which come first.
+        path["/".join(key_path(key))] = values[len(values) - len(episode.rewards) :]
+    return path
 
 
 def to_minari(
@@ -78,7 +159,7 @@ def to_minari(
             arguments.instance(name, space, gymnasium.Space, what="a gymnasium space or None")
     if not len(storage):
         raise RuntimeError("storage must hold rows to write, and is empty.")
-    minari = minari_module("to_minari")
+    minari = _minari_module("to_minari")
     episodes = _Episodes(storage)
     if observation_space is None:
         observation_space = _space(episodes.observations, OBSERVATION, "observation_space")
@@ -247,3 +328,18 @@ def _leaf_space(key: NestedKey, field: Field, argument: str) -> gymnasium.Space[
         )
     info = np.iinfo(TORCH_TO_NUMPY[dtype])
     return Box(info.min, info.max, shape, TORCH_TO_NUMPY[dtype].type)
+
+
+def _minari_module(what: str) -> Any:
+    """Imports Minari, with everything that the function `what` needs.
+
+    Raises:
+        ImportError: Minari is not installed.
+    """
+    try:
+        import minari.data_collector
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs Minari: pip install 'trl-storages[minari]' (got {error})."
+        ) from error
+    return minari
