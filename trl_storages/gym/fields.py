@@ -1,12 +1,14 @@
-"""Derives the fields of a transition from gymnasium spaces or TorchRL specs."""
+"""Derives the fields of a transition, and its choices of actions, from gymnasium or TorchRL spaces."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import gymnasium
+import numpy as np
 import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
 from tensordict import NestedKey, unravel_key
-from torchrl.data import Composite, NonTensor, TensorSpec
+from torchrl.data import Categorical, Composite, MultiCategorical, NonTensor, TensorSpec
 
 from trl_storages import arguments
 from trl_storages.gym.columns import NUMPY_TO_TORCH
@@ -25,9 +27,13 @@ from trl_storages.keys import (
 
 __all__ = [
     "OUTCOME_FIELDS",
+    "Choices",
     "Field",
     "InfoKeys",
     "check_free",
+    "choices_of",
+    "limits_of",
+    "strange_action",
     "transition_fields",
 ]
 
@@ -45,8 +51,8 @@ OUTCOME_FIELDS: dict[NestedKey, Field] = {
 
 
 def transition_fields(
-    observation_space: gymnasium.Space[Any] | TensorSpec,
-    action_space: gymnasium.Space[Any] | TensorSpec,
+    observation_space: spaces.Space[Any] | TensorSpec,
+    action_space: spaces.Space[Any] | TensorSpec,
     info_keys: InfoKeys = (),
 ) -> dict[NestedKey, Field]:
     """Returns the fields of one stored transition.
@@ -79,7 +85,7 @@ def transition_fields(
     """
     batch_dims = len(observation_space.shape) if isinstance(observation_space, Composite) else 0
     observations = _group(observation_space, OBSERVATION, batch_dims)
-    if isinstance(observation_space, gymnasium.spaces.Dict) and "observation" not in observations:
+    if isinstance(observation_space, spaces.Dict) and "observation" not in observations:
         observations = {
             OBSERVATION if key == "state" else key: field for key, field in observations.items()
         }
@@ -89,7 +95,7 @@ def transition_fields(
     names = arguments.keys("info_keys", info_keys)
     if isinstance(info_keys, Mapping):
         for name, space in zip(names, info_keys.values(), strict=True):
-            if isinstance(space, (Composite, gymnasium.spaces.Dict)):
+            if isinstance(space, (Composite, spaces.Dict)):
                 raise TypeError(
                     f"the info {name!r} must be a single tensor, got {space}; "
                     f"name its entries, as in ({name!r}, ...)"
@@ -126,19 +132,18 @@ def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field
             else [(key, space)]
         )
         return {unravel_key(name): _spec_field(leaf, name, batch_dims) for name, leaf in entries}
-    if not isinstance(space, gymnasium.Space):
+    if not isinstance(space, spaces.Space):
         raise TypeError(
             f"the space of {key!r} must be a gymnasium space or a TorchRL spec, got {space!r}"
         )
     # The entries of a dictionary of observations are at the root, as in TorchRL.
-    is_root = key == OBSERVATION and isinstance(space, gymnasium.spaces.Dict)
+    is_root = key == OBSERVATION and isinstance(space, spaces.Dict)
     prefix = () if is_root else key_path(key)
     found = leaves(space, f"the space of {key!r}", prefix)
     return {unravel_key(path): _space_field(leaf, path) for path, leaf in found}
 
 
-def _space_field(space: gymnasium.Space[Any], path: tuple[str, ...]) -> Field:
-    spaces = gymnasium.spaces
+def _space_field(space: spaces.Space[Any], path: tuple[str, ...]) -> Field:
     fixed = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
     if not isinstance(space, fixed) or space.shape is None:
         raise TypeError(
@@ -166,3 +171,60 @@ def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Field:
             f"dimensions of the observation spec, got {list(spec.shape)}"
         )
     return spec.dtype, torch.Size(shape)
+
+
+class Choices(NamedTuple):
+    """The values of a discrete action: `number` of them from `first` on, each a number or `[*shape]`."""
+
+    first: Any
+    number: Any
+
+
+def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, Choices]:
+    """Returns the choices of the discrete actions of a space or spec, by key.
+
+    >>> choices_of(spaces.Discrete(3, start=1))["action"]
+    Choices(first=1, number=3)
+    """
+    found: list[tuple[NestedKey, Any]]
+    if isinstance(action_space, Composite):
+        found = [*action_space.items(include_nested=True, leaves_only=True)]
+    elif isinstance(action_space, TensorSpec):
+        found = [(ACTION, action_space)]
+    else:
+        found = [*leaves(action_space, "the action space", key_path(ACTION))]
+    choices: dict[NestedKey, Choices] = {}
+    for key, space in found:
+        match space:
+            case spaces.Discrete():
+                choices[unravel_key(key)] = Choices(int(space.start), int(space.n))
+            case spaces.MultiDiscrete():
+                choices[unravel_key(key)] = Choices(space.start, space.nvec)
+            # Before Categorical, its base class.
+            case MultiCategorical():
+                choices[unravel_key(key)] = Choices(0, space.nvec.numpy())
+            case Categorical():
+                choices[unravel_key(key)] = Choices(0, space.n)
+    return choices
+
+
+def strange_action(key: NestedKey, choices: Choices, taken: NDArray[Any]) -> tuple[int, str] | None:
+    """Returns the first of the actions `[n, *shape]` that is outside its space, and what is wrong.
+
+    >>> strange_action("action", Choices(0, 2), np.array([0, 1, 5]))
+    (2, 'actions must be from 0 to 1, got 5')
+    """
+    first, number = choices
+    strange = np.argwhere((taken < first) | (taken >= first + number))
+    if not len(strange):
+        return None
+    row, place = int(strange[0, 0]), tuple(map(int, strange[0, 1:]))
+    low, high = limits_of(choices)[np.ravel_multi_index(place, taken.shape[1:])]
+    label = "".join(f"[{name!r}]" for name in key_path(key)[1:])
+    return row, f"actions{label} must be from {low} to {high}, got {taken[row][place]}"
+
+
+def limits_of(choices: Choices) -> list[tuple[int, int]]:
+    """Returns the first and the last choice for each element of an action."""
+    first, number = np.broadcast_arrays(*choices)
+    return [*zip(first.ravel().tolist(), (first + number - 1).ravel().tolist(), strict=True)]

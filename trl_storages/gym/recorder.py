@@ -5,8 +5,7 @@ Letters: E environments, L of them that made a transition in this step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,8 @@ from torch import Tensor
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.gym.columns import Column, environments
-from trl_storages.gym.fields import OUTCOME_FIELDS, Field, InfoKeys
+from trl_storages.gym.desk import Desk
+from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys, strange_action
 from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
@@ -28,8 +28,7 @@ from trl_storages.gym.resets import (
     ends_to_watch,
     last_observations,
 )
-from trl_storages.gym.values import Choices, ValueCheck, strange_action
-from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
+from trl_storages.keys import DONE, key_path
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
 
@@ -38,11 +37,6 @@ __all__ = ["GymRecorder", "Memory"]
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
 # Modes of loops that reset by themselves.
 _BY_HAND = (None, AutoresetMode.DISABLED)
-# A dtype that matches no array.
-_NONE = object()
-_kind_of = attrgetter("dtype", "shape")
-# The number of values before observations and actions: two flags and the reward.
-_OUTCOMES = 3
 
 
 class Memory(NamedTuple):
@@ -107,7 +101,7 @@ class GymRecorder(SavedPart):
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Gathers the next step.
-        self._desk: _Desk | None = None
+        self._desk: Desk | None = None
 
     def rows(
         self,
@@ -192,8 +186,7 @@ class GymRecorder(SavedPart):
         desk = self._desk_for(layout, rows, values[3], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
         is_end = desk.put(values)
-        if desk.check is not None:
-            desk.check.look(lanes)
+        desk.check(lanes)
         finals = self._reset_already(done) if is_end else []
         if finals:
             # Replace the first observations of the new episodes.
@@ -206,7 +199,7 @@ class GymRecorder(SavedPart):
         elif infos and is_end:
             check_last_observations(columns, layout, infos, is_vector)
         last = self._last
-        if self.autoreset_mode in _BY_HAND and last is not None and (last or is_end):
+        if last is not None and (last or is_end) and self.autoreset_mode in _BY_HAND:
             is_told = self.autoreset_mode is not None
             last = ends_to_watch(last, columns, layout.pairs, is_told=is_told)
         if self.info_keys:
@@ -229,24 +222,12 @@ class GymRecorder(SavedPart):
 
     def _desk_for(
         self, layout: StepLayout, rows: Layout | None, value: Any, is_vector: bool
-    ) -> _Desk:
+    ) -> Desk:
         """Returns the desk for the values of a step, on the device of `value`."""
-        device = value.device if isinstance(value, Tensor) else _CPU
-        desk = self._desk
-        # By identity: comparing layouts of many fields takes time.
-        if (
-            desk is None
-            or desk.layout is not layout
-            or desk.rows is not rows
-            or desk.is_vector is not is_vector
-            or desk.block.device != device
-        ):
-            known = Layout(layout.fields)
-            if rows is not None and rows.described == known.described:
-                known = rows
-            block = StepBlock(known, self.num_envs, device)
-            desk = self._desk = _Desk(layout, rows, block, is_vector, self.choices)
-        return desk
+        made_for = layout, rows, value.device if isinstance(value, Tensor) else _CPU, is_vector
+        if self._desk is None or self._desk.made_for != made_for:
+            self._desk = Desk(*made_for, num_envs=self.num_envs, choices=self.choices)
+        return self._desk
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a desk of its own.
@@ -382,120 +363,3 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 def _info_path(key: NestedKey) -> tuple[str, ...]:
     path = key_path(key)
     return path[1:] if path[0] == "next" else path
-
-
-class _Desk:
-    """Gathers the values of a step.
-
-    Args:
-        layout: of the transitions.
-        rows: the layout of the rows that are written; None if it is not known.
-        block: gathers the values.
-        is_vector: whether they have the leading dimension.
-        choices: of discrete actions.
-    """
-
-    def __init__(
-        self,
-        layout: StepLayout,
-        rows: Layout | None,
-        block: StepBlock,
-        is_vector: bool,
-        choices: Mapping[NestedKey, Choices],
-    ) -> None:
-        self.layout, self.rows, self.block, self.is_vector = layout, rows, block, is_vector
-        #: Checks the values of a step; None if that would synchronize with a device.
-        self.check = ValueCheck(block.columns, choices) if block.is_on_host else None
-        #: `[E, 1]` which episodes end.
-        self.ends = block.columns[DONE]
-        self._flags = [block.columns[key] for key in (TERMINATED, TRUNCATED)]
-        # The target of each value of a step.
-        self._targets = [_Target.of(block, is_vector, *place) for place in layout.places]
-        self._columns = [it.column for it in self._targets]
-        self._kinds = [it.kind for it in self._targets[_OUTCOMES:]]
-
-    def put(self, values: list[Any]) -> bool:
-        """Copies the values of a step to their columns.
-
-        Args:
-            values: in the order of the layout's places; those that need conversion are replaced.
-
-        Returns:
-            whether an episode ends.
-
-        Raises:
-            TypeError, ValueError: as `Column.read`.
-        """
-        targets = self._targets
-        # Observations and actions usually have the right kind, and are checked all at once.
-        if self._are_alike(values):
-            targets = targets[:_OUTCOMES]
-        for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(targets):
-            value = values[at]
-            kind = type(value)
-            if kind not in numbers and not (
-                kind is np.ndarray
-                and (value.dtype is dtype or value.dtype in dtypes)
-                and value.shape == shape
-            ):
-                values[at] = read(value)
-        for column, value in zip(self._columns, values, strict=True):
-            column[...] = value
-        terminated, truncated = self._flags
-        if len(self.ends) == 1:
-            # For a single flag, Python is faster than NumPy.
-            self.ends[...] = is_end = terminated.item() or truncated.item()
-            return bool(is_end)
-        if self.block.is_on_host:
-            # NumPy's count_nonzero takes a tenth of the time of any().
-            return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
-        return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
-
-    def _are_alike(self, values: Sequence[Any]) -> bool:
-        """Whether all observations and actions are arrays of exactly the right dtypes and shapes."""
-        try:
-            return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds
-        except AttributeError:
-            return False
-
-
-class _Target(NamedTuple):
-    """The column of a value of a step, and which values are copied there as they are."""
-
-    column: Any
-    kind: tuple[Any, tuple[int, ...]]
-    """Dtype and shape of arrays."""
-    dtypes: frozenset[Any]
-    """Other dtypes that NumPy converts, even with a loss."""
-    numbers: frozenset[type]
-    """Types of scalars."""
-    read: Callable[[Any], Any]
-    """Converts any other value to a column, or raises the error that says what is wrong with it."""
-
-    @classmethod
-    def of(
-        cls,
-        block: StepBlock,
-        is_vector: bool,
-        key: NestedKey,
-        column: Column,
-        argument: str,
-        label: str,
-    ) -> _Target:
-        """Returns the target of one of a layout's places."""
-        into = block.columns[key]
-        if block.is_on_host and not is_vector:
-            into = into[0, ...]
-        if block.is_on_host and key in (REWARD, TERMINATED, TRUNCATED):
-            into = into[..., 0]
-        shape = tuple(into.shape)
-
-        def read(value: Any) -> Any:
-            found = column.read(value, argument, label, is_vector)
-            return (as_array(found) if block.is_on_host else found).reshape(shape)
-
-        # Tensors always go through `read`, as they may require gradients.
-        dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
-        dtypes = column.real_dtypes if block.is_on_host else frozenset()
-        numbers = frozenset() if is_vector else column.numbers
-        return cls(into, (dtype, shape), dtypes, numbers, read)
