@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 _ATTEMPTS = 9
 
 
-def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = None) -> Result:
+def finish(act: Callable[[], Result]) -> Result:
     """Runs `act` to completion; an interrupt is re-raised afterwards.
 
     No undo log is needed: a write prepares all its inputs before it starts, so running it again from
@@ -25,7 +25,6 @@ def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = 
 
     Args:
         act: must be idempotent, also after an interruption.
-        start_over: called before each retry, to restore the counters that `act` starts from.
 
     Returns:
         the result of `act`.
@@ -44,20 +43,17 @@ def finish(act: Callable[[], Result], start_over: Callable[[], object] | None = 
     try:
         return act()
     except BaseException as error:
-        complete(error, act, start_over)
+        complete(error, act)
         raise
 
 
-def complete(
-    error: BaseException, act: Callable[[], object], start_over: Callable[[], object] | None = None
-) -> bool:
+def complete(error: BaseException, act: Callable[[], object]) -> bool:
     """Retries `act` as `finish` does, for a caller that has caught the error.
 
     Args:
         error: what interrupted `act`. If `act` itself raised it, the retry raises it again, and this
             returns False.
         act: as in `finish`.
-        start_over: as in `finish`.
 
     Returns:
         whether `act` completed.
@@ -65,8 +61,6 @@ def complete(
     # Exceptions are retried once too, as timeouts and signal handlers may raise any.
     for _ in range(1 if isinstance(error, Exception) else _ATTEMPTS):
         with suppress(type(error)):
-            if start_over is not None:
-                start_over()
             act()
             return True
     return False

@@ -377,7 +377,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             return append()
         except BaseException as error:
             recount = partial(self._episodes.recount, counters)
-            if complete(error, append, recount):
+            if complete(error, lambda: (recount(), append())):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
