@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -61,6 +62,12 @@ _LEAST_SPARSE = 1 << 18  # bytes
 # From this size on NumPy asks for huge pages.
 _LEAST_HUGE = 1 << 22  # bytes
 _LINE = 64  # bytes of a cache line
+# The C library returns larger blocks to the system, which has to zero them for the next batch.
+_LEAST_KEPT = 1 << 25  # bytes
+# Such blocks of batches that are gone, by size. A batch has two for stacks and next stacks; so many are
+# kept of a size, and so many sizes.
+_spare: dict[int, list[np.ndarray]] = {}
+_MOST_KEPT = 2
 # Missing on Windows.
 _ANONYMOUS, _PRIVATE, _SMALL_PAGES = (
     getattr(mmap, name, None) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE", "MADV_NOHUGEPAGE")
@@ -283,10 +290,34 @@ def new_batch(
     if not is_on_cpu or pin_memory or num_bytes < _LEAST_HUGE:
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
     # Taking small pages from the system can take longer than filling them, and torch asks for no others.
-    memory = np.empty(num_bytes + _LINE, np.uint8)
+    memory = _lent(num_bytes + _LINE)
     start = -memory.ctypes.data % _LINE
     found = torch.from_numpy(memory)[start : start + num_bytes]
     return found.view(dtype).view(tuple(shape))
+
+
+def _lent(num_bytes: int) -> np.ndarray:
+    """Returns memory for a batch, that of an earlier one if nobody uses it any more."""
+    if num_bytes < _LEAST_KEPT:
+        return np.empty(num_bytes, np.uint8)
+    try:
+        memory = _spare[num_bytes].pop()
+    except (KeyError, IndexError):
+        memory = np.empty(num_bytes, np.uint8)
+    # The view is freed with the last tensor of the batch.
+    lent = memory[:]
+    weakref.finalize(lent, _keep, memory).atexit = False
+    return lent
+
+
+def _keep(memory: np.ndarray) -> None:
+    """Keeps the memory of a batch that is gone for the next one of its size."""
+    if memory.nbytes not in _spare and len(_spare) == _MOST_KEPT:
+        # Batches have other sizes now.
+        _spare.clear()
+    spare = _spare.setdefault(memory.nbytes, [])
+    if len(spare) < _MOST_KEPT:
+        spare.append(memory)
 
 
 def _untouched(num_bytes: int, flags: int) -> torch.Tensor:
