@@ -172,11 +172,12 @@ class Layout:
                 for it in self.fields
             }
             self.framed = Layout(frames, nested, header=header)
-        self._seen = self._stored = Views(self.fields, self.row_nbytes)
+        #: Makes views of the fields of rows, `[*B, W]` int64; likewise of stored rows.
+        self.views = self._stored_views = Views(self.fields, self.row_nbytes)
         if self.sharing is not None:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
-            self._stored = Views(stored, self.stored_nbytes)
+            self._stored_views = Views(stored, self.stored_nbytes)
         self._places_of: dict[Any, tuple[dict[NestedKey, Place], list[NestedKey]]] = {}
 
     @cached_property
@@ -352,17 +353,13 @@ class Layout:
             )
         return found
 
-    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Returns each field of `[*B, W]` int64 rows as a view `[*B, *shape]`."""
-        return self._seen.of(rows)
-
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns a TensorDict of batch size B that shares the memory of `[*B, W]` int64 rows."""
-        return nest(self._seen.of(rows), rows.shape[:-1], rows.device, self.nested)
+        return nest(self.views(rows), rows.shape[:-1], rows.device, self.nested)
 
     def stored_tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns the same for stored rows, with the fields that are stored in them."""
-        return nest(self._stored.of(rows), rows.shape[:-1], rows.device, self.nested)
+        return nest(self._stored_views(rows), rows.shape[:-1], rows.device, self.nested)
 
     def fit(
         self,

@@ -66,7 +66,7 @@ class Views:
             return dtype, sizes, slice(places[0], places[-1] + 1)
         return dtype, sizes, places
 
-    def of(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+    def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Returns each field of `[*B, *]` int64 rows as a view `[*B, *shape]`."""
         views: list[torch.Tensor] = []
         for dtype, sizes, fields in self._splits:

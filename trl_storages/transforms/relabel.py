@@ -161,8 +161,10 @@ class GoalRelabel(ReplayTransform):
         achieved = self.next_achieved_goal_key
         goals = rows.at(rows[self._index_key], (achieved,))[achieved]
         written, following = self._written
-        # A goal under its own key falls back to the desired goal if it was neither stored nor drawn.
-        stored = self._written if written in rows else self._desired
+        stored = self._written
+        if self.goal_key is not None and written not in rows:
+            # A goal under its own key falls back to the desired goal if it was neither stored nor drawn.
+            stored = self._desired
         before = dict(zip(self._written, stored, strict=True))
         has_next = stored[1] in rows
         is_drawn = mask.view(-1, *(1,) * (goals.ndim - 1))
