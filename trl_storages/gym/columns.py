@@ -52,17 +52,6 @@ class Column:
         lossy: accept any real dtype.
     """
 
-    __slots__ = (
-        "_dtype",
-        "_is_lossy",
-        "_num_envs",
-        "_shape",
-        "_vector",
-        "numbers",
-        "numpy_dtype",
-        "real_dtypes",
-    )
-
     def __init__(
         self, dtype: torch.dtype, shape: torch.Size, num_envs: int, *, lossy: bool = False
     ) -> None:

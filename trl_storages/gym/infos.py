@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NestedKey
+
+from trl_storages.keys import key_path
 
 __all__ = ["final_observation", "info_values"]
 
@@ -37,7 +40,7 @@ def final_observation(infos: Any, lane: int, *, is_vector: bool, needed: bool) -
 
 def info_values(
     infos: Any,
-    path: tuple[str, ...],
+    key: NestedKey,
     lanes: Sequence[int],
     ended: Sequence[int],
     *,
@@ -48,7 +51,7 @@ def info_values(
 
     Args:
         infos: of the step.
-        path: of the entry in the infos.
+        key: of the entry in the infos; a leading "next" does not count.
         lanes: the L environments.
         ended: those of them that were reset in the same step: the infos of their step are in
             `final_info`, and those at the top level are of the reset. But what the loop itself added
@@ -62,6 +65,8 @@ def info_values(
     Raises:
         KeyError: an environment does not have the entry.
     """
+    path = key_path(key)
+    path = path[1:] if path[0] == "next" else path
     if is_vector and not ended and isinstance(infos, Mapping):
         whole = _whole(infos, path, lanes, num_envs)
         if whole is not _MISSING:

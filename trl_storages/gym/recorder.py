@@ -28,7 +28,7 @@ from trl_storages.gym.resets import (
     ends_to_watch,
     last_observations,
 )
-from trl_storages.keys import DONE, key_path
+from trl_storages.keys import DONE
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
 
@@ -326,9 +326,7 @@ class GymRecorder(SavedPart):
         """Returns the entries of the infos to keep, for some environments."""
         size = self.num_envs
         return {
-            key: info_values(
-                infos, _info_path(key), lanes, finals, num_envs=size, is_vector=is_vector
-            )
+            key: info_values(infos, key, lanes, finals, num_envs=size, is_vector=is_vector)
             for key in self.info_keys
         }
 
@@ -358,8 +356,3 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
             f"got {mode!r}; env.metadata['autoreset_mode'] has it"
         )
     return found
-
-
-def _info_path(key: NestedKey) -> tuple[str, ...]:
-    path = key_path(key)
-    return path[1:] if path[0] == "next" else path

@@ -217,16 +217,17 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         views = [*drawn.values()]
         num_steps = _num_steps(views, [count for count in counts if count])
         said = [key for key in _WITHOUT if key in names and any(key in view for view in views)]
-        for view in views if said else ():
+        for view in views:
             for key in said:
                 if key not in view:
                     view[key] = _WITHOUT[key](view[keys.INDEX])
         order, ids = self._order_of(counts, num_steps, views[0][keys.INDEX].device)
-        batch = joined(views, order)
+        batch: Any = joined(views, order)
         if batch is None:
-            batch = _joined_entries(
-                {number: it.tensordict() for number, it in drawn.items()}, order
-            )
+            # Their packed layouts differ.
+            batches = {number: it.tensordict() for number, it in drawn.items()}
+            _check_alike(batches)
+            batch = torch.cat([*batches.values()])[order]
         set_entry(batch, keys.BUFFER_IDS, ids.clone())
         if keys.PRIORITY_WEIGHT in said:
             weight = batch.get(keys.PRIORITY_WEIGHT)
@@ -384,16 +385,14 @@ def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
     return int(rows.pop())
 
 
-def _joined_entries(batches: dict[int, TensorDictBase], order: torch.Tensor) -> TensorDictBase:
-    """Merges batches whose packed layouts differ."""
+def _check_alike(batches: dict[int, TensorDictBase]) -> None:
+    """Raises a ValueError if the entries of batches differ."""
     if differences := [*_differences(batches)]:
         raise ValueError(
             f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Let a "
             "transform of one storage leave it out (ExcludeTransform), add it or convert it "
             "(DTypeCastTransform)."
         )
-    found: TensorDictBase = torch.cat([*batches.values()])[order]
-    return found
 
 
 def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:

@@ -18,6 +18,13 @@ __all__ = ["Explanation", "explain"]
 
 _ROWS_SHOWN = 10
 _SAME = "_same_episode"
+# Columns, and the entries of a batch that they show, if there are any.
+_OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
+    ("valid", keys.VALIDITY_MASK),
+    ("valid", keys.MASK),
+    ("steps", keys.STEPS_TO_NEXT_OBS),
+    ("weight", keys.PRIORITY_WEIGHT),
+)
 
 
 class Explanation:
@@ -144,16 +151,9 @@ def explain(
         "step": behind,
         "length": behind + ahead + 1,
     }
-    optional: dict[str, list[NestedKey]] = {
-        "valid": [keys.VALIDITY_MASK, keys.MASK],
-        "steps": [keys.STEPS_TO_NEXT_OBS],
-        "weight": [keys.PRIORITY_WEIGHT],
-    }
-    for name, sources in optional.items():
-        for key in sources:
-            column = _column(batch, key, episodes)
-            if column is not None:
-                columns[name] = column
+    for name, key in _OPTIONAL:
+        if (column := _column(batch, key, episodes)) is not None:
+            columns[name] = column
     for key in goal_keys:
         goals, mask = (_column(batch, entry, episodes) for entry in keys.goal_entries(key))
         if goals is not None and bool(episodes.is_live(goals).all()):
