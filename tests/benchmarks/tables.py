@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.targets import WORKS, Measured, outcomes
+from tests.benchmarks.targets import MODES, WORKS, Measured, outcomes
 
 __all__ = ["format_cold_start", "format_machine", "format_memory", "format_plain", "format_report"]
 
@@ -32,8 +32,8 @@ HEADS = {
     "sequences": "Stretches of 16 steps, one step written before each",
     "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
     "pixels_n_step": "Pixels, returns of three steps (in brackets, ratio to ours)",
-    "flat": "Flat observations of 31 numbers, each stored once (SB3 and tianshou: no true last ones)",
-    "stacks": "Stacks of 4 frames, 84 x 84 uint8, each stored once (SB3 and tianshou: no true last ones)",
+    "flat": "Flat observations of 31 numbers, each stored once as well as a library can",
+    "stacks": "Stacks of 4 frames, 84 x 84 uint8, each stored once as well as a library can",
     "growth": "Every work of ours at two sizes, next to the raw gather",
     "mapped": "Rows in memory-mapped files, all pages warm, next to rows in memory",
 }
@@ -100,6 +100,13 @@ def format_bytes(results: list[Result]) -> Iterator[str]:
             cells.append(f"{many:>{WIDTH}}")
         title = f"  bytes a transition, {WORKS[ours.work]}"
         yield f"{title:<69}" + "".join(cells)
+    if any(result.row_nbytes for result in results):
+        for peer in peers:
+            if peer in MODES:
+                mode, flaw = MODES[peer]
+                yield f"  {TITLES[peer]}: {mode}" + (
+                    f"; not a working mode: {flaw}" if flaw else ""
+                )
 
 
 def format_line(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 
-__all__ = ["TARGETS", "WORKS", "Outcome", "Target", "outcomes"]
+__all__ = ["MODES", "TARGETS", "WORKS", "Outcome", "Target", "outcomes"]
 
 WORKS = {
     "uniform": "uniform",
@@ -38,6 +38,19 @@ TITLES = {
     "tianshou": "tianshou",
     "flashbax": "flashbax",
 }
+#: How the others store observations once; and what is wrong with rows that are stored so, if anything.
+MODES = {
+    "torchrl": ("whole rows, as no mode of it works for rows drawn at random", ""),
+    "sb3": (
+        "optimize_memory_usage, which it refuses for dictionaries, hindsight and time limits",
+        "wrong next observations at ends",
+    ),
+    "cpprb": ("next_of; for stacks stack_compress as well", ""),
+    "tianshou": (
+        "ignore_obs_next; for stacks save_only_last_obs as well",
+        "wrong next observations at ends",
+    ),
+}
 # How much longer anything may take with several threads than with one.
 MOST_WITH_THREADS = 1.1
 
@@ -50,7 +63,7 @@ class Measured:
 
     Attributes:
         ratio: what is compared with the limit.
-        note: which of several works it is of.
+        note: which of several works it is of, or what is wrong with it.
         ours: microseconds of our side.
         compiled: microseconds of a plain compiled function for the same answer; None where there is
             none.
@@ -137,7 +150,8 @@ def smaller(over: Side, under: Side) -> Finder:
         below = pick(results, peer=under[0], work=under[1], **case)
         if above is None or below is None or min(above.row_nbytes, below.row_nbytes) <= 0:
             return None
-        return Measured(above.row_nbytes / below.row_nbytes)
+        flaw = MODES[over[0]][1] if over[0] in MODES else ""
+        return Measured(above.row_nbytes / below.row_nbytes, note=flaw and f"gives {flaw}")
 
     return measured
 
