@@ -82,7 +82,7 @@ class UniformReplayStorage(ReplayStorage):
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
         c_min: the smallest window of recent rows. It requires `eta` below 1.
         prefetch: number of batches to draw ahead in a background thread.
-        seed: seed of the draws; None uses torch's default generator.
+        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.

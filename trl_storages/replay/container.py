@@ -829,6 +829,9 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.
 
+        The saved generator, batch size and parameters, such as `alpha` and `n_step`, replace those that
+        this storage was made with. If its environments are new, call `end_episodes()` next.
+
         Args:
             path: the directory.
             progress: whether to show a progress bar.
