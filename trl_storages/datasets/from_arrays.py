@@ -60,9 +60,9 @@ def from_arrays(
         recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (a tensor, or a dictionary of
-            them) have reached, for hindsight over data without goals. The desired goal of a transition is then the
-            last goal reached in its episode. Missing rewards are computed for that goal by the recipe's
-            `reward_fn`, and are NaN if the recipe has none.
+            them) have reached, for hindsight over data without goals. The desired goal of a transition
+            is then the last goal reached in its episode. Missing rewards are computed for that goal by
+            the recipe's `reward_fn`, and are NaN if the recipe has none.
         float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
         progress: whether to show progress.
         **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
