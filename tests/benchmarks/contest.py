@@ -12,7 +12,7 @@ from typing import Any
 from tests.benchmarks.data import Columns, flat_columns, goal_columns, take_rows
 from tests.benchmarks.measure import Effort, Turn, nothing
 from tests.benchmarks.memory import resident_bytes
-from tests.benchmarks.peers import ON_CUDA, PEERS, Buffer, load_peer
+from tests.benchmarks.peers import ON_CUDA, ONLY_CUDA, PEERS, Buffer, load_peer
 
 __all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who"]
 
@@ -145,8 +145,9 @@ def who(plan: Plan, *works: str, own: tuple[str, ...] = ()) -> list[Contestant]:
     found: list[Contestant] = []
     for name in plan.peers:
         peer = load_peer(name)
-        if isinstance(peer, str) or (plan.device != "cpu" and name not in ON_CUDA):
+        is_there = name not in ONLY_CUDA if plan.device == "cpu" else name in ON_CUDA
+        if isinstance(peer, str) or not is_there:
             continue
-        wanted = (*own, *works) if name in ("ours", "compiled") else works
+        wanted = (*own, *works) if name in ("ours", "captured", "compiled") else works
         found += [(name, work) for work in wanted if work in peer.WORKS]
     return list(dict.fromkeys(found))

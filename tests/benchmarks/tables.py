@@ -10,6 +10,7 @@ __all__ = ["format_cold_start", "format_machine", "format_memory", "format_plain
 WIDTH = 19
 TITLES = {
     "ours": "here",
+    "captured": "here, captured",
     "ours_mapped": "memory-mapped",
     "torchrl": "TorchRL",
     "sb3": "SB3",

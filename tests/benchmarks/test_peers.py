@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.benchmarks.contest import FLAT
 from tests.benchmarks.data import (
@@ -16,7 +17,7 @@ from tests.benchmarks.data import (
     stacked_columns,
     take_rows,
 )
-from tests.benchmarks.peers import PEERS, load_peer
+from tests.benchmarks.peers import ONLY_CUDA, PEERS, load_peer
 from tests.benchmarks.targets import MODES
 
 # The other libraries warn about each other and about what they will drop.
@@ -34,7 +35,11 @@ def adapter(name, work):
         pytest.skip(peer)
     if work not in peer.WORKS:
         pytest.skip(f"{name} has nothing for {work}")
-    return peer.WORKS[work]
+    if name not in ONLY_CUDA:
+        return peer.WORKS[work]
+    if not torch.cuda.is_available():
+        pytest.skip(f"{name} needs a GPU")
+    return peer.WORKS[work].configured(device="cuda")
 
 
 def draw(name, work, batch_size=64, columns=None):
@@ -180,16 +185,16 @@ def test_pixels_are_folded_over_three_steps(name):
 @pytest.mark.parametrize(
     "work", ["uniform", "her", "her_n_step", "everything", "n_step", "priorities", "recent"]
 )
-def test_batches_of_ours_arrive_where_they_are_wanted(work, simulated_gpu):
+def test_batches_of_ours_arrive_where_they_are_wanted(work, gpu):
     columns = goal_columns(250)
     columns = flat_columns(columns) if work in FLAT else columns
-    kind = adapter("ours", work).configured(device=str(simulated_gpu))
+    kind = adapter("ours", work).configured(device=str(gpu))
 
     buffer = kind(take_rows(columns, 0, 200), 250)
     buffer.write(buffer.prepare(take_rows(columns, 200, 204)))
     batch = buffer.sample(64)
 
-    assert {leaf.device for leaf in batch.values(True, True)} == {simulated_gpu}
+    assert {leaf.device for leaf in batch.values(True, True)} == {gpu}
 
 
 @pytest.mark.parametrize("name", PEERS)

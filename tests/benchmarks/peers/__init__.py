@@ -10,10 +10,11 @@ from types import ModuleType
 
 from tests.benchmarks.peers.base import Buffer
 
-__all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
+__all__ = ["ONLY_CUDA", "ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
 PEERS = (
     "ours",
+    "captured",
     "torchrl",
     "sb3",
     "cpprb",
@@ -24,7 +25,9 @@ PEERS = (
     "raw",
 )
 # Whose batches arrive on a GPU if one is asked for.
-ON_CUDA = ("ours", "torchrl", "sb3")
+ON_CUDA = ("ours", "captured", "torchrl", "sb3")
+# Of these there is nothing on a CPU.
+ONLY_CUDA = ("captured",)
 
 
 def load_peer(name: str) -> ModuleType | str:

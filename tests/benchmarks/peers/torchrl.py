@@ -76,12 +76,16 @@ class Hindsight(Uniform):
     """Hindsight at sample time, from later steps of the episode."""
 
     def make(self, capacity: int) -> HERReplayBuffer:
+        # With rows on a GPU, sampling mixes devices up and raises.
         return HERReplayBuffer(
             goal_reward,
             her_ratio=HINDSIGHT_GOALS / (HINDSIGHT_GOALS + 1),
             strategy="future",
-            storage=LazyTensorStorage(capacity, device=self.device),
+            storage=LazyTensorStorage(capacity),
         )
+
+    def sample(self, batch_size: int) -> TensorDictBase:
+        return super().sample(batch_size).to(self.device)
 
 
 class NStep(Uniform):
