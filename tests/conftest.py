@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from hypothesis import HealthCheck, settings
+from on_gpu import waiting_raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
@@ -66,13 +67,21 @@ def stored(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture
-def simulated_gpu() -> Iterator[torch.device]:
-    """A GPU without one: mixed-up devices raise, and so does every read of its data on the host."""
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A GPU, also without one: mixed-up devices raise, and so does a package that waits for it.
+
+    A simulated one has no data, so that every read of it on the host raises, also one in a test.
+    """
+    device = torch.device("cuda:0")
+    if request.param == "real":
+        with waiting_raises():
+            yield device
+        return
     if not torch.backends.cuda.is_built():
         pytest.skip("needs a build of torch for CUDA, on any machine")
     with FakeTensorMode():
-        yield torch.device("cuda:0")
+        yield device
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward
+from on_gpu import assert_equal_on, noise_of_the_cpu
 from torchrl.data import RandomSampler
 from torchrl.envs.transforms import Compose
 
@@ -34,18 +35,18 @@ SAMPLERS = {
 }
 
 
-def batches(history, sampler, unit):
+def batches(history, sampler, unit, device="cpu"):
     """The slots of what was written, and four batches with what they were drawn with."""
     transform = NStep(3, 0.9)
     if isinstance(sampler, HERSampler):
         transform = Compose(GoalRelabel(distance_reward), transform)
     buffer = ReplayStorage(
-        storage=PackedStorage(history.capacity),
+        storage=PackedStorage(history.capacity, device=device),
         writer=EpisodeWriter(history.num_envs),
         sampler=sampler,
         sample_unit=unit,
         transform=transform,
-        generator=torch.Generator().manual_seed(5),
+        generator=torch.Generator(device).manual_seed(5),
     )
     history.write(buffer)
     drawn = []
@@ -71,3 +72,18 @@ def test_same_seed_same_batches(history, unit, sampler, monkeypatch):
         for key, value in one.items():
             assert value.dtype == other[key].dtype, key
             assert torch.equal(value.view(torch.uint8), other[key].view(torch.uint8)), key
+
+
+@pytest.mark.gpu
+@pytest.mark.requirement("devices")
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+@pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)], ids=["rows", "sequences"])
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_same_noise_same_batches_on_a_gpu(history, unit, sampler, monkeypatch):
+    """A GPU has random numbers of its own; for the same ones it answers as the CPU does."""
+    drawn = []
+    for device in ("cpu", "cuda"):
+        with noise_of_the_cpu(monkeypatch, 5):
+            drawn.append(batches(history, sampler(history.capacity), unit, device))
+    for one, other in zip(*drawn, strict=True):
+        assert_equal_on(other, one)

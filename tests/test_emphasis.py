@@ -529,15 +529,15 @@ TestEmphasisMachine = pytest.mark.requirement("ere-window")(TestEmphasisMachine)
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("reference", ["stored", "capacity"])
-def test_sampling_never_waits_for_the_gpu(simulated_gpu, num_envs, reference):
+def test_sampling_never_waits_for_the_gpu(gpu, num_envs, reference):
     class Storage(SimpleNamespace):
         def __len__(self):
             return 4 * num_envs
 
-    storage = Storage(episodes=EpisodeIndex(30, num_envs, device=simulated_gpu))
-    storage.episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=simulated_gpu))
+    storage = Storage(episodes=EpisodeIndex(30, num_envs, device=gpu))
+    storage.episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=gpu))
     index, _ = ERESampler(0.99, c_min=2, reference=reference).sample(storage, 8)
-    assert index.device == simulated_gpu
+    assert index.device == gpu
     assert index.dtype is torch.int64
 
 

@@ -138,22 +138,22 @@ def test_hindsight_over_emphasis_over_priorities():
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_sampling_never_waits_for_the_gpu(simulated_gpu, num_envs):
+def test_sampling_never_waits_for_the_gpu(gpu, num_envs):
     class Storage:
-        ndim, max_size, device = 1, 30, simulated_gpu
+        ndim, max_size, device = 1, 30, gpu
         num_rows = 0
 
         def __len__(self):
             return self.num_rows
 
     storage = Storage()
-    storage.episodes = EpisodeIndex(30, num_envs, device=simulated_gpu)
+    storage.episodes = EpisodeIndex(30, num_envs, device=gpu)
     sampler = ERESampler(0.99, c_min=2, base=PERSampler(30))
-    slots = torch.arange(12, device=simulated_gpu)
+    slots = torch.arange(12, device=gpu)
     sampler.mark_update(slots, storage=storage)
     storage.episodes.append(torch.zeros(num_envs, 12 // num_envs, dtype=torch.bool))
     storage.num_rows = 12
     index, info = sampler.sample(storage, 8)
-    assert index.device == info["priority_weight"].device == simulated_gpu
-    sampler.update_priority(index, torch.ones(8, device=simulated_gpu), storage=storage)
+    assert index.device == info["priority_weight"].device == gpu
+    sampler.update_priority(index, torch.ones(8, device=gpu), storage=storage)
     assert sampler.sample(storage, 8)[0].shape == (8,)

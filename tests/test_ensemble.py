@@ -544,19 +544,19 @@ def test_explain():
 
 
 @pytest.mark.requirement("devices")
-def test_nothing_waits_for_the_gpu(simulated_gpu):
+def test_nothing_waits_for_the_gpu(gpu):
     def parts():
-        return {"sampler": PERSampler(40), "device": simulated_gpu}
+        return {"sampler": PERSampler(40), "device": gpu}
 
     relabelled = {
         "sampler": HERSampler(base=PERSampler(40)),
         "transform": GoalRelabel(distance_reward),
-        "device": simulated_gpu,
+        "device": gpu,
     }
     ensemble = ReplayStorageEnsemble(make(20, **parts()), make(20, **relabelled), batch_size=8)
     batch = ensemble.sample()
-    assert all(value.device == simulated_gpu for value in batch.values(True, True))
-    batch["td_error"] = torch.rand(8, device=simulated_gpu)
+    assert all(value.device == gpu for value in batch.values(True, True))
+    batch["td_error"] = torch.rand(8, device=gpu)
     ensemble.update_tensordict_priority(batch)
 
 

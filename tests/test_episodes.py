@@ -350,10 +350,10 @@ class EpisodeMachine(RuleBasedStateMachine):
 TestEpisodeMachine = EpisodeMachine.TestCase
 
 
-def test_the_host_knows_the_fill_of_a_gpu(simulated_gpu):
+def test_the_host_knows_the_fill_of_a_gpu(gpu):
     """It counts along, as nothing can be read back."""
-    index = EpisodeIndex(12, 2, simulated_gpu, spare_steps=2)
-    done = torch.zeros(2, 5, dtype=torch.bool, device=simulated_gpu)
+    index = EpisodeIndex(12, 2, gpu, spare_steps=2)
+    done = torch.zeros(2, 5, dtype=torch.bool, device=gpu)
     index.append(done)
     index.append(done[:1, :4], lanes=[1])
     assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [0, 3])

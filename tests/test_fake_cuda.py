@@ -1,7 +1,8 @@
-"""The sampling path on a simulated GPU: no device mix-up, and nothing waits for the host.
+"""The sampling path on a GPU: no device mix-up, and nothing waits for the host.
 
-Under `FakeTensorMode` tensors have shapes and devices but no data, so whatever asks for the data on
-the host (`.item()`, a boolean mask, `nonzero`) raises, on any machine.
+On any machine the GPU is simulated: under `FakeTensorMode` tensors have shapes and devices but no
+data, so whatever asks for the data on the host (`.item()`, a boolean mask, `nonzero`) raises. On a real
+one, so does what torch calls a synchronizing operation.
 """
 
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 from goal_data import distance_reward, goal_transitions
 from in_pairs import in_pairs
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
@@ -42,28 +43,27 @@ def make_buffer(device, num_envs, storage_type=PackedStorage, **kwargs):
 
 def check(batch, device, size):
     for key, value in batch.items(True, True):
-        assert isinstance(value, FakeTensor), key
         assert value.device == device, key
         assert value.shape[0] == size, key
 
 
-def test_the_simulation_catches_what_it_must(simulated_gpu):
-    index = torch.arange(3, device=simulated_gpu)
-    with pytest.raises(DataDependentOutputException):
-        int(index[0])
+def test_what_must_raise_does(gpu):
     with pytest.raises(RuntimeError, match="device"):
-        index + torch.arange(3)
+        torch.arange(3, device=gpu) + torch.arange(3)
+    # All that is checked there is read on the host.
+    with pytest.raises((DataDependentOutputException, AssertionError), match=r"GPU|aten"):
+        make_buffer(gpu, 1).episodes.validate()
 
 
 @pytest.mark.requirement("devices")
 @each_number_of_lanes
-def test_packed_rows(simulated_gpu, num_envs):
-    storage = make_buffer(simulated_gpu, num_envs).storage
+def test_packed_rows(gpu, num_envs):
+    storage = make_buffer(gpu, num_envs).storage
     for shape in ((4,), (2, 3)):
-        index = torch.zeros(shape, dtype=torch.int64, device=simulated_gpu)
-        check(storage.get(index), simulated_gpu, shape[0])
+        index = torch.zeros(shape, dtype=torch.int64, device=gpu)
+        check(storage.get(index), gpu, shape[0])
         fields = read_fields(storage, index, ["effort", ("next", "achieved_goal")])
-        assert all(field.device == simulated_gpu for field in fields.values())
+        assert all(field.device == gpu for field in fields.values())
         assert fields["effort"].shape == (*shape, 1)
 
 
@@ -78,28 +78,29 @@ def test_packed_rows(simulated_gpu, num_envs):
         lambda: HERSampler(num_goals=0, base=ERESampler(base=PERSampler(24))),
     ],
 )
-def test_writes(simulated_gpu, num_envs, storage_type, sampler):
+@pytest.mark.filterwarnings("ignore:a row that was written did not begin")
+def test_writes(gpu, num_envs, storage_type, sampler):
     """Whatever is written, the host counts on its own."""
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=sampler())
-    lanes = torch.arange(num_envs, device=simulated_gpu)
+    buffer = make_buffer(gpu, num_envs, storage_type, sampler=sampler())
+    lanes = torch.arange(num_envs, device=gpu)
     step = goal_transitions(lanes, torch.full_like(lanes, 5), lanes == 0)
     slots = buffer.add(step if num_envs > 1 else step[0])
-    assert slots.device == simulated_gpu
+    assert slots.device == gpu
     assert slots.shape == ((num_envs,) if num_envs > 1 else ())
     for _ in range(4):
         # More than the ring has room for, too.
         buffer.extend(step.unsqueeze(1).expand(num_envs, 7) if num_envs > 1 else step.expand(7))
     buffer.writer.extend(step[:1], lanes=[num_envs - 1])
     assert len(buffer) == buffer.episodes.capacity
-    check(buffer.sample(8), simulated_gpu, 8)
+    check(buffer.sample(8), gpu, 8)
 
 
 @pytest.mark.requirement("devices")
 @each_storage
 @each_number_of_lanes
-def test_uniform(simulated_gpu, num_envs, storage_type):
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=UniformSampler())
-    check(buffer.sample(8), simulated_gpu, 8)
+def test_uniform(gpu, num_envs, storage_type):
+    buffer = make_buffer(gpu, num_envs, storage_type, sampler=UniformSampler())
+    check(buffer.sample(8), gpu, 8)
 
 
 @pytest.mark.requirement("devices")
@@ -109,7 +110,7 @@ def test_uniform(simulated_gpu, num_envs, storage_type):
     strategy=[*STRATEGIES, MIXTURE],
     num_goals=[0, 4, float("inf")],
 )
-def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
+def test_hindsight(gpu, num_envs, storage_type, strategy, num_goals):
     relabel = GoalRelabel(
         lambda achieved, desired, transition: (
             distance_reward(achieved, desired, None) - transition["effort"].squeeze(-1).float()
@@ -118,10 +119,10 @@ def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
         info_keys=["effort"],
     )
     sampler = HERSampler(strategy, num_goals)
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, sampler=sampler, transform=relabel)
+    buffer = make_buffer(gpu, num_envs, storage_type, sampler=sampler, transform=relabel)
     for size in (1, 8):
         batch = buffer.sample(size)
-        check(batch, simulated_gpu, size)
+        check(batch, gpu, size)
         assert batch["desired_goal"].shape == (size, 3)
         assert batch["next", "reward"].shape == (size, 1)
         assert batch["next", "done"].dtype == torch.bool
@@ -130,18 +131,18 @@ def test_hindsight(simulated_gpu, num_envs, storage_type, strategy, num_goals):
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("n-step")
 @in_pairs(num_envs=LANES, storage_type=STORAGES, n_steps=[1, 3])
-def test_n_step(simulated_gpu, num_envs, storage_type, n_steps):
+def test_n_step(gpu, num_envs, storage_type, n_steps):
     n_step = NStep(n_steps, 0.9)
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, transform=n_step)
+    buffer = make_buffer(gpu, num_envs, storage_type, transform=n_step)
     batch = buffer.sample(8)
-    check(batch, simulated_gpu, 8)
+    check(batch, gpu, 8)
     assert batch["steps_to_next_obs"].shape == batch["next", "reward"].shape == (8, 1)
 
 
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("her-n-step")
 @in_pairs(num_envs=LANES, storage_type=STORAGES, ends=[False, True])
-def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
+def test_hindsight_over_n_steps(gpu, num_envs, storage_type, ends):
     relabel = GoalRelabel(
         distance_reward,
         terminated_fn=(lambda achieved, desired, _: (achieved == desired).all(-1))
@@ -151,24 +152,24 @@ def test_hindsight_over_n_steps(simulated_gpu, num_envs, storage_type, ends):
     )
     transform = Compose(relabel, NStep(3, 0.9))
     options = {"sampler": HERSampler(), "transform": transform}
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
-    check(buffer.sample(8), simulated_gpu, 8)
+    buffer = make_buffer(gpu, num_envs, storage_type, **options)
+    check(buffer.sample(8), gpu, 8)
 
 
 @pytest.mark.requirement("devices")
 @pytest.mark.requirement("sequence-boundaries")
 @in_pairs(num_envs=LANES, storage_type=STORAGES, boundary=["pad", "fit", "cross"])
-def test_sequences(simulated_gpu, num_envs, storage_type, boundary):
-    per = PERSampler(24, device=simulated_gpu)
+def test_sequences(gpu, num_envs, storage_type, boundary):
+    per = PERSampler(24, device=gpu)
     options = {
         "sampler": HERSampler(base=ERESampler(0.99, c_min=3, base=per)),
         "transform": Compose(GoalRelabel(distance_reward), NStep(3, 0.9)),
         "sample_unit": EpisodeSequence(2, burn_in=1, bootstrap=1, boundary=boundary),
     }
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
+    buffer = make_buffer(gpu, num_envs, storage_type, **options)
     for _ in range(2):
         batch = buffer.sample(8)
-        check(batch, simulated_gpu, 32)
+        check(batch, gpu, 32)
         batch["td_error"] = batch["next", "reward"].abs()
         buffer.update_tensordict_priority(batch.reshape(8, 4))
 
@@ -177,19 +178,19 @@ def test_sequences(simulated_gpu, num_envs, storage_type, boundary):
 @pytest.mark.requirement("hpne")
 @each_storage
 @each_number_of_lanes
-def test_full_combination(simulated_gpu, num_envs, storage_type):
-    per = PERSampler(24, device=simulated_gpu)
+def test_full_combination(gpu, num_envs, storage_type):
+    per = PERSampler(24, device=gpu)
     ere = ERESampler(0.99, c_min=3, base=per)
     relabel = GoalRelabel(
         distance_reward, terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1)
     )
     options = {"sampler": HERSampler(base=ere), "transform": Compose(relabel, NStep(3, 0.9))}
-    buffer = make_buffer(simulated_gpu, num_envs, storage_type, **options)
-    per.extend(torch.arange(5 * num_envs, device=simulated_gpu))
+    buffer = make_buffer(gpu, num_envs, storage_type, **options)
+    per.extend(torch.arange(5 * num_envs, device=gpu))
     ere.begin_phase(2)
     for _ in range(3):
         batch = buffer.sample(8)
-        check(batch, simulated_gpu, 8)
+        check(batch, gpu, 8)
         batch["td_error"] = batch["next", "reward"].abs()
         buffer.update_tensordict_priority(batch)
         ere.eta, per.alpha, per.beta = 0.999, 0.3, 1.0
@@ -197,8 +198,8 @@ def test_full_combination(simulated_gpu, num_envs, storage_type):
 
 @pytest.mark.requirement("devices")
 @each_number_of_lanes
-def test_answers_of_the_index(simulated_gpu, num_envs):
-    index = make_buffer(simulated_gpu, num_envs).episodes
+def test_answers_of_the_index(gpu, num_envs):
+    index = make_buffer(gpu, num_envs).episodes
     slots = index.random_slots(6)
     answers = [
         index.behind(slots),
@@ -211,26 +212,4 @@ def test_answers_of_the_index(simulated_gpu, num_envs):
         index.is_whole(slots),
         index.num_rows.expand(6),
     ]
-    assert all(answer.device == simulated_gpu and answer.shape == (6,) for answer in answers)
-
-
-@pytest.mark.gpu
-@pytest.mark.requirement("devices")
-@each_number_of_lanes
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_a_real_gpu(num_envs, strategy):
-    """The same, where a synchronisation raises for real."""
-    device = torch.device("cuda:0")
-    generator = torch.Generator(device).manual_seed(0)
-    sampler, relabel = HERSampler(strategy), GoalRelabel(distance_reward)
-    options = {"sampler": sampler, "transform": relabel, "generator": generator}
-    buffer = make_buffer(device, num_envs, **options)
-    buffer.sample(8)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch = buffer.sample(64)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    mask = batch["her_mask"]
-    goals = read_fields(buffer.storage, batch["goal_index"], [("next", "achieved_goal")])
-    assert torch.equal(batch["desired_goal"][mask], goals["next", "achieved_goal"][mask])
+    assert all(answer.device == gpu and answer.shape == (6,) for answer in answers)

@@ -597,7 +597,7 @@ def test_a_stack_under_next_alone_is_refused() -> None:
 @pytest.mark.parametrize("share_next", [False, True])
 @pytest.mark.parametrize("padding", ["same", "constant"])
 def test_draws_on_a_gpu_without_waiting_for_it(
-    simulated_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, padding: str, share_next: bool
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, padding: str, share_next: bool
 ) -> None:
     # What is written is checked before, for which the host must wait.
     monkeypatch.setattr(writer, "checked_stacks", lambda storage, steps, block, cuts: block)
@@ -609,21 +609,21 @@ def test_draws_on_a_gpu_without_waiting_for_it(
         storage_size=20,
         num_envs=2,
         batch_size=8,
-        device=simulated_gpu,
+        device=gpu,
         frame_stack={"observation": stack},
         share_next=share_next,
         on_gap="ignore",
     )
-    pixels = torch.zeros(2, 13, *shape, dtype=torch.uint8, device=simulated_gpu)
-    flags = torch.zeros(2, 13, 1, dtype=torch.bool, device=simulated_gpu)
+    pixels = torch.zeros(2, 13, *shape, dtype=torch.uint8, device=gpu)
+    flags = torch.zeros(2, 13, 1, dtype=torch.bool, device=gpu)
     outcome = dict.fromkeys(("done", "terminated", "truncated"), flags)
     after = {"observation": pixels, "reward": flags.float(), **outcome}
-    action = torch.zeros(2, 13, dtype=torch.int64, device=simulated_gpu)
+    action = torch.zeros(2, 13, dtype=torch.int64, device=gpu)
     rows = {"observation": pixels, "action": action, "next": after}
-    storage.extend(TensorDict(rows, [2, 13], device=simulated_gpu))
+    storage.extend(TensorDict(rows, [2, 13], device=gpu))
     batch = storage.sample()
     for key in ("observation", ("next", "observation")):
-        assert batch[key].device == simulated_gpu
+        assert batch[key].device == gpu
         assert batch[key].shape == (8, *shape)
 
 

@@ -100,10 +100,10 @@ def test_window_keeps_shape():
 
 @pytest.mark.requirement("ere-window")
 @pytest.mark.parametrize("reference", [None, 50])
-def test_window_never_waits_for_the_gpu(simulated_gpu, reference):
-    rows = torch.zeros((), dtype=torch.int64, device=simulated_gpu)
+def test_window_never_waits_for_the_gpu(gpu, reference):
+    rows = torch.zeros((), dtype=torch.int64, device=gpu)
     window = window_size(rows, eta=0.99, update=1, num_updates=2, c_min=3, reference_rows=reference)
-    assert window.device == simulated_gpu
+    assert window.device == gpu
     assert window.dtype is torch.int64
 
 

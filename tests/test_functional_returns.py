@@ -167,10 +167,10 @@ def test_returns_to_go_with_infinite_rewards():
     assert returns_to_go(reward, mask, 0.5).tolist() == [-math.inf, -math.inf, 2.0]
 
 
-def test_returns_to_go_never_wait_for_the_gpu(simulated_gpu):
-    reward = torch.rand(3, 40, 1, device=simulated_gpu)
-    mask = torch.ones(3, 40, dtype=torch.bool, device=simulated_gpu)
-    assert returns_to_go(reward, mask, 0.9).device == simulated_gpu
+def test_returns_to_go_never_wait_for_the_gpu(gpu):
+    reward = torch.rand(3, 40, 1, device=gpu)
+    mask = torch.ones(3, 40, dtype=torch.bool, device=gpu)
+    assert returns_to_go(reward, mask, 0.9).device == gpu
 
 
 def test_a_mask_of_another_shape_raises():

@@ -354,19 +354,17 @@ def test_infos_of_a_recipe_are_no_observations():
         storage.record(now, 0, 0.0, False, False, {"force": float(step)}, now + 1)
 
 
-def test_a_gap_on_a_gpu_is_heard_of_without_waiting(simulated_gpu):
-    storage = ReplayStorage(
-        storage=PackedStorage(20, device=simulated_gpu), writer=EpisodeWriter(2)
-    )
+def test_a_gap_on_a_gpu_is_heard_of_without_waiting(gpu):
+    storage = ReplayStorage(storage=PackedStorage(20, device=gpu), writer=EpisodeWriter(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(3):
-            storage.extend(stream(0, 5).to(simulated_gpu))
+        for step in (0, 3, 6):
+            storage.extend(stream(step, step + 5).to(gpu))
     cutting = ReplayStorage(
-        storage=PackedStorage(20, device=simulated_gpu), writer=EpisodeWriter(2, on_gap="cut")
+        storage=PackedStorage(20, device=gpu), writer=EpisodeWriter(2, on_gap="cut")
     )
     for _ in range(2):
-        cutting.extend(stream(0, 5).to(simulated_gpu))
+        cutting.extend(stream(0, 5).to(gpu))
 
 
 def test_a_late_gap_is_told_at_the_next_write():

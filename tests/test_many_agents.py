@@ -241,16 +241,16 @@ def test_priorities_and_sequences_of_agents():
 
 
 @pytest.mark.requirement("devices")
-def test_nothing_waits_for_the_gpu(simulated_gpu):
+def test_nothing_waits_for_the_gpu(gpu):
     buffer = ReplayStorage(
-        storage=PackedStorage(40, device=simulated_gpu),
+        storage=PackedStorage(40, device=gpu),
         writer=EpisodeWriter(LANES, on_gap="ignore"),
         transform=NStep(3, GAMMA, reward_key=REWARD),
     )
-    buffer.extend(steps_of_agents(10).to(simulated_gpu))
+    buffer.extend(steps_of_agents(10).to(gpu))
     batch = buffer.sample(8)
     assert batch["steps_to_next_obs"].shape == batch[REWARD].shape == (8, AGENTS, 1)
-    assert all(value.device == simulated_gpu for value in batch.values(True, True))
+    assert all(value.device == gpu for value in batch.values(True, True))
 
 
 def test_flags_of_another_shape_raise():

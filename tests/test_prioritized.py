@@ -777,16 +777,16 @@ class TestOnADevice:
 @pytest.mark.requirement("per-update")
 @pytest.mark.requirement("devices")
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
-    storage = PackedStorage(24, device=simulated_gpu)
-    sampler = PERSampler(24, device=simulated_gpu)
+def test_nothing_waits_for_the_device(gpu, num_envs):
+    storage = PackedStorage(24, device=gpu)
+    sampler = PERSampler(24, device=gpu)
     buffer = ReplayStorage(storage=storage, sampler=sampler, writer=EpisodeWriter(num_envs))
     # The writer counts on the host, which a simulation cannot: its parts are called one by one.
     slots = buffer.episodes.next_slots(5).reshape(-1)
-    data = rows(5 * num_envs).to(simulated_gpu)
+    data = rows(5 * num_envs).to(gpu)
     storage.set(slots, data, set_cursor=False)
     storage._len = 5 * num_envs
-    buffer.episodes.append(torch.zeros(num_envs, 5, dtype=torch.bool, device=simulated_gpu))
+    buffer.episodes.append(torch.zeros(num_envs, 5, dtype=torch.bool, device=gpu))
     sampler.extend(slots)
     sampler.mark_update(slots, storage=storage)
     window = buffer.episodes.num_rows // 2
@@ -795,11 +795,11 @@ def test_nothing_waits_for_the_device(simulated_gpu, num_envs):
         index, info = draw(storage, 16)
         assert index.shape == (16,)
         for tensor in (index, *info.values()):
-            assert tensor.device == simulated_gpu
-        priority = torch.rand(16, device=simulated_gpu)
+            assert tensor.device == gpu
+        priority = torch.rand(16, device=gpu)
         sampler.update_priority(index, priority, storage=storage, stamp=info["priority_stamp"])
     sampler.alpha, sampler.beta = 0.5, 1.0
-    assert sampler.priorities.device == simulated_gpu
+    assert sampler.priorities.device == gpu
 
 
 @pytest.mark.gpu

@@ -426,13 +426,13 @@ class TestEveryRecipe:
             for key in FIELDS | {"index"}:
                 assert torch.equal(first[key], second[key])
 
-    def test_on_a_simulated_gpu(self, name, simulated_gpu):
+    def test_on_a_gpu(self, name, gpu):
         if name == "PrioritizedReplayStorage":
             pytest.skip("new rows are told to its trees by the writer, which counts on the host")
         storage = make(name, device="cuda:0", num_envs=3, batch_size=8)
         episodes = storage.episodes
-        steps = torch.arange(4, device=simulated_gpu).expand(3, 4)
-        lanes = torch.arange(3, device=simulated_gpu).unsqueeze(1).expand(3, 4)
+        steps = torch.arange(4, device=gpu).expand(3, 4)
+        lanes = torch.arange(3, device=gpu).unsqueeze(1).expand(3, 4)
         data = goal_transitions(lanes, steps, steps == 2).select(*FIELDS)
         # As the writer does, but for what it counts on the host.
         slots = episodes.next_slots(4).reshape(-1)
@@ -440,7 +440,7 @@ class TestEveryRecipe:
         storage.storage._len = 12
         episodes.append(steps == 2)
         batch = storage.sample()
-        assert {value.device for value in batch.values(True, True)} == {simulated_gpu}
+        assert {value.device for value in batch.values(True, True)} == {gpu}
 
     def test_sampling_before_the_first_write(self, name):
         with pytest.raises(RuntimeError, match="write transitions"):

@@ -501,16 +501,16 @@ def test_sequences_that_are_not_whole_or_in_order_raise(spoil):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 @at_each_boundary
-def test_growing_never_waits_for_the_gpu(simulated_gpu, num_envs, boundary):
-    episodes = EpisodeIndex(30, num_envs, device=simulated_gpu)
-    episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=simulated_gpu))
+def test_growing_never_waits_for_the_gpu(gpu, num_envs, boundary):
+    episodes = EpisodeIndex(30, num_envs, device=gpu)
+    episodes.append(torch.zeros(num_envs, 4, dtype=torch.bool, device=gpu))
     anchors = episodes.random_slots(8)
     info = {"goal_index": anchors, "her_mask": anchors > 2}
     unit = EpisodeSequence(3, burn_in=2, bootstrap=1, boundary=boundary)
     index, info = unit.expand(anchors, info, SimpleNamespace(episodes=episodes))
     assert info.pop("is_init").shape == (48, 1)
     for value in (index, *info.values()):
-        assert value.device == simulated_gpu
+        assert value.device == gpu
         assert value.shape == (48,)
 
 

@@ -14,6 +14,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments, keys
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.tables import BOUNDARIES
 from trl_storages.ring import episodes_of
 from trl_storages.signatures import shown
@@ -113,7 +114,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         episodes, num_steps = episodes_of(storage), self.num_steps
         arguments.slots("index", index)
         arguments.mapping("info", info, "a dict of what the sampler said")
-        anchors = index.to(episodes.device)
+        anchors = on_device(index, episodes.device)
         rows, valid, begins = episodes.sequences(anchors, self.burn_in, num_steps, self.boundary)
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}

@@ -300,15 +300,15 @@ def test_copies_and_shared_tables_are_written_where_they_are():
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
-    ring = device.Ring(24, num_envs, simulated_gpu, spare_steps=5)
+def test_nothing_waits_for_a_gpu(gpu, num_envs):
+    ring = device.Ring(24, num_envs, gpu, spare_steps=5)
     for num_steps in (1, 5, 40):
-        done = torch.zeros(num_envs, num_steps, dtype=torch.bool, device=simulated_gpu)
+        done = torch.zeros(num_envs, num_steps, dtype=torch.bool, device=gpu)
         append(ring, done, None)
         append(ring, done, done)
-    append(ring, done[:1], None, torch.zeros(1, dtype=torch.int64, device=simulated_gpu))
+    append(ring, done[:1], None, torch.zeros(1, dtype=torch.int64, device=gpu))
     ring.evict(ring.cursors - 3)
-    noise = torch.empty(2, 8, dtype=torch.int64, device=simulated_gpu).random_()
+    noise = torch.empty(2, 8, dtype=torch.int64, device=gpu).random_()
     window = ring.fill.sum().clamp(max=5)
     for newest in (None, window):
         slots = ring.draw(noise[0], newest)
@@ -317,9 +317,10 @@ def test_nothing_waits_for_a_gpu(simulated_gpu, num_envs):
         for boundary in BOUNDARIES:
             answers += ring.sequences(slots, 1, 4, boundary)
         answers += [*ring.windows(slots, 3), *ring.extent(slots)]
-        answers += [ring.slots_by_age(slots), ring.ages(slots)]
+        ages = ring.ages(slots)
+        answers += [ages, ring.slots_by_age(ages)]
         answers += ring.newest_ranges(window, 20)
-        assert all(answer.device == simulated_gpu for answer in answers)
+        assert all(answer.device == gpu for answer in answers)
 
 
 def test_the_loops_take_rows_of_noise_that_lie_apart():

@@ -126,13 +126,13 @@ def test_folds_are_the_same_bit_for_bit(rewards, gamma, seed, dtype):
         np.testing.assert_equal(float(compiled[sample]), float(rounded))
 
 
-def test_on_a_simulated_gpu(simulated_gpu):
-    table = device.RowTable(torch.zeros(20, 5, dtype=torch.int64, device=simulated_gpu))
-    slots = torch.zeros(4, dtype=torch.int64, device=simulated_gpu)
+def test_on_a_gpu(gpu):
+    table = device.RowTable(torch.zeros(20, 5, dtype=torch.int64, device=gpu))
+    slots = torch.zeros(4, dtype=torch.int64, device=gpu)
     places, words = np.array([[0, 40]]), table.pick(slots)
-    table.put(slots, device.NewRows([words], places, 4, 5, None, simulated_gpu))
+    table.put(slots, device.NewRows([words], places, 4, 5, None, gpu))
     [field] = table.pick_fields(slots, [(8, torch.float32, torch.Size([3]))])
     assert field.shape == (4, 3)
-    weights = torch.ones(2, dtype=torch.float64, device=simulated_gpu)
-    rewards = torch.ones(2, 4, device=simulated_gpu)
+    weights = torch.ones(2, dtype=torch.float64, device=gpu)
+    rewards = torch.ones(2, 4, device=gpu)
     assert device.fold(rewards, slots + 1, weights, torch.float32).shape == (4,)

@@ -192,7 +192,8 @@ class SideTable:
 
     def clear(self) -> None:
         """Frees all entries."""
-        self.counts[NUM_FREE], self.counts[NUM_TAKEN] = 0, self._num_tips
+        self.counts[NUM_FREE].zero_()
+        self.counts[NUM_TAKEN].fill_(self._num_tips)
 
     def take_up(self, entries: torch.Tensor) -> None:
         """Sets which entries are in use, besides the tips: int64, on the CPU; all others are free."""

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trl_storages.kernels.sending import on_device
+
 __all__ = [
     "ABSENT",
     "BEGUN",
@@ -171,7 +173,7 @@ class RingTables:
 
     def evict(self, tails: torch.Tensor) -> None:
         """Evicts rows before new tails: `[E]` int64, from the old tails to the cursors, on any device."""
-        self.tails.copy_(tails)
+        self.tails.copy_(on_device(tails, self.device))
         # The next row of an empty lane begins an episode.
         self.is_open.mul_(self.tails < self.cursors)
 

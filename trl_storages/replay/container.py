@@ -25,6 +25,7 @@ from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
+from trl_storages.kernels.sending import on_device
 from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import containers, history, incoming, on_disk
@@ -647,7 +648,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             info["index_generation"] = self._writer.generations_of(index)
         fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
         if fields.device != index.device:
-            info = {key: value.to(fields.device) for key, value in info.items()}
+            info = {key: on_device(value, fields.device) for key, value in info.items()}
         rows = RowView(fields, info)
         apply_transforms(parts, rows)
         return rows, info

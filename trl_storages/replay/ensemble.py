@@ -17,6 +17,7 @@ from torchrl.data import PrioritizedSampler
 from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.functional.draws import even_order, num_of_each
+from trl_storages.kernels.sending import on_device
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
@@ -247,7 +248,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             order = (even_order(counts).unsqueeze(1) * num_steps + step).flatten()
             ids = torch.cat([torch.full((n * num_steps,), at) for at, n in enumerate(counts)])
             ids = ids.index_select(0, order)
-            self._order = made_for, order.to(device), ids.to(device)
+            self._order = made_for, on_device(order, device), on_device(ids, device)
         return self._order[1:]
 
     # Priorities

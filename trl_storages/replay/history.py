@@ -11,6 +11,7 @@ from tensordict.utils import expand_as_right
 from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 
 from trl_storages import keys
+from trl_storages.kernels.sending import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.ring.naming import is_key, slots_of
 
@@ -60,7 +61,7 @@ def list_trajectories(
     rows = storage.get(episodes.shift(listed["first"][number], step))
     if trajectory_key is None:
         trajectory_key = keys.TRAJECTORY_IDS
-        rows.set(trajectory_key, number.to(rows.device))
+        rows.set(trajectory_key, on_device(number, rows.device))
     return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
 
 
@@ -72,9 +73,9 @@ def draw_episodes(storage: Storage, n: int, generator: torch.Generator | None) -
     step = torch.arange(int(length.max()), device=first.device)
     index = episodes.shift(first, step.minimum(length - 1))
     batch = storage.get(index)
-    mask = (step < length).to(batch.device)
+    mask = on_device(step < length, batch.device)
     # `where` supports more dtypes than `masked_fill`.
     batch = batch.apply(
         lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
     )
-    return batch.set(keys.INDEX, index.to(batch.device)).set(keys.MASK, mask)
+    return batch.set(keys.INDEX, on_device(index, batch.device)).set(keys.MASK, mask)

@@ -19,6 +19,7 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.kernels import backend
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.tables import CURSOR, Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
@@ -115,7 +116,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """
         if lanes is None:
             return self._lane_ids
-        return torch.tensor(self.named_lanes(lanes), device=self.device)
+        return on_device(torch.tensor(self.named_lanes(lanes)), self.device)
 
     def named_lanes(self, lanes: Lanes = None) -> Sequence[int]:
         """Returns the numbers of lanes on the host; see `lane_ids`."""
@@ -144,7 +145,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """Returns the slots `[L]` of the newest rows of lanes; None is all."""
         lane = np.arange(self.num_envs) if lanes is None else np.array(lanes)
         slots = (self.host_steps[lane] - 1) % self.ring_steps * self.num_envs + lane
-        return torch.from_numpy(slots).to(self.device)
+        return on_device(torch.from_numpy(slots), self.device)
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows written after the given steps.
@@ -161,7 +162,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             for before, tail, cursor in zip(num_steps.tolist(), tails, cursors, strict=True)
         ]
         slots = [step % self.ring_steps * self.num_envs + at for at, step in enumerate(steps)]
-        return torch.cat(slots).to(self.device)
+        return on_device(torch.cat(slots), self.device)
 
     # Writing
 
@@ -202,10 +203,10 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         self, done: torch.Tensor, cut: torch.Tensor | None = None, lanes: Lanes = None
     ) -> torch.Tensor:
         """Implements `append` for flags `[L, S]` that were checked."""
-        done = done.to(self.device).contiguous()
+        done = on_device(done, self.device).contiguous()
         rows = backend(self.device).NewRows([], _NO_PLACES, done.numel(), 0, done, self.device)
         if cut is not None:
-            cut = cut.to(self.device).contiguous()
+            cut = on_device(cut, self.device).contiguous()
         named = None if lanes is None else self.named_lanes(lanes)
         slots: torch.Tensor = self.write(rows, Block(done.shape[1], named, cut=cut))  # type: ignore[assignment]
         return slots.view(done.shape)
@@ -245,7 +246,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         if done.shape[1]:
             oldest = max(done.shape[1] - self.steps_per_lane, 0)
             first = self._advance(done, begins, lanes)[:, oldest]
-            self.ring.begin(first[~begins[:, : oldest + 1].any(1).to(self.device)], -1)
+            self.ring.begin(first[~on_device(begins[:, : oldest + 1].any(1), self.device)], -1)
 
     def evict(self, tails: np.ndarray | torch.Tensor | Sequence[int]) -> None:
         """Evicts the rows before a given step of each lane; step counters are not reset.
@@ -316,7 +317,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def _put_rows(self, lane: int, rows: LaneRows, cursor: int) -> None:
         """Rebuilds a lane from its last rows, the newest at step `cursor - 1`."""
-        done, begins, before = (it.to(self.device) for it in rows[1:4])
+        done, begins, before = (on_device(it, self.device) for it in rows[1:4])
         self.rejoin(done.unsqueeze(0), begins.unsqueeze(0), cursor, [lane])
         if num_rows := len(done):
             oldest = cursor - num_rows

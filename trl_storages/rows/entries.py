@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import TensorGuards
 
-__all__ = ["Nested", "Structure", "nested_sizes", "plain", "tensors_of"]
+__all__ = ["Nested", "Structure", "are_plain", "nested_sizes", "plain", "tensors_of"]
 
 _is_cpu, _is_contiguous, _is_neg = (
     attrgetter("is_cpu"),
@@ -83,13 +83,15 @@ def _walk(
             )
 
 
-def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns the tensors on the CPU, contiguous and without a pending negation.
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are on the CPU, contiguous and without a pending negation."""
+    there = all(map(_is_cpu, tensors)) and all(map(_is_contiguous, tensors))
+    return there and not any(map(_is_neg, tensors))
 
-    Returns the same sequence if all of them are so already.
-    """
-    are_plain = all(map(_is_cpu, tensors)) and all(map(_is_contiguous, tensors))
-    if are_plain and not any(map(_is_neg, tensors)):
+
+def plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the tensors as `are_plain` asks, the same sequence if they are so already."""
+    if are_plain(tensors):
         return tensors
     return [tensor.detach().cpu().resolve_neg().contiguous() for tensor in tensors]
 
@@ -114,7 +116,7 @@ class Structure:
     ) -> None:
         self._keys, self._twins, self._guards = keys, twins, guards
         self._wanted, self._guarded = itemgetter(*places), itemgetter(*dict.fromkeys(places))
-        #: Whether the tensors are `plain`.
+        #: Whether the tensors `are_plain`.
         self.is_plain = is_plain
 
     @classmethod
@@ -146,7 +148,7 @@ class Structure:
         sizes: Any = [[*tensor.shape] for tensor in guarded]
         strides: Any = [[*tensor.stride()] for tensor in guarded]
         guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return cls(keys, places, twins, guards, is_plain=plain(guarded) is guarded)
+        return cls(keys, places, twins, guards, is_plain=are_plain(guarded))
 
     def tensors(self, data: TensorDictBase) -> tuple[torch.Tensor, ...] | None:
         """Returns the corresponding tensors of another TensorDict; None if its structure differs."""

@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
+from trl_storages.kernels.sending import on_device
 from trl_storages.keys import next_key
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
@@ -259,7 +260,7 @@ def read_fields(
             picked = column.index_select(0, index.reshape(-1))
             found[key] = picked.view(index.shape + column.shape[1:])
     if device is not None and device != index.device:
-        found = {key: field.to(device, non_blocking=True) for key, field in found.items()}
+        found = {key: on_device(field, device) for key, field in found.items()}
     return found
 
 

@@ -26,6 +26,7 @@ from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
+from trl_storages.kernels.sending import on_device, sendable
 from trl_storages.kernels.sharing import SideTable, header_dtype
 from trl_storages.kernels.tables import zeros
 from trl_storages.keys import check_storable
@@ -579,7 +580,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if not -self.max_size <= slots.min() <= slots.max() < self.max_size:
                 raise IndexError(f"slots must be below {self.max_size}, got {slots.tolist()}.")
             slots = torch.where(slots < 0, slots + self.max_size, slots)
-        return slots.to(self.device), shape
+        return on_device(slots, self.device), shape
 
     def forget_links(self, num_slots: int) -> None:
         """Clears what the rows in the first slots share with the rows after them, with `share_next`."""
@@ -627,13 +628,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self.files.note(slots, following)
         table: RowTable = self.table  # type: ignore[assignment]
         is_sent_away = self.is_sent_away
-        is_pinned = is_sent_away and self.device.type == "cpu"
+        is_pinned = is_sent_away and self.device.type == "cpu" and sendable(self.out_device)  # type: ignore[arg-type]
         if self.stacks is not None:
             block = self.stacks.gather(table, slots, following, pin_memory=is_pinned)
         else:
             spans = self.layout.following  # type: ignore[union-attr]
             block = table.pick(slots, following, spans, pin_memory=is_pinned)
-        return block.to(self.out_device, non_blocking=True) if is_sent_away else block
+        return on_device(block, self.out_device) if is_sent_away else block  # type: ignore[arg-type]
 
     def read(
         self,

@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import set_entry
+from trl_storages.kernels.sending import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.rows.fields import (
     BatchedFields,
@@ -158,7 +159,9 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        stored = SingleFields(self._stored.storage, slots.to(self.slots.device), self.device)
+        stored = SingleFields(
+            self._stored.storage, on_device(slots, self.slots.device), self.device
+        )
         if keys:
             wanted = _stored_for(keys, self._defined)
             stored.update(read_fields(stored.storage, stored.slots, wanted, self.device))

@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.kernels import backend
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.stack_fields import NUM_COLUMNS
 from trl_storages.kernels.tables import Block, new_batch
 from trl_storages.keys import next_key
@@ -213,15 +214,16 @@ class Stacks:
         ahead, step = (step - cursor[:, None])[which], step[which]
         device = self._past.device
         slots = step % episodes.ring_steps * episodes.num_envs + of_lane
-        stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
+        stored = self._rows.index_select(0, on_device(torch.from_numpy(slots), device))
         frames = self._frames(stored, 1)
         if (is_new := ahead >= 0).any():
             # More is written than fits, so that some of the evicted rows are new ones.
             at = np.broadcast_to(np.arange(len(lane))[:, None], which.shape)[which]
-            number = torch.from_numpy((at * num_steps + ahead)[is_new]).to(device)
+            number = on_device(torch.from_numpy((at * num_steps + ahead)[is_new]), device)
             number = number if order is None else order.reshape(-1)[number]
             new = self._frames(rows.words().index_select(0, number), 0)
-            frames[torch.from_numpy(is_new).to(device)] = new
+            at = torch.from_numpy(np.flatnonzero(is_new))
+            frames[on_device(at, device)] = new
         return Evicted(self._places(step, of_lane), frames)
 
     def _steps_before(self, tails: np.ndarray) -> np.ndarray:
@@ -233,7 +235,7 @@ class Stacks:
         """Returns the rows of the past that hold steps of lanes, `[n]`."""
         num_lanes = self._episodes.num_envs
         places = steps % (len(self._past) // num_lanes) * num_lanes + lanes
-        return torch.from_numpy(places).to(self._past.device)
+        return on_device(torch.from_numpy(places), self._past.device)
 
     def _frames(self, rows: torch.Tensor, kind: int) -> torch.Tensor:
         """Returns the frames `[n, F]` of framed rows (kind 0), stored ones (1) or the past's (2)."""
@@ -306,10 +308,10 @@ class Stacks:
             slots = step % episodes.ring_steps * episodes.num_envs + lane
             gone = torch.from_numpy(step % num_past * episodes.num_envs + lane)
             device = self._past.device
-            stored = self._rows.index_select(0, torch.from_numpy(slots).to(device))
-            is_live = torch.from_numpy(step >= tail).to(device).unsqueeze(1)
-            past = self._past.index_select(0, gone.to(device))
-            frames[new.to(device)] = torch.where(is_live, self._frames(stored, 1), past)
+            stored = self._rows.index_select(0, on_device(torch.from_numpy(slots), device))
+            is_live = on_device(torch.from_numpy(step >= tail), device).unsqueeze(1)
+            past = self._past.index_select(0, on_device(gone, device))
+            frames[on_device(new, device)] = torch.where(is_live, self._frames(stored, 1), past)
 
         def put() -> None:
             self._past.copy_(frames)

@@ -92,8 +92,10 @@ def rows_of(
 
 def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
     """Returns n rows without fields, with only the flags that end episodes."""
-    [done], places = plain([done]), np.zeros((0, 2), np.int64)
-    return backend(device).NewRows([], places, num_rows, 0, done, device)
+    new_rows, places = backend(device).NewRows, np.zeros((0, 2), np.int64)
+    if new_rows.reads_fields:
+        [done] = plain([done])
+    return new_rows([], places, num_rows, 0, done, device)
 
 
 class StepBlock:

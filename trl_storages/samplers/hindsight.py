@@ -22,6 +22,7 @@ from trl_storages.functional.draws import (
     kinds_of_batch,
     random_noise,
 )
+from trl_storages.kernels.sending import on_device
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
 from trl_storages.signatures import Setting, shown
@@ -197,7 +198,7 @@ class HERSampler(WrappingSampler):
         if (made := self._made) is not None and made[0] == made_for:
             return made[1]
         found = kinds_of_batch(size, num_goals, self._numbers, shares)
-        kinds = torch.tensor(found, dtype=torch.uint8, device=noise.device)
+        kinds = on_device(torch.tensor(found, dtype=torch.uint8), noise.device)
         self._made = made_for, kinds
         return kinds
 

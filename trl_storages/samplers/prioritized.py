@@ -20,6 +20,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import random_noise
+from trl_storages.kernels.sending import on_device
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
@@ -286,14 +287,17 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         if stamp is not None:
             arguments.tensor("stamp", stamp)
         self._settle(storage)
-        slots, priority = slots.to(self.device), priority.to(self.device, torch.float32)
+        slots, priority = (
+            on_device(slots, self.device),
+            on_device(priority, self.device, torch.float32),
+        )
         if priority.numel() == 1:
             priority = priority.reshape(1).expand(slots.numel())
         for name, given in (("priority", priority), ("stamp", stamp)):
             if given is not None and given.numel() != slots.numel():
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
-            stamp = stamp.to(self.device).reshape(-1)
+            stamp = on_device(stamp, self.device).reshape(-1)
         self._marked, self._unanswered = None, -math.inf
         self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
 
@@ -307,7 +311,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         slots = arguments.values("index", index)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        return slots.to(self.device, torch.int64).reshape(-1).contiguous()
+        return on_device(slots, self.device, torch.int64).reshape(-1).contiguous()
 
     # The storage
 

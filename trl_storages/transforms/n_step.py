@@ -15,6 +15,7 @@ from tensordict import NestedKey
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
+from trl_storages.kernels.sending import on_device
 from trl_storages.rows import RowView
 from trl_storages.signatures import Setting, shown
 from trl_storages.transforms.base import ReplayTransform
@@ -142,7 +143,7 @@ class NStep(ReplayTransform):
         """Replaces the entries under `next`, and returns m in the shape of the rewards."""
         # Beyond `length` the window repeats its last row.
         window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
-        length = length.to(rows.device)
+        length = on_device(length, rows.device)
         if self.reward_key not in rows:
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
@@ -166,7 +167,7 @@ class NStep(ReplayTransform):
         if ends:
             terminated = self._like(further, self.terminated_key, (*size[:1], 1))
             length = window_length(length, terminated)
-            last = window.gather(0, length.to(window.device).unsqueeze(0) - 1).squeeze(0)
+            last = window.gather(0, on_device(length, window.device).unsqueeze(0) - 1).squeeze(0)
         length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))

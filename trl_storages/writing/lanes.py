@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.writing.steps import Steps
@@ -75,7 +76,7 @@ class LaneNotes:
         )
         device = self._episodes.device
         return [
-            Block(rows.shape[1], lanes.tolist(), torch.from_numpy(rows).to(device))
+            Block(rows.shape[1], lanes.tolist(), on_device(torch.from_numpy(rows), device))
             for lanes, rows in blocks
         ]
 
@@ -121,7 +122,7 @@ class LaneNotes:
         """Cuts before the first row of some of the lanes, `[L]` bool."""
         cut = torch.zeros(len(begins), block.num_steps, dtype=torch.bool)
         cut[:, 0] = begins
-        return block.cut_at(cut.to(self._episodes.device))
+        return block.cut_at(on_device(cut, self._episodes.device))
 
     def tears(self, steps: Steps, block: Block) -> bool:
         """Whether a trajectory resumes that another one had interrupted before its end.

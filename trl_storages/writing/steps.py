@@ -13,6 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
 from trl_storages.callers import warn_caller
+from trl_storages.kernels.sending import on_device
 from trl_storages.keys import INDEX, MASK, next_key, shared_keys
 from trl_storages.rows import (
     Layout,
@@ -202,7 +203,7 @@ class Fields:
 def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tensor | None:
     """Returns trajectory numbers as `[n]` int64 on the device of the index, if there are any."""
     for numbers in trajectory:
-        return numbers.to(storage.episodes.device).reshape(-1).long()
+        return on_device(numbers, storage.episodes.device).reshape(-1).long()
     return None
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED, SIZE
 from trl_storages.kernels.tables import Block
 
@@ -112,7 +113,7 @@ class FrameTable:
         now, newest = words.view(torch.uint8), ring.cursors[lanes] - 1
         goes_on = torch.cat([ring.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
         if cut is not None:
-            goes_on &= ~cut.to(goes_on.device)
+            goes_on &= ~on_device(cut, goes_on.device)
         depth = newest - ring.span(newest % ring.ring_steps * ring.num_envs + lanes)[:, 0]
         before = (ring, lanes, newest, ring.tails[lanes], depth)
         breaks = torch.zeros_like(done, dtype=torch.int64)

@@ -16,6 +16,7 @@ import torch
 
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.tables import FINISHED, FIRST, GOAL_KINDS, LAST, Block, RingTables, take
 
 __all__ = ["Ring"]
@@ -51,7 +52,7 @@ class Ring(RingTables):
             differs = now[..., start : start + size] != led_to[..., led_start : led_start + size]
             gaps |= differs.any(-1)
         gaps &= torch.cat([self.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
-        return gaps if cut is None else gaps & ~cut.to(self.device)
+        return gaps if cut is None else gaps & ~on_device(cut, self.device)
 
     def newest_slots(self, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the slots `[L]` of the newest rows of lanes."""
@@ -77,7 +78,7 @@ class Ring(RingTables):
         # A row begins an episode if the row before it ended one, or if it is cut off from that row.
         begins = torch.cat([is_open == 0, done[:, :-1]], 1)
         if cut is not None:
-            begins = begins | cut.to(self.device)
+            begins = begins | on_device(cut, self.device)
         step = cursor + torch.arange(num_steps, device=self.device)
         if table is not None:
             # Of more than R steps, only the last R are kept.
@@ -109,7 +110,7 @@ class Ring(RingTables):
         """Returns the lanes as a tensor `[L]`; None is all of them."""
         if lanes is None:
             return torch.arange(self.num_envs, device=self.device)
-        return torch.as_tensor(lanes, device=self.device)
+        return on_device(torch.as_tensor(lanes), self.device)
 
     def counters(self) -> torch.Tensor:
         """Returns a copy of the counters that a write advances."""

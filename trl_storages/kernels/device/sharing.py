@@ -13,6 +13,7 @@ import torch
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.tree import only_last
 from trl_storages.kernels.device.writing import NewRows
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -108,7 +109,7 @@ class SharedTable(RowTable):
         slots = self._counted(slots)
         after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
         # By committed cursors: after the newest row comes an old row, or one that is not committed yet.
-        cursors = self._cursors.to(lane.device)
+        cursors = on_device(self._cursors, lane.device)
         named = self._header_of(after)
         heads = cursors % self._ring.ring_steps * self._num_lanes
         is_newest = after == (heads.index_select(0, lane) + lane)

@@ -12,6 +12,7 @@ from itertools import repeat
 import torch
 from torch.nn.functional import pad
 
+from trl_storages.kernels.sending import on_device
 from trl_storages.kernels.tables import FAN_OUT, level_starts, take
 
 __all__ = ["SumTree", "only_last"]
@@ -58,7 +59,9 @@ class SumTree:
         # Of each level, from the lowest up: bits to shift a leaf by, and where the level begins.
         depth = len(self._sums)
         self._shifts = 3 * torch.arange(depth, device=device).view(-1, 1, 1)
-        self._firsts = torch.tensor(starts[-2:0:-1], device=device).view(-1, 1, 1, 1)
+        self._firsts = on_device(torch.tensor(starts[-2:0:-1]), self._table.device).view(
+            -1, 1, 1, 1
+        )
         self._least: list[torch.Tensor] | None = None
 
     def _levels(self, table: torch.Tensor) -> list[torch.Tensor]:
@@ -181,8 +184,7 @@ class SumTree:
             leaf = self._descend(uniform * self.total, repeat((), len(self._sums)))
         else:
             totals, nodes, parts = self._edges(start, stop)
-            ends = totals.cumsum(0)
-            which, mass = _part_at(ends.unsqueeze(0), uniform * ends[-1])
+            which, mass = _part_at(totals.unsqueeze(0), uniform * totals.cumsum(0)[-1])
             nodes, parts = nodes.index_select(1, which), parts.index_select(1, which)
             edges = zip(*nodes.unbind(2), *parts.unbind(2), strict=True)
             leaf = self._descend(mass, edges)
@@ -206,7 +208,7 @@ class SumTree:
                 left, right, left_part, right_part = edge
                 weights = torch.where((right == node).unsqueeze(1), right_part, weights)
                 weights = torch.where((left == node).unsqueeze(1), left_part, weights)
-            chosen, rest = _part_at(weights.cumsum(1), rest)
+            chosen, rest = _part_at(weights, rest)
             node = torch.add(chosen, node, alpha=FAN_OUT)
         return node
 
@@ -257,25 +259,32 @@ def _transposed(index: torch.Tensor, width: int, length: int) -> torch.Tensor:
 
 
 def _sums_of(weights: torch.Tensor) -> torch.Tensor:
-    """Adds `[..., 8]` children, from left to right."""
-    # A plain sum may add in any order; on the CPU a cumulative one adds from left to right.
-    return weights.cumsum(-1)[..., -1]
+    """Adds `[..., 8]` children in the order of `kernels.host.SumTree`.
+
+    `sum` and `cumsum` add in an order of their own, on a GPU in one that depends on the shape.
+    """
+    while (half := weights.shape[-1] // 2) > 0:
+        weights = weights[..., :half] + weights[..., half:]
+    return weights[..., 0]
 
 
-def _part_at(ends: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _part_at(weights: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the last part of positive weight that begins at or below `rest`.
 
     Args:
-        ends: `[B, n]` or `[1, n]`, where the parts end.
+        weights: `[B, n]` or `[1, n]`, of the parts.
         rest: `[B, 1]` masses.
 
     Returns:
         `[B]` the index of the part, and `[B, 1]` how far into it the mass reaches.
     """
-    # The parts before it end at or below the mass. If rounding took the mass to the end of all, the last
-    # part of positive weight is taken.
-    is_before = (ends <= rest) & (ends < ends[:, -1:])
-    return is_before.sum(1), rest - (ends * is_before).amax(1, keepdim=True)
+    ends = weights.cumsum(1)
+    begins = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+    # As rounding may differ from sum to sum, only the weight says for sure that there is something.
+    is_part = (weights > 0) & (ends > begins) & (begins <= rest)
+    number = torch.arange(weights.shape[1], device=weights.device)
+    chosen = torch.where(is_part, number, 0).amax(1, keepdim=True)
+    return chosen.squeeze(1), rest - begins.expand(len(rest), -1).gather(1, chosen)
 
 
 def only_last(index: torch.Tensor, spare: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trl_storages.kernels.sending import on_device, sendable
 from trl_storages.kernels.tables import Block
 
 __all__ = ["NewRows"]
@@ -39,7 +40,10 @@ class NewRows:
         # All fields cross to the device in one copy, unless some are there already.
         is_there = any(field.device == device for field in fields)
         begin = device if is_there else torch.device("cpu")
-        words = torch.zeros((num_rows, num_words), dtype=torch.int64, device=begin)
+        pinned = not is_there and sendable(device)
+        words = torch.zeros(
+            (num_rows, num_words), dtype=torch.int64, device=begin, pin_memory=pinned
+        )
         into = words.view(torch.uint8)
         for field, (start, size) in zip(fields, places.tolist(), strict=True):
             if size and num_rows:
@@ -49,8 +53,8 @@ class NewRows:
                 into[:, start : start + size] = bytes_of_rows
         # Rows that came from the host can be checked without waiting for the device.
         self._on_host = None if is_there else words
-        self._words = words.to(device)
-        self.done = None if done is None else done.reshape(-1).to(device)
+        self._words = on_device(words, device)
+        self.done = None if done is None else on_device(done.reshape(-1), device)
         # If these are parts of other rows: those, and which parts.
         self._whole: tuple[NewRows, np.ndarray] | None = None
 
@@ -64,8 +68,8 @@ class NewRows:
     ) -> NewRows:
         """Wraps rows that are laid out already; see `kernels.host.writing.NewRows`."""
         rows = cls([], places[:0], len(words), 0, None, device)
-        rows.places, rows._words = places, words.to(device)
-        rows.done = None if done is None else done.reshape(-1).to(device)
+        rows.places, rows._words = places, on_device(words, device)
+        rows.done = None if done is None else on_device(done.reshape(-1), device)
         return rows
 
     def words(self) -> torch.Tensor:

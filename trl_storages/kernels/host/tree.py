@@ -24,8 +24,8 @@ _NO_LEAVES = np.zeros(0, np.int64)
 class SumTree:
     """Draws leaves in proportion to their weights.
 
-    A node is the sum of its eight children, always recomputed from left to right in float64, so nothing
-    drifts, and equal weights make equal trees, whatever their history.
+    A node is the sum of its eight children, always recomputed in float64 and in the same order, so
+    nothing drifts, and equal weights make equal trees, whatever their history.
 
     A draw starts at the root with a mass below the total, and descends. At each node it takes the last
     child of positive weight that begins at or below what is left of the mass. Every node of positive
@@ -193,6 +193,14 @@ def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]
     return chosen, begins
 
 
+@inlined
+def _sum_of(weights: np.ndarray, first: int) -> float:
+    """Adds eight children by halves: 0 and 4, 1 and 5, and so on; then these sums likewise."""
+    even = (weights[first] + weights[first + 4]) + (weights[first + 2] + weights[first + 6])
+    odd = (weights[first + 1] + weights[first + 5]) + (weights[first + 3] + weights[first + 7])
+    return even + odd
+
+
 @compiled
 def _find_edges(
     sums: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
@@ -228,7 +236,6 @@ def _find_edges(
                 node = (right if side else left) >> 3
                 nodes[side, level - 1, r] = node
                 at = ((side * depth + level - 1) * num_ranges + r) * FAN_OUT
-                summed = 0.0
                 for j in range(FAN_OUT):
                     child = node * FAN_OUT + j
                     if child < left or child > right:
@@ -240,8 +247,7 @@ def _find_edges(
                     else:
                         part = sums[starts[level] + child]
                     parts[at + j] = part
-                    summed += part
-                both[side] = summed
+                both[side] = _sum_of(parts, at)
             left, right = left >> 3, right >> 3
         totals[r] = both[0]
     return nodes, parts, totals
@@ -316,12 +322,13 @@ def _draw(
 
 @inlined
 def _joined(nodes: np.ndarray, first: int, is_least: bool) -> float:
-    """Returns the sum of eight children, from left to right, or their least weight."""
-    found = nodes[first]
+    """Returns the sum of eight children, or their least weight."""
+    if not is_least:
+        return _sum_of(nodes, first)
+    least = nodes[first]
     for j in range(1, FAN_OUT):
-        child = nodes[first + j]
-        found = min(found, child) if is_least else found + child
-    return found
+        least = min(least, nodes[first + j])
+    return least
 
 
 @inlined
