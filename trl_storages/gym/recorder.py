@@ -16,10 +16,9 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from trl_storages import arguments
-from trl_storages.callers import warn_caller
 from trl_storages.gym.columns import Column, environments
 from trl_storages.gym.desk import Desk
-from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys, strange_action
+from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
 from trl_storages.gym.infos import info_values
 from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.gym.resets import (
@@ -259,19 +258,6 @@ class GymRecorder(SavedPart):
         # None stays: the loop has shown that it resets by itself.
         self._last = self._last and {}
         self._ended = ended
-
-    def look_at_actions(self, rows: Mapping[NestedKey, Tensor]) -> None:
-        """Warns if rows that were stored before have discrete actions of another space.
-
-        Args:
-            rows: key -> `[n, *shape]`, of all `choices`.
-        """
-        for key, choices in self.choices.items():
-            if strange := strange_action(key, choices, as_array(rows[key])):
-                warn_caller(
-                    f"{strange[1]} in a row that was stored before: these rows are of another action "
-                    "space. Make the storage for theirs, or without these rows."
-                )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""

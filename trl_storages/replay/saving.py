@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
+from trl_storages.callers import warn_caller
+from trl_storages.gym.fields import strange_action
 from trl_storages.interrupts import finish
 from trl_storages.ring import episodes_of
 from trl_storages.ring.naming import slots_of
@@ -18,6 +20,7 @@ from trl_storages.rows import (
     Moved,
     PackedStorage,
     StockRows,
+    as_array,
     check_writable,
     read_fields,
     rows_part,
@@ -117,9 +120,15 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
 def look_at_actions(storage: Any) -> None:
     """Warns if the newest rows, stored before, have discrete actions of another space."""
     episodes, choices = getattr(storage._storage, "episodes", None), storage._recorder.choices
-    if choices and episodes is not None and len(episodes):
-        newest = slots_of(episodes, slice(-_LOOKED_AT, None))
-        storage._recorder.look_at_actions(read_fields(storage._storage, newest, choices))
+    if not choices or episodes is None or not len(episodes):
+        return
+    newest = slots_of(episodes, slice(-_LOOKED_AT, None))
+    for key, taken in read_fields(storage._storage, newest, choices).items():
+        if strange := strange_action(key, choices[key], as_array(taken)):
+            warn_caller(
+                f"{strange[1]} in a row that was stored before: these rows are of another action space. "
+                "Make the storage for theirs, or without these rows."
+            )
 
 
 def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
