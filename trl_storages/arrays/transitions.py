@@ -276,7 +276,9 @@ def steps_of(argument: str, value: Any, layout: Layout | None = None) -> TensorD
     Raises:
         KeyError, TypeError, ValueError: as in `Transitions`.
     """
-    if not isinstance(value, TensorDictBase) and isinstance(value, Mapping):
+    if isinstance(value, TensorDictBase):
+        return value
+    if isinstance(value, Mapping):
         fields = None if layout is None else layout.described
         return Transitions(value, argument=argument, fields=fields).tensordict()
     return arguments.steps(argument, value)
