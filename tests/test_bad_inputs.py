@@ -559,7 +559,7 @@ BETWEEN_PARTS = {
             "keep_episodes",
             "lay_out",
             "lay_out_anew",
-            "looks",
+            "finds_gaps",
             "make_room",
             "mover",
             "note",
