@@ -323,7 +323,7 @@ def test_a_batch_of_the_size_of_its_sequences(boundary, last, per_row):
     assert torch.equal(priorities.priorities, expected)
 
     batch["td_error"] = torch.rand(5, 3)
-    with pytest.raises(ValueError, match=r"one value a sequence, shape \[5\], or .* got \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"one value a sequence, shape \[5\], by .* got \[5, 3\]"):
         buffer.update_tensordict_priority(batch)
     assert torch.equal(priorities.priorities, expected)
 

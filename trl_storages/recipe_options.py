@@ -31,7 +31,7 @@ def _info_keys(name: str, value: Any) -> InfoKeys:
 
 
 def _extra_fields(name: str, value: Any) -> dict[NestedKey, Field]:
-    what = "a mapping from key to (dtype, shape)"
+    what = "a mapping from key to (dtype, shape), such as {'state': (torch.float32, [8])}"
     fields: dict[NestedKey, Field] = {}
     for given, field in arguments.mapping(name, value, what).items():
         key = arguments.key(name, given)
@@ -40,7 +40,7 @@ def _extra_fields(name: str, value: Any) -> dict[NestedKey, Field]:
                 sizes = [arguments.integer(f"{name}[{key!r}]", size) for size in shape]
                 fields[key] = (dtype, torch.Size(sizes))
             case _:
-                raise TypeError(f"{name} must be {what}, got {field!r} for {key!r}.")
+                raise TypeError(f"{name} must be {what}; got {field!r} for {key!r}.")
     return fields
 
 

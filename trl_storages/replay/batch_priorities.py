@@ -82,9 +82,11 @@ def drawn_priorities(
         return slots, priority, stamp
     fitting = (rows, (rows.numel(),), (num_sequences, num_steps))
     if all(given[: len(shape)] != shape for shape in fitting):
-        of_sequences = (
-            f"one value a sequence, shape {[num_sequences]}, or " if anchor is not None else ""
-        )
+        of_sequences = ""
+        if anchor is not None:
+            of_sequences = (
+                f"one value a sequence, shape {[num_sequences]}, by sequence_priority, or "
+            )
         raise ValueError(
             f"{name} must have {of_sequences}one value a row, shape {list(rows)}, got {list(given)}. "
             "Nothing was updated."
