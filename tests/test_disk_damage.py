@@ -167,6 +167,20 @@ def made_originals(tmp_path_factory):
     return made
 
 
+def test_a_reader_keeps_the_largest_priority_of_the_rows_where_it_is_damaged(tmp_path):
+    written(tmp_path / "rows")
+    path = tmp_path / "rows" / "priorities.1.bin"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    sampler = PERSampler(SIZE)
+    storage = ReplayStorage.open(tmp_path / "rows", mode="r", sampler=sampler, batch_size=4)
+    for _ in range(3):
+        storage.sample()
+        check_priorities(storage)
+        assert sampler.default_priority > 1
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.search)])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
 def test_damages_at_random(tmp_path, tmp_path_factory, stored, seed):

@@ -95,7 +95,9 @@ class DurableTable(PriorityTable):
         words, episodes, table = self._words, self._storage.episodes, self._rows
         _, evicted = words.renew(table, _NO_SLOTS, episodes.ring, self._tails)
         slots, seen, priority = words.news(episodes.ring, self._known)
-        largest, is_damaged = words.get(self._largest_at).nan_to_num(nan=0.0), priority.isnan()
+        largest, is_damaged = words.get(self._largest_at), priority.isnan()
+        # A damaged one is that of the rows read before, and now.
+        largest = torch.where(largest.isnan(), table.largest, largest)
         # A power loss may have destroyed the largest priority, but not those of the rows.
         most = torch.cat([largest, priority[~is_damaged]]).amax()
         largest = torch.where(most > largest.clamp(min=1.0), most, largest)
