@@ -8,7 +8,7 @@ import pytest
 from mktestdocs import check_md_file
 
 from tests.benchmarks import durability
-from tests.benchmarks.readme import PAGES, update, written
+from tests.benchmarks.readme import PAGES, pages_of, update, written
 from tests.benchmarks.results import Report
 from trl_storages import EpisodeSequence, HERReplayStorage, gym_reward
 
@@ -18,6 +18,7 @@ GUIDES = sorted((ROOT / "tutorials").glob("*.md"))
 #: These guides need more than a process of their own, which their tests give them.
 ELSEWHERE = {"several_machines.md"}
 KEPT = ROOT / "tests" / "benchmarks" / "results.json"
+KEPT_ON_GPU = KEPT.with_name("cuda.json")
 
 
 # Collectors and environments of the examples warn about options of their own that are to change.
@@ -69,13 +70,15 @@ def test_there_are_exactly_two_commands():
     assert test.endswith(".venv/bin/python -m pytest -n 2 --dist worksteal")
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_speed_is_that_of_the_run_that_is_kept(name):
-    page = (ROOT / name).read_text()
+@pytest.mark.parametrize("kept", [KEPT, KEPT_ON_GPU], ids=["results", "cuda"])
+def test_speed_is_that_of_the_run_that_is_kept(kept):
+    report = Report.load(kept)
+    for name, format_page in pages_of(report).items():
+        page = (ROOT / name).read_text()
 
-    assert page == written(page, PAGES[name](Report.load(KEPT))), (
-        "run python -m tests.benchmarks --readme tests/benchmarks/results.json"
-    )
+        assert page == written(page, format_page(report)), (
+            f"run python -m tests.benchmarks --readme {kept.relative_to(ROOT)}"
+        )
 
 
 def test_rows_on_disk_are_as_fast_as_in_the_run_that_is_kept():

@@ -19,7 +19,7 @@ import torch
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
-from tests.benchmarks.readme import PAGES, update
+from tests.benchmarks.readme import pages_of, update
 from tests.benchmarks.results import Report, describe_machine
 from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
 from tests.benchmarks.tables import format_machine, format_report
@@ -146,8 +146,9 @@ def main() -> None:
     """Measures, or reads what was measured, and prints it."""
     arguments = parse_arguments()
     if arguments.readme is not None:
-        update(Report.load(arguments.readme), ROOT)
-        print(f"The tables of {', '.join(PAGES)} are those of {arguments.readme}.")
+        report = Report.load(arguments.readme)
+        update(report, ROOT)
+        print(f"The tables of {', '.join(pages_of(report))} are those of {arguments.readme}.")
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device.")

@@ -14,9 +14,18 @@ from tests.benchmarks.tables import (
 )
 from tests.benchmarks.targets import WORKS, outcomes
 
-__all__ = ["PAGES", "format_all", "format_short", "format_targets", "update", "written"]
+__all__ = [
+    "GPU_PAGES",
+    "PAGES",
+    "format_all",
+    "format_short",
+    "format_targets",
+    "pages_of",
+    "update",
+    "written",
+]
 
-PEERS = ("torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
+PEERS = ("captured", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "raw")
 # Our works, and what the others do next to them.
 SAMPLES = {
     "uniform": "uniform",
@@ -107,12 +116,28 @@ def format_targets(report: Report) -> Iterator[str]:
         yield from format_missed(report, threads)
 
 
+def format_gpu(report: Report) -> Iterator[str]:
+    """Gives what the page on GPUs shows: draws and writes there."""
+    yield format_machine(report.machine)
+    yield ""
+    yield from format_samples(report)
+    yield ""
+    yield from format_rest(report)
+
+
 #: What each page has between two marks, by its path from the root of the checkout.
 PAGES: dict[str, Callable[[Report], Iterator[str]]] = {
     "README.md": format_short,
     "tutorials/speed.md": format_all,
     "tests/benchmarks/README.md": format_targets,
 }
+#: The same of a run on a GPU.
+GPU_PAGES = {"tutorials/on_gpu.md": format_gpu}
+
+
+def pages_of(report: Report) -> dict[str, Callable[[Report], Iterator[str]]]:
+    """Returns the pages that show a run."""
+    return PAGES if report.machine.get("device", "cpu") == "cpu" else GPU_PAGES
 
 
 def written(page: str, lines: Iterator[str]) -> str:
@@ -125,7 +150,7 @@ def update(report: Report, root: Path) -> None:
     """Writes the tables of a run into the pages."""
     texts = {
         root / name: written((root / name).read_text(), format_page(report))
-        for name, format_page in PAGES.items()
+        for name, format_page in pages_of(report).items()
     }
     for path, text in texts.items():
         path.write_text(text)
@@ -248,7 +273,10 @@ def head(first: str, peers: list[str]) -> Iterator[str]:
 def row_of(first: str, ours: Result, results: list[Result], peers: list[str]) -> str:
     """Returns a line of a table: our time, and among `results` those of the others."""
     theirs = SAMPLES.get(ours.work, ours.work)
-    cells = [markdown_cell(pick(results, work=theirs, peer=peer), ours) for peer in peers]
+    cells = []
+    for peer in peers:
+        work = ours.work if peer == "captured" else theirs
+        cells.append(markdown_cell(pick(results, work=work, peer=peer), ours))
     return f"{first}**{ours.median:,.0f}** | " + " | ".join(cells) + " |"
 
 
