@@ -14,7 +14,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments, keys
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import BOUNDARIES
 from trl_storages.ring import episodes_of
 from trl_storages.signatures import shown

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from trl_storages.kernels.tables import zeros
+from trl_storages.kernels.memory import zeros
 
 __all__ = [
     "CONTINUES",

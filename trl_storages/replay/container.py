@@ -25,7 +25,7 @@ from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import containers, history, incoming, on_disk

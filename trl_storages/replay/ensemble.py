@@ -17,7 +17,7 @@ from torchrl.data import PrioritizedSampler
 from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
 from trl_storages.functional.draws import even_order, num_of_each
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation

@@ -11,7 +11,7 @@ from tensordict.utils import expand_as_right
 from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 
 from trl_storages import keys
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.ring.naming import is_key, slots_of
 

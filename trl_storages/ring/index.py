@@ -19,7 +19,7 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.kernels import backend
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import CURSOR, Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants

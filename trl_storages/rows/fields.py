@@ -14,7 +14,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.keys import next_key
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage

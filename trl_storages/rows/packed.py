@@ -26,9 +26,8 @@ from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
-from trl_storages.kernels.sending import on_device, sendable
+from trl_storages.kernels.memory import on_device, sendable, zeros
 from trl_storages.kernels.sharing import SideTable, header_dtype
-from trl_storages.kernels.tables import zeros
 from trl_storages.keys import check_storable
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex

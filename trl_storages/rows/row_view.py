@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages._torchrl import set_entry
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.rows.fields import (
     BatchedFields,

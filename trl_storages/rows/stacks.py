@@ -14,9 +14,9 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.kernels import backend
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import new_batch, on_device
 from trl_storages.kernels.stack_fields import NUM_COLUMNS
-from trl_storages.kernels.tables import Block, new_batch
+from trl_storages.kernels.tables import Block
 from trl_storages.keys import next_key
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept

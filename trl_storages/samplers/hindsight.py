@@ -22,7 +22,7 @@ from trl_storages.functional.draws import (
     kinds_of_batch,
     random_noise,
 )
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
 from trl_storages.signatures import Setting, shown

@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import random_noise
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of

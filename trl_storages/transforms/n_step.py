@@ -15,7 +15,7 @@ from tensordict import NestedKey
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView
 from trl_storages.signatures import Setting, shown
 from trl_storages.transforms.base import ReplayTransform

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.writing.steps import Steps

@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
 from trl_storages.callers import warn_caller
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.keys import INDEX, MASK, next_key, shared_keys
 from trl_storages.rows import (
     Layout,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.stack_fields import COUNT, NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED, SIZE
 from trl_storages.kernels.tables import Block
 

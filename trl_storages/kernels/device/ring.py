@@ -16,7 +16,7 @@ import torch
 
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import FINISHED, FIRST, GOAL_KINDS, LAST, Block, RingTables, take
 
 __all__ = ["Ring"]

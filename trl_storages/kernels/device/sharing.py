@@ -13,7 +13,7 @@ import torch
 from trl_storages.kernels.device.rows import RowTable
 from trl_storages.kernels.device.tree import only_last
 from trl_storages.kernels.device.writing import NewRows
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,

@@ -12,7 +12,7 @@ from itertools import repeat
 import torch
 from torch.nn.functional import pad
 
-from trl_storages.kernels.sending import on_device
+from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import FAN_OUT, level_starts, take
 
 __all__ = ["SumTree", "only_last"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trl_storages.kernels.sending import on_device, sendable
+from trl_storages.kernels.memory import on_device, sendable
 from trl_storages.kernels.tables import Block
 
 __all__ = ["NewRows"]

@@ -13,7 +13,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import LINE, compiled, copy_bytes, prefetch
 from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
-from trl_storages.kernels.tables import new_batch
+from trl_storages.kernels.memory import new_batch
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.ring import Ring

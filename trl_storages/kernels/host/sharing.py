@@ -23,6 +23,7 @@ from trl_storages.kernels.host.compiling import (
 )
 from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import Given, NewRows
+from trl_storages.kernels.memory import new_batch
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -36,7 +37,7 @@ from trl_storages.kernels.sharing import (
     Sharing,
     SideTable,
 )
-from trl_storages.kernels.tables import CURSOR, OPEN, RingTables, new_batch
+from trl_storages.kernels.tables import CURSOR, OPEN, RingTables
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.disk import Commits

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from trl_storages.kernels import tables
-from trl_storages.kernels.tables import new_batch
+from trl_storages.kernels import memory
+from trl_storages.kernels.memory import new_batch
 
 LARGE = (1 << 22) + 3  # words, more than the C library keeps
 
@@ -44,5 +44,5 @@ def test_little_memory_is_kept():
     for size in range(LARGE, LARGE + 5):
         batches = [new_batch((size,)) for _ in range(4)]
         del batches
-    assert len(tables._spare) <= 2
-    assert all(len(spare) <= 2 for spare in tables._spare.values())
+    assert len(memory._spare) <= 2
+    assert all(len(spare) <= 2 for spare in memory._spare.values())
