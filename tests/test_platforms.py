@@ -49,7 +49,16 @@ EVERYWHERE = {
         "urandom",
     },
     "mmap": {"ACCESS_READ", "ACCESS_WRITE", "ACCESS_COPY", "mmap"},
-    "signal": {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "Signals", "getsignal", "signal"},
+    "signal": {
+        "SIGINT",
+        "SIGTERM",
+        "SIG_DFL",
+        "SIG_IGN",
+        "Signals",
+        "getsignal",
+        "signal",
+        "valid_signals",
+    },
     "select": {"select"},
 }
 

@@ -269,7 +269,10 @@ class _Directory:
                 _is(found, "tensor", 3) and name in DTYPES and type(file) is int
             ):
                 return self._tensor(DTYPES[name], _size(shape), _file_of(file))
-        return self._refuse(f"{_STATE!r} must describe values of kinds that are known, got {found}")
+        return self._refuse(
+            f"{_STATE!r} must describe values of kinds that are known, tensors by their dtype, shape and "
+            f"the number of a file; got {found}"
+        )
 
     def _tensor(self, kind: torch.dtype, size: torch.Size, name: str) -> torch.Tensor:
         """Maps a tensor file copy-on-write: writes to the tensor never reach the file."""
