@@ -121,6 +121,9 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         def writer(self) -> Any:
             """Tracks the episodes."""
 
+        def client(self) -> Any:
+            """Returns the storage, or a handle of the process that it is in."""
+
     n_step = Parameter[int]("n of the n-step returns, of `NStep`.")
     discount = Parameter[float](
         "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "
