@@ -39,7 +39,9 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
     - "pad": repeats the first or last surviving row, with `validity_mask` False.
     - "fit": shifts the sequence by as little as keeps it within the episode. An episode shorter than S
-      is padded, at the expense of burn-in first, then bootstrap, then the last learning rows.
+      is padded, at the expense of burn-in first, then bootstrap, then the last learning rows. With
+      `bootstrap`, the last rows of a longer episode are therefore never learning rows, nor are the
+      rewards and ends that they hold: use "pad" where these matter.
     - "cross": continues into the lane's previous and next episodes, as in Dreamer, and pads only where
       the lane has no older or newer rows. `is_init` marks where another episode begins.
 
@@ -65,7 +67,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     Reference: Kapturowski et al. 2019 (R2D2) for burn-in; Hafner et al. 2023, Mastering Diverse Domains
     through World Models, arXiv:2301.04104, for streams across episodes.
 
-    >>> EpisodeSequence(8, burn_in=4, bootstrap=1, boundary="fit").num_steps
+    >>> EpisodeSequence(8, burn_in=4, bootstrap=1, boundary="pad").num_steps
     13
     """
 

@@ -340,7 +340,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             where = self.scratch_dir or self.device
             raise RuntimeError(
                 f"rows that several processes write must be in memory, these are in {where}: leave path "
-                "and device out, or let the collector yield its batches and extend the storage with them."
+                "and device out, or let the collector yield its batches and extend the storage with "
+                "them. To draw in worker processes, use storage.loader(num_workers=...)."
             )
         self._sharing_process = os.getpid()
         if self.episodes is not None:

@@ -70,8 +70,9 @@ def _error(layout: Layout, block: Block, breaks: torch.Tensor) -> ValueError:
             before, other = "zeros", "same"
         return ValueError(
             f"an episode must begin with a stack whose earlier frames are all {before}; {where} has "
-            "others. Begin episodes with a reset, and make the storage with the padding that the "
-            f"environment has, frame_stack={{{field.key!r}: FrameStack(..., padding={other!r})}}, or "
+            "others. Begin episodes with a reset, call end_episodes() after one that the environments "
+            "did not make themselves, and make the storage with the padding that they have, "
+            f"frame_stack={{{field.key!r}: FrameStack(..., padding={other!r})}}, or "
             "without frame_stack. Nothing was written."
         )
     return ValueError(
