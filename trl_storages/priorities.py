@@ -17,6 +17,7 @@ import torch
 from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
+from trl_storages.kernels.memory import sendable
 from trl_storages.kernels.tables import ABSENT
 from trl_storages.ring import EpisodeIndex
 
@@ -41,7 +42,7 @@ class DeferredError:
 
     def __init__(self, device: torch.device) -> None:
         # Only copies to pinned memory are asynchronous.
-        pinned = device.type == "cuda" and torch.cuda.is_available()
+        pinned = sendable(device)
         self._flag = torch.zeros((), dtype=torch.bool, device=device)
         self._host_flag = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
 

@@ -279,7 +279,7 @@ def _part_at(weights: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, t
         `[B]` the index of the part, and `[B, 1]` how far into it the mass reaches.
     """
     ends = weights.cumsum(1)
-    begins = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+    begins = pad(ends[:, :-1], (1, 0))
     # As rounding may differ from sum to sum, only the weight says for sure that there is something.
     is_part = (weights > 0) & (ends > begins) & (begins <= rest)
     number = torch.arange(weights.shape[1], device=weights.device)
