@@ -131,6 +131,13 @@ else:
     _BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
     _POINTER = _BYTE.as_pointer()
 
+    def _ask_for(builder: Any, address: Any) -> None:
+        """Prefetches the cache line at a pointer."""
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
+        # A read, kept in all cache levels, of data.
+        builder.call(function, [address, _INT(0), _INT(3), _INT(1)])
+
     @intrinsic
     def prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
         """Prefetches the cache line that holds byte `byte` of a contiguous array."""
@@ -138,10 +145,7 @@ else:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             view = context.make_array(signature.args[0])(context, builder, args[0])
             address = builder.gep(builder.bitcast(view.data, _POINTER), [args[1]])
-            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
-            # A read, kept in all cache levels, of data.
-            builder.call(function, [address, _INT(0), _INT(3), _INT(1)])
+            _ask_for(builder, address)
             return context.get_dummy_value()
 
         return types.void(array, byte), generate
@@ -177,9 +181,7 @@ else:
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
-            ask = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
-            builder.call(ask, [builder.inttoptr(args[2], _POINTER), _INT(0), _INT(3), _INT(1)])
+            _ask_for(builder, builder.inttoptr(args[2], _POINTER))
             line = ir.VectorType(_LONG, LINE // 8).as_pointer()
             to, start = (builder.inttoptr(address, line) for address in args[:2])
             stored = builder.store(builder.load(start, align=1), to, align=LINE)
