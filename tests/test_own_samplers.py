@@ -76,6 +76,17 @@ def test_a_window_needs_more_than_an_overridden_sample(kind):
         ERESampler(base=own(kind, "sample"))
 
 
+def test_a_new_base_draws_from_the_generator_of_the_storage():
+    def draw():
+        storage = storage_of(HERSampler(num_goals=0, base=ERESampler()))
+        storage.set_rng(torch.Generator().manual_seed(5))
+        storage.sampler.base = ERESampler()
+        storage.sampler.base.base = UniformSampler()
+        return storage.sample(50)["index"]
+
+    assert torch.equal(draw(), draw())
+
+
 def test_draws_of_ones_own_follow_the_generator():
     draws = []
     for _ in range(2):

@@ -168,6 +168,19 @@ def test_what_follows_is_that_of_other_rows(storage):
     assert_same(rows.tensordict(), wanted)
 
 
+def test_what_is_defined_after_that_sees_the_other_rows_too(storage):
+    rows = view(storage)
+    rows.define([REWARD], doubled)
+    rows.follow(SLOTS + 2, reason="rows were folded")
+    rows.define(
+        [REWARD, "bonus"],
+        lambda seen, key: {REWARD: seen[REWARD] + seen["mark"], "bonus": seen[REWARD]},
+    )
+    followed = expected(storage, SLOTS + 2)[REWARD] * 2
+    assert torch.equal(rows[REWARD], followed + expected(storage)["mark"])
+    assert torch.equal(rows.tensordict()["bonus"], followed)
+
+
 def test_what_was_set_cannot_follow(storage):
     rows = view(storage)
     rows["next", "bonus"] = torch.zeros(3, 1)

@@ -10,7 +10,8 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,10 +41,10 @@ __all__ = [
     "check_draws",
     "check_not_joined",
     "check_part",
+    "checked_draw",
     "draw",
     "expand",
     "mark_stored_rows",
-    "size_of_draw",
 ]
 
 _USE_SEQUENCES = (
@@ -68,12 +69,16 @@ _ASKED: dict[type, str] = {
 }
 
 
-def _asked_by(part: Sampler | SampleUnit | None) -> str | None:
-    """Returns what a part assumes about the rows; None if it is not TorchRL's."""
-    method = getattr(part, "sample", None) or getattr(part, "expand", None)
+def _asked(kind: type) -> str | None:
+    """Returns what a kind of part assumes about the rows; None if it is not TorchRL's."""
+    method = getattr(kind, "sample", None) or getattr(kind, "expand", None)
     if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
-    return next(asked for kind, asked in _ASKED.items() if isinstance(part, kind))
+    return next(asked for known, asked in _ASKED.items() if issubclass(kind, known))
+
+
+# Looked up for each batch.
+_asked_by: Callable[[type], str | None] = lru_cache(maxsize=1024)(_asked)
 
 
 # Checks that do not depend on the rows: done when parts are combined.
@@ -92,7 +97,7 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
     """
     if (base := getattr(part, "base", None)) is not None:
         check_part(base, num_envs, storage)
-    name, asked = type(part).__name__, _asked_by(part)
+    name, asked = type(part).__name__, _asked_by(type(part))
     if asked is None:
         return
     if asked == "to be consumed":
@@ -179,22 +184,22 @@ class _Seen:
         return self._length
 
 
-def size_of_draw(storage: Storage, batch_size: int) -> int:
-    """Checks that a storage has rows to draw, and returns B.
+def checked_draw(storage: Any, batch_size: int) -> tuple[int, EpisodeIndex | None]:
+    """Checks that a storage has rows to draw; returns B, and the episode index if there is one.
 
     Raises:
         RuntimeError: the storage is empty.
         TypeError, ValueError: it is not a storage, or B is below 1.
     """
     # Anything with an episode index will do.
-    rows = getattr(storage, "episodes", None)
-    if rows is None:
-        rows = arguments.instance("storage", storage, Storage, what="a TorchRL storage")
-    if not len(rows):
+    episodes = getattr(storage, "episodes", None)
+    if episodes is None:
+        arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+    if not len(storage if episodes is None else episodes):
         raise RuntimeError(
             "the storage is empty: write transitions with record(), add() or extend() before sampling."
         )
-    return arguments.integer("batch_size", batch_size, at_least=1)
+    return arguments.integer("batch_size", batch_size, at_least=1), episodes
 
 
 def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -213,9 +218,9 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: with the rows as they are, the sampler would join episodes or draw empty slots.
             The message names what to use instead.
     """
-    if (asked := _asked_by(sampler)) is None:
+    if (asked := _asked_by(type(sampler))) is None:
         return sampler.sample(storage, batch_size)
-    batch_size, episodes = size_of_draw(storage, batch_size), getattr(storage, "episodes", None)
+    batch_size, episodes = checked_draw(storage, batch_size)
     if episodes is None:
         return sampler.sample(storage, batch_size)
     check_part(sampler, episodes.num_envs, storage)
@@ -281,7 +286,7 @@ def check_draws(storage: Any, writer: Writer) -> None:
         check_part(sampler, episodes.num_envs)
         check_part(unit, episodes.num_envs)
         _check_sequences(unit, storage)
-        if (asked := _asked_by(sampler)) is None:
+        if (asked := _asked_by(type(sampler))) is None:
             continue
         # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
         # length is that of the longest lane, an "a length" sampler sees all slots.
@@ -329,7 +334,7 @@ def _check_sequences(unit: Any, storage: Storage) -> None:
     """Raises a RuntimeError if a unit does not see where the stored episodes end."""
     # Other settings of a sequence cross episode ends on request.
     if (
-        _asked_by(unit) == "neighbours"
+        _asked_by(type(unit)) == "neighbours"
         and unit.episode_boundary != "include_reset"
         and unit.done_key is not None
     ):

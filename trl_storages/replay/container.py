@@ -40,7 +40,6 @@ from trl_storages.replay.options import (
     Parameter,
     check_goals,
     checked,
-    goal_keys,
 )
 from trl_storages.replay.remote import in_actor
 from trl_storages.replay.saving import (
@@ -163,6 +162,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
         self._collates = given.get("collate_fn") is not None
         self._known_rows = KnownRows()
+        # The samplers and transforms of the last draw, if they fit whatever their settings are.
+        self._checked_parts: tuple[list[Sampler], list[Transform]] | None = None
         if self.shared:
             self.share()
         # Suppresses TorchRL's warning about a batch size passed to a single `sample` call.
@@ -637,9 +638,10 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Draws rows and applies the transforms."""
         if self.shared:
             self._known_rows.tell(self._sampler, self.episodes)
-        parts = parts_of(self._transform)
-        check_goals(self._sampler, parts)
-        storage = self._storage
+        storage, parts = self._storage, parts_of(self._transform)
+        made_of = layers_of(self._sampler), parts
+        if made_of != self._checked_parts:
+            self._checked_parts = made_of if check_goals(*made_of) else None
         index, info = draw(self._sampler, storage, batch_size)
         if isinstance(index, tuple):
             # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
@@ -895,7 +897,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
             # The batch may have been drawn before `set_sampler`.
-            goals = dict.fromkeys([keys.DESIRED_GOAL, *goal_keys(self._sampler)])
+            drawn = [getattr(layer, "goal_key", None) for layer in layers_of(self._sampler)]
+            goals = dict.fromkeys([keys.DESIRED_GOAL, *filter(None, drawn)])
             return explain(batch, self.episodes, goals)
 
     @on_disk.consistent_read

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
-from tensordict import NestedKey
 from torchrl.data import Storage, Writer
 from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -27,7 +26,6 @@ __all__ = [
     "check_goals",
     "check_sample_unit",
     "checked",
-    "goal_keys",
 ]
 
 #: Why dumps can't be customised.
@@ -110,14 +108,16 @@ OPTIONS: dict[str, Check | None] = {
 }
 
 
-def goal_keys(sampler: Sampler) -> list[NestedKey]:
-    """Returns the keys of the goals that a sampler draws."""
-    layers: list[Any] = layers_of(sampler)
-    return [layer.goal_key for layer in layers if getattr(layer, "draws_goals", False)]
+def check_goals(layers: Sequence[Any], parts: Sequence[Transform]) -> bool:
+    """Checks that each goal that the samplers draw, and each entry, is written by one transform.
 
+    Returns:
+        whether that also holds once all of these samplers draw goals.
 
-def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
-    """Raises a RuntimeError if no transform writes a drawn goal, or two transforms write one entry."""
+    Raises:
+        RuntimeError: it does not hold.
+    """
+    fits = True
     writers = [part for part in parts if getattr(part, "uses_goals", False)]
     if len(writers) > 1:
         written = [key for part in writers for key in getattr(part, "written_keys", ())]
@@ -127,9 +127,14 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
                 "use one GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, "
                 "goal_key=...) for goals beside the one that rewards and flags are of."
             )
-    for key in goal_keys(sampler):
+    for layer in layers:
+        key = getattr(layer, "goal_key", None)
         # A custom transform may write any goal.
-        if key in [getattr(part, "goal_key", key) or keys.DESIRED_GOAL for part in writers]:
+        goals = [getattr(part, "goal_key", key) or keys.DESIRED_GOAL for part in writers]
+        if key is None or key in goals:
+            continue
+        fits = False
+        if not getattr(layer, "draws_goals", False):
             continue
         # Only one GoalRelabel may compute rewards.
         made = "None" if writers else "reward_fn"
@@ -140,6 +145,7 @@ def check_goals(sampler: Sampler, parts: Sequence[Transform]) -> None:
             f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
             "own that reads goal_index declares it by uses_goals = True."
         )
+    return fits
 
 
 def checked(

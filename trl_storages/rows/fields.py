@@ -74,9 +74,12 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
             return storage.layout.keys  # type: ignore[union-attr]
         return _names_of(storage._storage)
 
-    def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        """Returns the same rows with the entries under `next` taken from other rows."""
-        return type(self)(self.storage, self.slots, self.device, slots)
+    def follow(self, slots: torch.Tensor) -> None:
+        """Takes the entries under `next` from other rows from now on, `[*B]` int64."""
+        self.following = slots
+        for key in [*self]:
+            if key[0] == "next":
+                del self[key]
 
     @abstractmethod
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
@@ -104,9 +107,13 @@ class _WholeRows(StoredFields):
             self._block = self.storage.gather(self.slots, self.following)
         return self.storage.layout, self._block
 
+    def follow(self, slots: torch.Tensor) -> None:
+        self.following, self._block = slots, None
+        self.clear()
+
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
-        layout, block = self.packed()
-        fields = self or layout.views(block)
+        layout = self.storage.layout
+        fields = self or layout.views(self.packed()[1])
         return nest({**fields, **entries}, self.slots.shape, self.device, layout.nested)
 
 
@@ -119,24 +126,15 @@ class SingleFields(StoredFields):
             # A stack shares all frames but one with its twin under `next`.
             root = unravel_key(key[1:]) if key[0] == "next" else key
             keys = [it for it in (root, next_key(root)) if it in stacks]
-        self._read(keys)
+        self.update(read_fields(storage, self.slots, keys, self.device, self.following))
         return self[key]
-
-    def _read(self, keys: Collection[NestedKey]) -> None:
-        """Gathers fields in one call, which is faster than one by one."""
-        self.update(read_fields(self.storage, self.slots, keys, self.device, self.following))
-
-    def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        """Returns the same rows with the entries under `next` taken from other rows."""
-        rows = super().followed_by(slots)
-        rows.update({key: field for key, field in self.items() if key[0] != "next"})
-        return rows
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns all fields, with `entries` added or replacing them."""
         names = [key for key in self.names() if key not in entries]
         if missing := [key for key in names if key not in self]:
-            self._read(missing)
+            # Fields gathered in one call take less time than one by one.
+            self.update(read_fields(self.storage, self.slots, missing, self.device, self.following))
         fields = {key: self[key] for key in names}
         nested = self.storage.layout.nested
         return nest({**fields, **entries}, self.slots.shape, self.device, nested)
@@ -164,11 +162,9 @@ class BatchedFields(StoredFields):
         """Returns the keys of all fields, those of the batch once it is read."""
         return super().names() if self.batch is None else _names_of(self.batch)
 
-    def followed_by(self, slots: torch.Tensor) -> StoredFields:
-        """Returns the same rows with the entries under `next` taken from other rows."""
-        rows = BatchedFields(self.storage, self.slots, self.device, slots)
-        rows.collate = self.collate
-        return rows
+    def follow(self, slots: torch.Tensor) -> None:
+        """Takes the entries under `next` from other rows from now on, `[*B]` int64."""
+        self.following, self.batch = slots, None
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns the batch, with `entries` added or replacing its own."""

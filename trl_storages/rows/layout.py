@@ -178,7 +178,8 @@ class Layout:
             moved = self.stored_nbytes - self.row_nbytes
             stored = [replace(it, start=it.start + moved // it.dtype.itemsize) for it in self._own]
             self._stored_views = Views(stored, self.stored_nbytes)
-        self._places_of: dict[Any, tuple[dict[NestedKey, Place], list[NestedKey]]] = {}
+        #: The places of fields, by their keys.
+        self.places_of = _PlacesOf(self)
 
     @cached_property
     def rooted(self) -> np.ndarray:
@@ -206,22 +207,6 @@ class Layout:
             else:
                 spans.append([start, to, size, self.row_nbytes])
         return np.array(spans, np.int64).reshape(-1, 4)
-
-    def places_of(
-        self, keys: tuple[NestedKey, ...]
-    ) -> tuple[dict[NestedKey, Place], list[NestedKey]]:
-        """Returns the places of fields in a framed row, and apart from them the keys of stacks.
-
-        Raises:
-            KeyError: there is no such field.
-        """
-        found = self._places_of.get(keys)
-        if found is None:
-            stacks = [key for key in keys if key in self.stacks]
-            fields = [self.framed.field(key) for key in keys if key not in self.stacks]
-            found = {it.key: (it.start_byte, it.dtype, it.shape) for it in fields}, stacks
-            self._places_of[keys] = found
-        return found
 
     @cached_property
     def implied(self) -> np.ndarray:
@@ -492,6 +477,21 @@ class Layout:
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
         return f"{type(self).__name__}({self.row_nbytes} bytes a row; {fields})"
+
+
+class _PlacesOf(dict[tuple[NestedKey, ...], tuple[dict[NestedKey, Place], list[NestedKey]]]):
+    """The places of fields in a framed row, and the keys of stacks among them, by all their keys."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def __missing__(
+        self, keys: tuple[NestedKey, ...]
+    ) -> tuple[dict[NestedKey, Place], list[NestedKey]]:
+        stacks = [key for key in keys if key in self._layout.stacks]
+        fields = [self._layout.framed.field(key) for key in keys if key not in stacks]
+        self[keys] = {it.key: (it.start_byte, it.dtype, it.shape) for it in fields}, stacks
+        return self[keys]
 
 
 _STORABLE = frozenset(

@@ -655,12 +655,13 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError: there is no such field.
         """
-        arguments.slots("index", index)
+        if getattr(index, "dtype", None) is not torch.int64:
+            arguments.slots("index", index)
         if following is not None:
             arguments.slots("following", following)
         if self.files is not None:
             self.files.note(index, following)
-        places, stacks = self.layout.places_of(tuple(keys))  # type: ignore[union-attr]
+        places, stacks = self.layout.places_of[tuple(keys)]  # type: ignore[union-attr]
         groups = [(index, places)]
         if following is not None:
             lent = {key: place for key, place in places.items() if key[0] == "next"}

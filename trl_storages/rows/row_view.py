@@ -27,8 +27,8 @@ __all__ = ["RowView", "Rule", "joined"]
 Rule = Callable[["RowView", NestedKey], Mapping[NestedKey, torch.Tensor]]
 
 
-#: How an entry is computed: its rule, how all entries were defined before it, and the keys it reads.
-#: Without a rule, the entry was set for one batch.
+#: How an entry is computed: its rule, how all entries were defined before it, and the stored fields it
+#: reads. Without a rule, the entry was set for one batch.
 _Definition: TypeAlias = "tuple[Rule | None, _Definitions, Collection[NestedKey]]"
 _Definitions: TypeAlias = Mapping[NestedKey, _Definition]
 
@@ -52,6 +52,11 @@ class RowView:
         device: where entries are.
     """
 
+    # The rows that supply the entries under `next`, if they are others, and the definitions before that.
+    _following: tuple[FollowingFields, _Definitions] | None = None
+    # Why further rows can't be read; None if they can.
+    _obstacle: str | None = None
+
     def __init__(
         self,
         stored: StoredFields,
@@ -64,10 +69,6 @@ class RowView:
         self._entries: dict[NestedKey, torch.Tensor] = {} if drawn is None else dict(drawn)
         # How entries are computed that are not read as stored.
         self._defined = defined
-        # The rows that supply the entries under `next`, if they are others.
-        self._following: RowView | None = None
-        # Why further rows can't be read; None if they can.
-        self._obstacle: str | None = None
 
     @property
     def batch_size(self) -> torch.Size:
@@ -101,12 +102,17 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        if self._following is not None and key[0] == "next":
-            return self._following[key]
-        seen = RowView(self._stored, None, before)
+        folded, is_next = self._following, key[0] == "next"
+        if folded is not None and is_next and folded[1].get(key) is definition:
+            seen = RowView(folded[0], None, before)
+        else:
+            seen = RowView(self._stored, None, before)
+            seen._following = folded
         for found, value in rule(seen, key).items():
-            # Keep what was set or defined since.
-            if self._defined.get(found) is definition:
+            # Keep what was set or defined since, and what other rows supply.
+            if self._defined.get(found) is definition and (
+                folded is None or (found[0] == "next") is is_next
+            ):
                 self._entries[found] = value
         return self._entries[key]
 
@@ -134,7 +140,7 @@ class RowView:
                 to which values `[B]` of the samples broadcast.
             reads: entries that the rule reads, so that those of further rows are gathered in one call.
         """
-        definition = rule, self._defined, reads
+        definition = rule, self._defined, _stored_for(reads, self._defined) if reads else ()
         self._defined = defined = {**self._defined}
         for key in keys:
             defined[key] = definition
@@ -159,12 +165,11 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        stored = SingleFields(
-            self._stored.storage, on_device(slots, self.slots.device), self.device
-        )
+        storage, slots = self._stored.storage, on_device(slots, self.slots.device)
+        stored = SingleFields(storage, slots, self.device)
         if keys:
-            wanted = _stored_for(keys, self._defined)
-            stored.update(read_fields(stored.storage, stored.slots, wanted, self.device))
+            wanted = _stored_for(keys, self._defined) if self._defined else keys
+            stored.update(read_fields(storage, slots, wanted, self.device))
         return RowView(stored, None, self._defined)
 
     def follow(self, slots: torch.Tensor, *, reason: str) -> None:
@@ -180,7 +185,6 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        stored = self._stored.followed_by(slots)
         for key, (rule, *_) in self._defined.items():
             if key[0] == "next" and rule is None:
                 raise KeyError(
@@ -190,8 +194,8 @@ class RowView:
         for key in tuple(self._entries):
             if key[0] == "next":
                 del self._entries[key]
-        self._stored, self._obstacle = stored, reason
-        self._following = RowView(FollowingFields(stored), None, self._defined)
+        self._stored.follow(slots)
+        self._following, self._obstacle = (FollowingFields(self._stored), self._defined), reason
 
     # The batch
 
@@ -232,14 +236,11 @@ class RowView:
         self._stored.batch, self._entries = batch, {}
 
 
-def _stored_for(keys: Collection[NestedKey], defined: _Definitions) -> set[NestedKey]:
+def _stored_for(keys: Collection[NestedKey], defined: _Definitions) -> Collection[NestedKey]:
     """Returns the stored fields that are read for entries under such rules."""
-    found: set[NestedKey] = set()
+    found: dict[NestedKey, None] = {}
     for key in keys:
-        if (definition := defined.get(key)) is None:
-            found.add(key)
-        else:
-            found |= _stored_for(definition[2], definition[1])
+        found.update(dict.fromkeys(defined[key][2] if key in defined else (key,)))
     return found
 
 

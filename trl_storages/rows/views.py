@@ -87,51 +87,49 @@ def nest(
     nested: Nested = (),
 ) -> TensorDict:
     """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
-    return _fill(_tree_of(tuple(fields), nested), list(fields.values()), batch, device)
+    tensors: list[torch.Tensor] = list(fields.values())
+    made: list[TensorDict] = []
+    for names, places, nested_names, nested_places, further in _tree_of(tuple(fields), nested):
+        source: dict[str, Any] = {}
+        for name, place in zip(names, places, strict=True):
+            source[name] = tensors[place]
+        for name, place in zip(nested_names, nested_places, strict=True):
+            source[name] = made[place]
+        made.append(new_tensordict(source, batch + further if further else batch, device))
+    return made[-1]
 
 
-class _Tree(NamedTuple):
-    """The entries of a TensorDict, by the positions of their tensors in a list."""
+class _Node(NamedTuple):
+    """The entries of a TensorDict: tensors and nested TensorDicts, by their positions in two lists."""
 
-    names: tuple[str, ...]
-    places: tuple[int, ...]
-    nested: tuple[tuple[str, _Tree], ...]
+    names: Sequence[str]
+    places: Sequence[int]
+    nested_names: Sequence[str]
+    nested_places: Sequence[int]
     further: torch.Size
     """Batch dimensions beyond those of the outermost TensorDict."""
 
 
 @lru_cache(maxsize=1024)
-def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> _Tree:
-    nested: dict[str, Any] = {}
+def _tree_of(keys: tuple[NestedKey, ...], nested_sizes: Nested) -> list[_Node]:
+    """Returns the TensorDicts that hold tensors under these keys, nested ones first."""
+    tree: dict[str, Any] = {}
     for place, key in enumerate(keys):
-        node = nested
+        node = tree
         path = (key,) if isinstance(key, str) else key
         for part in path[:-1]:
             node = node.setdefault(part, {})
         node[path[-1]] = place
-    return _frozen(nested, dict(nested_sizes), ())
+    sizes, nodes = dict(nested_sizes), []
 
+    def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
+        leaves = {name: place for name, place in entries.items() if isinstance(place, int)}
+        nested = {
+            name: add(it, (*path, name)) for name, it in entries.items() if name not in leaves
+        }
+        further = sizes.get(path, torch.Size([]))
+        nodes.append(_Node([*leaves], [*leaves.values()], [*nested], [*nested.values()], further))
+        return len(nodes) - 1
 
-def _frozen(
-    entries: dict[str, Any], sizes: Mapping[tuple[str, ...], torch.Size], path: tuple[str, ...]
-) -> _Tree:
-    leaves = {name: place for name, place in entries.items() if isinstance(place, int)}
-    nested = {name: below for name, below in entries.items() if name not in leaves}
-    return _Tree(
-        tuple(leaves),
-        tuple(leaves.values()),
-        tuple((name, _frozen(below, sizes, (*path, name))) for name, below in nested.items()),
-        sizes.get(path, torch.Size([])),
-    )
-
-
-def _fill(
-    tree: _Tree, leaves: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
-) -> TensorDict:
-    names, places, nested, further = tree
-    source: dict[str, Any] = {}
-    for name, place in zip(names, places, strict=True):
-        source[name] = leaves[place]
-    for name, below in nested:
-        source[name] = _fill(below, leaves, batch, device)
-    return new_tensordict(source, batch + further if further else batch, device)
+    add(tree, ())
+    return nodes

@@ -15,10 +15,10 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
-from trl_storages.ring import episodes_of
+from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.saved import SavedPart, SavedState, as_part
 from trl_storages.signatures import Sealed, Setting
-from trl_storages.stock_parts import size_of_draw
+from trl_storages.stock_parts import checked_draw
 
 __all__ = [
     "Drawn",
@@ -58,10 +58,10 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
         Raises:
             RuntimeError: the storage is empty.
         """
-        batch_size = size_of_draw(storage, batch_size)
-        if getattr(storage, "episodes", None) is None:
+        batch_size, episodes = checked_draw(storage, batch_size)
+        if episodes is None:
             return super().sample(storage, batch_size)
-        return self._draw(storage, batch_size)
+        return self._draw(episodes, batch_size)
 
     def sample_window(self, storage: Storage, batch_size: int, window: torch.Tensor) -> Drawn:
         """Draws among the newest rows, with replacement.
@@ -79,10 +79,14 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
             RuntimeError: the storage is empty, or has no episode index.
         """
         arguments.tensor("window", window, dtype=torch.int64)
-        return self._draw(storage, size_of_draw(storage, batch_size), window)
+        batch_size, episodes = checked_draw(storage, batch_size)
+        return self._draw(
+            episodes_of(storage) if episodes is None else episodes, batch_size, window
+        )
 
-    def _draw(self, storage: Storage, batch_size: int, window: torch.Tensor | None = None) -> Drawn:
-        episodes = episodes_of(storage)
+    def _draw(
+        self, episodes: EpisodeIndex, batch_size: int, window: torch.Tensor | None = None
+    ) -> Drawn:
         noise = random_noise(batch_size, generator=self._rng, device=episodes.device)
         return episodes.ring.draw(noise, window), {}
 
@@ -128,6 +132,16 @@ class _Base(Setting[Sampler]):
     def __set__(self, sampler: WrappingSampler, value: Any) -> None:
         sampler._check_base(value)
         super().__set__(sampler, value)
+        if (generator := vars(sampler).get("_rng")) is not None:
+            sampler._rng = generator
+
+
+class _Generator:
+    """The generator of the draws, of a sampler and of its base."""
+
+    # As in `Setting`, reading needs no __get__.
+    def __set__(self, sampler: Any, value: torch.Generator | None) -> None:
+        vars(sampler)["_rng"] = sampler.base._rng = value
 
 
 class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
@@ -152,6 +166,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
     def __init__(self, base: Sampler | None = None) -> None:
         super().__init__()
         self.base = UniformSampler() if base is None else base
+        self._rng = self.base._rng
         # Saved counters of this sampler's progress.
         self._counts: dict[str, int] = {}
 
@@ -174,7 +189,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         """
 
     # The replay buffer knows only the outermost sampler: generator and notifications are forwarded.
-    _rng = _OfBase("The generator of the draws.")
+    _rng: torch.Generator | None = _Generator()  # type: ignore[assignment]
     ran_out = _OfBase(
         "Whether the base has drawn every row once; an iteration over the buffer ends then."
     )

@@ -19,7 +19,7 @@ from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler
 from trl_storages.signatures import Setting, shown
-from trl_storages.stock_parts import size_of_draw
+from trl_storages.stock_parts import checked_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
 
@@ -189,7 +189,9 @@ class ERESampler(WrappingSampler):
         Raises:
             RuntimeError: the storage is empty, or has no episode index.
         """
-        batch_size, episodes = size_of_draw(storage, batch_size), episodes_of(storage)
+        batch_size, episodes = checked_draw(storage, batch_size)
+        if episodes is None:
+            episodes = episodes_of(storage)  # raises
         if not self._counts["num_updates"]:
             self._begin_next_phase()
         self._counts["update"] += 1

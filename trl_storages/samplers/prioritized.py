@@ -28,7 +28,7 @@ from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import Sealed, Setting, shown
-from trl_storages.stock_parts import size_of_draw
+from trl_storages.stock_parts import checked_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
 
@@ -212,9 +212,10 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     def _draw(
         self, storage: Storage, batch_size: int, window: torch.Tensor | int | None = None
     ) -> Drawn:
-        batch_size = size_of_draw(storage, batch_size)
+        batch_size, episodes = checked_draw(storage, batch_size)
         self._settle(storage)
-        self._unanswered += 1
+        # `Sealed.__setattr__` would take longer.
+        self.__dict__["_unanswered"] += 1
         if self._unanswered == _FORGOTTEN:
             _warn_of_forgotten(storage)
         table = self._table
@@ -223,7 +224,9 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             slots, weight, stamp = table.draw(noise, self.beta, _num_rows(storage))
         else:
             window = torch.as_tensor(window, device=table.device)
-            slots, weight, stamp = table.draw(noise, self.beta, window, episodes_of(storage))
+            if episodes is None:
+                episodes = episodes_of(storage)  # raises
+            slots, weight, stamp = table.draw(noise, self.beta, window, episodes)
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
     def plain_weights(self) -> AbstractContextManager[None]:

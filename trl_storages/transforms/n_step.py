@@ -22,8 +22,8 @@ from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
 
-# The function that sums rewards, and the table of discounts.
-_Folding = tuple[Callable[..., torch.Tensor], torch.Tensor]
+# The function that sums rewards, the table of discounts, and the dtype of the sums.
+_Folding = tuple[Callable[..., torch.Tensor], torch.Tensor, torch.dtype]
 
 
 class NStep(ReplayTransform):
@@ -144,18 +144,25 @@ class NStep(ReplayTransform):
         # Beyond `length` the window repeats its last row.
         window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
         length = on_device(length, rows.device)
-        if self.reward_key not in rows:
+        wanted = [self.reward_key]
+        if ends := rows.is_defined(self.terminated_key):
+            wanted.append(self.terminated_key)
+        agent_done = self.agent_done_key
+        if agent_done is None and len(self.reward_key) > 2:
+            beside = (*self.reward_key[:-1], "done")
+            agent_done = beside if beside in rows else None
+        if agent_done is not None:
+            wanted.append(agent_done)
+        try:
+            further = rows.at(window, wanted)
+        except KeyError:
+            if self.reward_key in rows:
+                raise
             raise KeyError(
                 f"NStep folds {self.reward_key!r}, which the rows lack; they have "
                 f"{sorted(rows.keys(), key=str)}. Name it by NStep(reward_key=...), as "
                 "('next', 'agents', 'reward') of several agents."
-            )
-        wanted = [self.reward_key]
-        if ends := rows.is_defined(self.terminated_key):
-            wanted.append(self.terminated_key)
-        if (agent_done := self._agent_done_key(rows)) is not None:
-            wanted.append(agent_done)
-        further = rows.at(window, wanted)
+            ) from None
         rewards, last = further[self.reward_key], window[-1]
         size = rewards.shape[1:]
         if len(size) == 1:
@@ -172,8 +179,8 @@ class NStep(ReplayTransform):
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
-        dtype, (fold, weights) = return_dtype(rewards.dtype), self._folding(rewards.device)
-        reward = fold(rewards.flatten(1), length, weights, dtype).view(size)
+        fold, *folding = self._folding(rewards)
+        reward = fold(rewards.flatten(1), length, *folding).view(size)
         length = length.view(size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         rows.follow(
@@ -197,13 +204,6 @@ class NStep(ReplayTransform):
             )
         return entry.flatten(1)
 
-    def _agent_done_key(self, rows: RowView) -> NestedKey | None:
-        """Returns the key of the per-agent done flags, or None."""
-        if self.agent_done_key is not None or len(self.reward_key) == 2:
-            return self.agent_done_key
-        beside = (*self.reward_key[:-1], "done")
-        return beside if beside in rows else None
-
     def _last_of_agents(
         self, further: RowView, agent_done: NestedKey, length: torch.Tensor
     ) -> dict[NestedKey, torch.Tensor]:
@@ -226,14 +226,15 @@ class NStep(ReplayTransform):
                 found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
         return found
 
-    def _folding(self, device: torch.device) -> _Folding:
-        """Returns the summing function and the table of `discounts`, cached until n or γ changes."""
-        made_for = (self.n_steps, self.gamma, device)
-        if (made := self._made) is not None and made[0] == made_for:
-            return made[1]
-        folding = backend(device).fold, discounts(self.n_steps, self.gamma, device=device)
-        self._made = made_for, folding
-        return folding
+    def _folding(self, rewards: torch.Tensor) -> _Folding:
+        """Returns how rewards are summed, cached until n, γ or the kind of rewards changes."""
+        made_for = (self.n_steps, self.gamma, rewards.dtype, device := rewards.device)
+        made = self._made
+        if made is None or made[0] != made_for:
+            weights = discounts(self.n_steps, self.gamma, device=device)
+            made = made_for, (backend(device).fold, weights, return_dtype(rewards.dtype))
+            self._made = made
+        return made[1]
 
     @shown
     def __repr__(self) -> str:

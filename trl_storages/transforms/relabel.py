@@ -150,16 +150,17 @@ class GoalRelabel(ReplayTransform):
             TypeError: achieved goals are floating but desired goals are not, or `terminated_fn` did not
                 return bool.
         """
-        if self._index_key not in rows:
+        try:
+            index, mask = rows[self._index_key], rows[self._mask_key]
+        except KeyError:
             of_key = "" if self.goal_key is None else f"goal_key={self.goal_key!r}, "
             raise KeyError(
                 f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
                 f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage, with the HERSampler "
                 "of other goals, if there is one, as base= of it."
-            )
-        mask = rows[self._mask_key]
+            ) from None
         achieved = self.next_achieved_goal_key
-        goals = rows.at(rows[self._index_key], (achieved,))[achieved]
+        goals = rows.at(index, (achieved,))[achieved]
         written, following = self._written
         stored = self._written
         if self.goal_key is not None and written not in rows:
@@ -228,7 +229,9 @@ class GoalRelabel(ReplayTransform):
             # The function gets one flat batch, also for n-step windows.
             goals = goals.expand(achieved.shape).flatten(0, last)
             achieved = achieved.flatten(0, last)
-        infos = {key: rows[key].flatten(0, last) for key in self.info_keys}
+        infos = {}
+        for key in self.info_keys:
+            infos[key] = rows[key].flatten(0, last)
         result = getattr(self, name)(achieved, goals, infos)
         size = achieved.shape[0]
         if not isinstance(result, torch.Tensor) or result.device != achieved.device:
