@@ -239,16 +239,6 @@ class TestStockPartsInAReplayStorage:
         batch = buffer.sample(64)
         assert {"priority_weight", "goal_index"} <= set(batch.keys())
 
-    def test_slices(self):
-        history = HISTORIES["wrapped"]
-        sampler = SliceSampler(slice_len=2, end_key=("next", "done"), strict_length=False)
-        buffer = make(ReplayStorage, history, sampler)
-        live = history.write(buffer).live()
-        batch = buffer.sample(64)
-        assert batch["index"].shape == batch.batch_size
-        drawn = [live[slot] for slot in batch["index"].tolist()]
-        assert batch["action"].tolist() == [row.payload * 10 for row in drawn]
-
     def test_hindsight_over_slices(self):
         with pytest.raises(TypeError, match="EpisodeSequence"):
             HERSampler(base=SliceSampler(num_slices=2))

@@ -15,8 +15,7 @@ import torch
 import torchrl.data.replay_buffers
 import torchrl.data.replay_buffers.sample_units
 import torchrl.data.replay_buffers.samplers
-from goal_data import HISTORIES, AsDrawn, History, episode_flags, goal_transitions, write
-from oracles import RingOracle
+from goal_data import HISTORIES, AsDrawn, History, episode_flags, write
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import (
@@ -75,29 +74,18 @@ DONE = ("next", "done")
 class Case:
     """A part, and what it does over lanes.
 
-    `lanes` and `unequal` are None where it is right, else what the error says: over several lanes, and
-    once they hold unequally many rows. `refused` says it of any storage with episodes.
+    `unequal` is None where it is right, else what the error says once lanes hold unequally many rows.
+    `refused` says it of any storage with episodes.
     """
 
     make: Callable[[int], Sampler | SampleUnit]
     refused: str | None = None
-    lanes: str | None = None
     unequal: str | None = None
-    # Whether neighbours in the batch are neighbours in time, `slice_len` of them.
-    slice_len: int = 1
-    # Whether the batch must hold every live row, after enough draws.
-    reaches_all: bool = True
     needs_tree: bool = False
 
 
-def slices(kind, **options):
-    return Case(
-        lambda capacity: kind(slice_len=2, end_key=DONE, **options),
-        lanes=SEQUENCES,
-        slice_len=2,
-        # Episodes of one row have no slice of two.
-        reaches_all=False,
-    )
+def slices(kind):
+    return Case(lambda capacity: kind(slice_len=2, end_key=DONE), refused=SEQUENCES)
 
 
 def staleness(capacity):
@@ -118,12 +106,8 @@ SAMPLERS = {
     "SliceSamplerWithoutReplacement": slices(SliceSamplerWithoutReplacement),
     "StreamingSliceSampler": slices(StreamingSliceSampler),
     "PrioritizedSliceSampler": Case(
-        lambda capacity: PrioritizedSliceSampler(
-            capacity, 0.7, 0.5, slice_len=2, end_key=DONE, strict_length=False
-        ),
-        lanes=SEQUENCES,
-        slice_len=2,
-        reaches_all=False,
+        lambda capacity: PrioritizedSliceSampler(capacity, 0.7, 0.5, slice_len=2, end_key=DONE),
+        refused=SEQUENCES,
         needs_tree=True,
     ),
     "ConsumingSampler": Case(lambda capacity: ConsumingSampler(), refused="UniformSampler"),
@@ -138,11 +122,10 @@ SAMPLERS = {
 }
 UNITS = {
     "Transition": Case(lambda capacity: Transition()),
-    "Sequence": Case(lambda capacity: Sequence(3, burn_in=1), lanes=SEQUENCES),
-    "Sequence, stop": Case(lambda capacity: Sequence(3, "stop", burn_in=1), lanes=SEQUENCES),
-    # It crosses ends because it is told to.
-    "Sequence, include_reset": Case(lambda capacity: Sequence(3, "include_reset"), lanes=SEQUENCES),
-    "Sequence, dilation": Case(lambda capacity: Sequence(2, dilation=2), lanes=SEQUENCES),
+    "Sequence": Case(lambda capacity: Sequence(3), refused=SEQUENCES),
+    "Sequence, include_reset": Case(
+        lambda capacity: Sequence(3, "include_reset"), refused=SEQUENCES
+    ),
     "EpisodeSequence": Case(lambda capacity: EpisodeSequence(3, burn_in=1)),
 }
 #: Not parts to draw with: what a subclass implements.
@@ -235,16 +218,11 @@ def assert_sequences(batch, rows):
         assert_in_time([rows[at] for at in of_it], valid)
 
 
-def check(buffer, history, case):
+def check(buffer, history):
+    """Draws every live row, and no other."""
     oracle = history.write(buffer)
-    batches = drawn(buffer, oracle)
-    for _, rows in batches:
-        for at in range(0, len(rows), case.slice_len):
-            if case.slice_len > 1 and len(rows) == 6:
-                assert_in_time(rows[at : at + case.slice_len])
-    if case.reaches_all:
-        seen = {oracle.slot(row) for _, rows in batches for row in rows}
-        assert seen == set(oracle.live())
+    seen = {oracle.slot(row) for _, rows in drawn(buffer, oracle) for row in rows}
+    assert seen == set(oracle.live())
     buffer.shutdown()
 
 
@@ -278,21 +256,21 @@ class TestSamplers:
             with pytest.raises(ValueError, match=case.refused):
                 make(kind, storage_type, ONE_LANE, sampler)
         else:
-            check(make(kind, storage_type, ONE_LANE, sampler), ONE_LANE, case)
+            check(make(kind, storage_type, ONE_LANE, sampler), ONE_LANE)
 
     def test_lanes_of_equal_fill(self, name, wrap, storage_type, kind):
         for history in LEVEL:
             case, sampler = self.wrapped(name, wrap, history.capacity)
-            if case.refused or case.lanes:
-                with pytest.raises(ValueError, match=case.refused or case.lanes):
+            if case.refused:
+                with pytest.raises(ValueError, match=case.refused):
                     make(kind, storage_type, history, sampler)
             else:
-                check(make(kind, storage_type, history, sampler), history, case)
+                check(make(kind, storage_type, history, sampler), history)
 
     def test_lanes_of_unequal_fill(self, name, wrap, storage_type, kind):
         for history in UNEQUAL:
             case, sampler = self.wrapped(name, wrap, history.capacity)
-            if case.refused or case.lanes:
+            if case.refused:
                 continue
             buffer = make(kind, storage_type, history, sampler)
             # TorchRL's own buffer hands TorchRL's own sampler the storage as it is, which draws for
@@ -306,30 +284,22 @@ class TestSamplers:
             if message:
                 refuses_unequal(buffer, history, message)
             else:
-                check(buffer, history, case)
+                check(buffer, history)
 
 
 @each_buffer
 @each_storage
 @each_unit
-class TestUnits:
-    def test_one_lane(self, name, storage_type, kind):
-        case = UNITS[name]
-        buffer = make(kind, storage_type, ONE_LANE, unit=case.make(0))
-        for batch, rows in drawn(buffer, ONE_LANE.write(buffer), 20):
-            if "include" not in name and "dilation" not in name:
-                assert_sequences(batch, rows)
-
-    def test_lanes(self, name, storage_type, kind):
-        case = UNITS[name]
-        for history in LEVEL + UNEQUAL:
-            if case.lanes:
-                with pytest.raises(ValueError, match=case.lanes):
-                    make(kind, storage_type, history, unit=case.make(0))
-                continue
-            buffer = make(kind, storage_type, history, unit=case.make(0))
-            for batch, rows in drawn(buffer, history.write(buffer), 20):
-                assert_sequences(batch, rows)
+def test_units(name, storage_type, kind):
+    case = UNITS[name]
+    for history in [ONE_LANE, *LEVEL, *UNEQUAL]:
+        if case.refused:
+            with pytest.raises(ValueError, match=case.refused):
+                make(kind, storage_type, history, unit=case.make(0))
+            continue
+        buffer = make(kind, storage_type, history, unit=case.make(0))
+        for batch, rows in drawn(buffer, history.write(buffer), 20):
+            assert_sequences(batch, rows)
 
 
 ONE_OF_A_LATER_RELEASE = type("Newest", (Sampler,), dict(vars(RandomSampler)))
@@ -340,7 +310,7 @@ def test_a_sampler_that_nobody_knows_yet():
     sampler = ONE_OF_A_LATER_RELEASE()
     with pytest.raises(ValueError, match=f"Newest is not known to be right over 3 lanes.*{ROWS}"):
         make(ReplayStorage, PackedStorage, LEVEL[0], sampler)
-    check(make(ReplayStorage, PackedStorage, ONE_LANE, sampler), ONE_LANE, Case(Sampler))
+    check(make(ReplayStorage, PackedStorage, ONE_LANE, sampler), ONE_LANE)
 
 
 class OwnSampler(RandomSampler):
@@ -352,7 +322,7 @@ class OwnSampler(RandomSampler):
 
 @each_buffer
 def test_a_sampler_of_one_s_own(kind):
-    check(make(kind, LazyTensorStorage, UNEQUAL[0], OwnSampler()), UNEQUAL[0], Case(Sampler))
+    check(make(kind, LazyTensorStorage, UNEQUAL[0], OwnSampler()), UNEQUAL[0])
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -362,7 +332,7 @@ def test_emphasis_over_it(name):
     if name in ("UniformSampler", "PERSampler"):
         history = UNEQUAL[0]
         emphasis = ERESampler(1.0, base=sampler)
-        check(make(ReplayStorage, PackedStorage, history, emphasis), history, SAMPLERS[name])
+        check(make(ReplayStorage, PackedStorage, history, emphasis), history)
     else:
         with pytest.raises(TypeError, match=r"PERSampler.*sample_window"):
             ERESampler(base=sampler)
@@ -377,7 +347,7 @@ def test_hindsight_over_slices(name):
 class TestLater:
     """What is set, or written, after buffer and storage have met."""
 
-    @pytest.mark.parametrize("name", [name for name, case in SAMPLERS.items() if case.lanes])
+    @pytest.mark.parametrize("name", [name for name in SAMPLERS if "Slice" in name])
     def test_a_sampler_is_refused_when_it_is_set(self, name):
         storage = make(ReplayStorage, PackedStorage, LEVEL[0])
         before, sampler = storage.sampler, part(SAMPLERS[name], 24)
@@ -386,7 +356,7 @@ class TestLater:
         assert storage.sampler is before
 
     @each_storage
-    @pytest.mark.parametrize("name", [name for name, case in SAMPLERS.items() if case.lanes])
+    @pytest.mark.parametrize("name", [name for name in SAMPLERS if "Slice" in name])
     def test_or_when_it_draws(self, name, storage_type):
         """TorchRL's own buffer takes anything."""
         buffer, sampler = (
@@ -410,7 +380,7 @@ class TestLater:
         storage = make(
             ReplayStorage, storage_type, history, wrap(SamplerWithoutReplacement()), prefetch=2
         )
-        check(storage, history, Case(Sampler))
+        check(storage, history)
         storage = make(ReplayStorage, storage_type, history, wrap(staleness(24)), prefetch=2)
         history.write(storage)
         with pytest.raises(RuntimeError, match=ROWS):
@@ -465,113 +435,6 @@ class TestUnequalFill:
         torch.testing.assert_close(batch["priority_weight"], 1.0 / (batch["index"] + 1.0))
 
 
-class TestCuts:
-    """An episode that ends without a flag, of which TorchRL's parts read nothing."""
-
-    PARTS = {
-        "slices": {"sampler": lambda: SliceSampler(slice_len=2, end_key=DONE)},
-        "slices, several keys": {
-            "sampler": lambda: SliceSampler(slice_len=2, end_keys=[DONE, ("next", "truncated")])
-        },
-        "stream": {"sampler": lambda: StreamingSliceSampler(slice_len=2, end_key=DONE)},
-        "all slices": {
-            "sampler": lambda: SliceSamplerWithoutReplacement(slice_len=2, end_key=DONE)
-        },
-        "pad": {"unit": lambda: Sequence(3)},
-        "stop": {"unit": lambda: Sequence(3, "stop")},
-    }
-
-    def storage(self, parts, kind=ReplayStorage):
-        parts = {name: made() for name, made in parts.items()}
-        storage = make(kind, PackedStorage, ONE_LANE, **parts, transform=None)
-        oracle = RingOracle(ONE_LANE.capacity)
-        write(storage, oracle, [episode_flags([3, 4], 2)])
-        return storage, oracle
-
-    @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-    @each_buffer
-    def test_it_is_told(self, parts, kind):
-        storage, oracle = self.storage(parts, kind)
-        storage.sample()
-        storage.storage.episodes.end_episodes()
-        write(storage, oracle, [[False, False, True]])
-        with pytest.raises(RuntimeError, match=f"would join episodes: .*{SEQUENCES}"):
-            storage.sample()
-        # Once the cut episode is overwritten there is nothing to join.
-        write(storage, oracle, [episode_flags([4, 4, 4, 4])])
-        storage.sample()
-
-    def test_crossing_was_asked_for(self):
-        storage, oracle = self.storage({"unit": lambda: Sequence(3, "include_reset")})
-        write(storage, oracle, [[False, False, True]], anew=True)
-        storage.sample()
-
-    @pytest.mark.parametrize("key", [("collector", "traj_ids"), None])
-    def test_trajectory_ids_say_so_too(self, key):
-        """As a collector's do, whose batch goes on with another worker."""
-        storage = make(
-            ReplayStorage, PackedStorage, ONE_LANE, SliceSampler(slice_len=2, traj_key=key)
-        )
-        for number, first in ((3, 0), (4, 0), (4, 3)):
-            steps = torch.arange(first, first + 3)
-            rows = goal_transitions(torch.zeros(3).long(), steps, steps < 0)
-            rows["collector", "traj_ids"] = torch.full((3,), number)
-            storage.extend(rows)
-        ids = storage.sample(60)["collector", "traj_ids"].view(-1, 2)
-        assert torch.equal(ids[:, 0], ids[:, 1])
-        storage.end_episodes()
-        rows["collector", "traj_ids"] = torch.full((3,), 4)
-        storage.extend(rows)
-        with pytest.raises(RuntimeError, match="would join episodes"):
-            storage.sample(60)
-
-
-class TestFragmented:
-    """Slices that ask each row for its trajectory and step are right over lanes, if these are unique."""
-
-    def storage(self, kind=ReplayStorage, num_envs=2):
-        sampler = SliceSampler(slice_len=2, fragmented=True, traj_key="number", step_key="step")
-        history = History(24, num_envs, [])
-        return make(kind, PackedStorage, history, sampler, transform=None)
-
-    def rows(self, numbers, first=0):
-        steps = torch.arange(first, first + 3).expand(len(numbers), -1)
-        lanes = torch.arange(len(numbers)).unsqueeze(1).expand_as(steps)
-        rows = goal_transitions(lanes, steps, torch.zeros_like(steps, dtype=torch.bool))
-        rows["number"] = torch.tensor(numbers).unsqueeze(1).expand_as(steps).clone()
-        rows["step"] = steps.clone()
-        return rows
-
-    @each_buffer
-    def test_lanes(self, kind):
-        storage = self.storage(kind)
-        for first in (0, 3):
-            storage.extend(self.rows([5, 7], first))
-        slices = torch.cat([storage.sample() for _ in range(10)]).reshape(-1, 2)
-        assert torch.equal(slices["number"][:, 0], slices["number"][:, 1])
-        assert torch.equal(slices["step"][:, 0] + 1, slices["step"][:, 1])
-
-    def test_numbers_that_come_again(self):
-        storage = self.storage()
-        storage.extend(self.rows([5, 7]))
-        storage.end_episodes()
-        storage.extend(self.rows([5, 8], first=3))
-        with pytest.raises(RuntimeError, match="the same 'number'"):
-            storage.sample(60)
-
-    def test_unequal_fill(self):
-        storage = self.storage()
-        storage.extend(self.rows([5, 7]))
-        storage.extend(self.rows([5, 7], first=3)[:1], lanes=[0])
-        with pytest.raises(RuntimeError, match=r"equally many, got \[6, 3\]"):
-            storage.sample()
-        stock = self.storage(TensorDictReplayBuffer)
-        stock.extend(self.rows([5, 7]))
-        stock.writer.extend(self.rows([5, 7], first=3)[:1], lanes=[0])
-        with pytest.raises(RuntimeError, match=r"equally many, got \[6, 3\]"):
-            stock.sample()
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -579,7 +442,6 @@ class TestFragmented:
         pytest.param(
             lambda: {"sampler": PrioritizedSampler(24, 0.6, 0.4)}, marks=pytest.mark.native
         ),
-        lambda: {"sampler": SliceSampler(num_slices=2)},
         lambda: {"sampler": HERSampler(base=SamplerWithoutReplacement())},
     ],
 )
@@ -606,32 +468,3 @@ def test_rows_whose_first_ones_were_evicted_are_each_drawn_once():
     storage.extend(TensorDict({"x": torch.arange(10.0).view(2, 5), "next": {"done": done}}, [2, 5]))
     storage.episodes.evict([3, 0])
     assert sorted(storage.sample()["x"].tolist()) == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-
-
-#: One stretch of rows without an end of an episode that another one follows.
-STRETCHES = {
-    "no end": History(50, 1, [([[False] * 10], None)]),
-    "one episode": History(50, 1, [([episode_flags([10])], None)]),
-    "a ring inside of an episode": History(8, 1, [([[False] * 10], None)]),
-    "a full ring": History(10, 1, [([episode_flags([10])], None)]),
-}
-
-
-@each_buffer
-@each_storage
-@pytest.mark.parametrize("stretch", STRETCHES)
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if "Slice" in name])
-def test_slices_of_one_unbroken_stretch(name, stretch, storage_type, kind):
-    history, case = STRETCHES[stretch], SAMPLERS[name]
-    check(make(kind, storage_type, history, part(case, history.capacity)), history, case)
-
-
-@each_buffer
-@each_storage
-@pytest.mark.parametrize("stretch", STRETCHES)
-@pytest.mark.parametrize("name", ["Sequence", "Sequence, stop"])
-def test_sequences_of_one_unbroken_stretch(name, stretch, storage_type, kind):
-    history = STRETCHES[stretch]
-    buffer = make(kind, storage_type, history, unit=UNITS[name].make(0))
-    for batch, rows in drawn(buffer, history.write(buffer), 5):
-        assert_sequences(batch, rows)

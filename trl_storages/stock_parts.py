@@ -1,9 +1,9 @@
 """Runs TorchRL's own samplers and sample units over rows in lanes, or rejects them.
 
-They assume that the rows occupy the first slots and that the next step is in the next slot. That holds
-for a ring of one lane. With several, neighbouring slots belong to different environments, and while
-lanes are filled unequally, some of the first slots are empty. Parts that can be adapted are adapted
-here; the others are rejected with an error that names the part of this package to use.
+They assume that the rows occupy the first slots, which does not hold while lanes are filled unequally,
+and some that the next step is in the next slot, which may be of another episode or environment. Parts
+that can be adapted are adapted here; the others are rejected with an error that names the part of this
+package to use.
 
 Letters: B batch, E lanes (environments).
 """
@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from tensordict import NestedKey
 from torchrl.data import (
     ConsumingSampler,
     PrioritizedSampler,
@@ -34,7 +33,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import PackedStorage, read_fields
+from trl_storages.rows import PackedStorage
 
 __all__ = [
     "check_buffers",
@@ -43,7 +42,6 @@ __all__ = [
     "check_part",
     "checked_draw",
     "draw",
-    "expand",
     "mark_stored_rows",
 ]
 
@@ -110,17 +108,15 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
             f"the sampler must draw from one storage, got {name}: join several by "
             f"ReplayStorageEnsemble(*storages); for one, {_USE_SINGLE_ROWS}."
         )
-    if asked != "any slot" and getattr(storage, "is_durable", False):
+    if asked == "neighbours":
         raise ValueError(
-            f"{name} takes the first slots for the rows and the next slot for the next step, and those "
-            f"of a directory lie in some more slots, around a ring: {_USE_SINGLE_ROWS}; "
-            f"{_USE_SEQUENCES}."
+            f"{name} takes the next slot for the next step, which may be of another episode or "
+            f"environment: {_USE_SEQUENCES}."
         )
-    # A fragmented sampler reads the trajectory and step of each row.
-    if num_envs > 1 and asked == "neighbours" and not getattr(part, "fragmented", False):
+    if asked not in ("any slot", "nothing") and getattr(storage, "is_durable", False):
         raise ValueError(
-            f"{name} takes the next slot for the next step, but the rows of {num_envs} environments lie "
-            f"in turn, so that it would mix them: {_USE_SEQUENCES}."
+            f"{name} takes the first slots for the rows, and those of a directory lie in some more "
+            f"slots, around a ring: {_USE_SINGLE_ROWS}; {_USE_SEQUENCES}."
         )
     if num_envs > 1 and asked == "unknown":
         raise ValueError(
@@ -215,8 +211,8 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
 
     Raises:
         ValueError: as `check_part`.
-        RuntimeError: with the rows as they are, the sampler would join episodes or draw empty slots.
-            The message names what to use instead.
+        RuntimeError: with the rows as they are, the sampler would draw empty slots. The message names
+            what to use instead.
     """
     if (asked := _asked_by(type(sampler))) is None:
         return sampler.sample(storage, batch_size)
@@ -235,11 +231,7 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
                 return _live_slots(episodes, ranks), info
             case _:
                 _check_level(sampler, episodes)
-    index, info = sampler.sample(storage, batch_size)
-    if asked == "neighbours":
-        (slots,) = index if isinstance(index, tuple) else (index,)
-        _check_slices(sampler, storage, slots)
-    return index, info
+    return sampler.sample(storage, batch_size)
 
 
 def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
@@ -277,23 +269,20 @@ def check_draws(storage: Any, writer: Writer) -> None:
 
     Raises:
         ValueError: as `check_part`.
-        RuntimeError: as `draw` and `expand`.
+        RuntimeError: as `draw`.
     """
     for buffer in _buffers(storage):
         if buffer._writer is not writer or getattr(buffer, "draws_live_rows", False):
             continue
-        sampler, unit, episodes = buffer._sampler, buffer._sample_unit, storage.episodes
+        sampler, episodes = buffer._sampler, storage.episodes
         check_part(sampler, episodes.num_envs)
-        check_part(unit, episodes.num_envs)
-        _check_sequences(unit, storage)
+        check_part(buffer._sample_unit, episodes.num_envs)
         if (asked := _asked_by(type(sampler))) is None:
             continue
         # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
         # length is that of the longest lane, an "a length" sampler sees all slots.
         if asked != ("any slot" if isinstance(storage, PackedStorage) else "a length"):
             _check_level(sampler, episodes)
-        if asked == "neighbours":
-            _check_slices(sampler, storage, None)
 
 
 def _check_level(sampler: Sampler, episodes: EpisodeIndex) -> None:
@@ -302,103 +291,6 @@ def _check_level(sampler: Sampler, episodes: EpisodeIndex) -> None:
         raise RuntimeError(
             f"{type(sampler).__name__} takes the first slots for the rows, so that all lanes must hold "
             f"equally many, got {fill}: {_USE_SINGLE_ROWS}; {_USE_SEQUENCES}."
-        )
-
-
-def expand(
-    unit: SampleUnit, index: Any, info: dict[str, Any], storage: Storage
-) -> tuple[Any, dict[str, Any]]:
-    """Expands drawn rows with any sample unit, within their episodes.
-
-    Args:
-        unit: any sample unit, TorchRL's or not.
-        index: `[B]` slots.
-        info: what the sampler returned with them.
-        storage: holds the rows, and their episode index if there is one.
-
-    Returns:
-        what the unit returns: slots and info.
-
-    Raises:
-        ValueError: as `check_part`.
-        RuntimeError: an episode ends where the unit would not see it.
-    """
-    episodes = getattr(storage, "episodes", None)
-    if episodes is not None:
-        check_part(unit, episodes.num_envs, storage)
-        _check_sequences(unit, storage)
-    return unit.expand(index, info, storage)
-
-
-def _check_sequences(unit: Any, storage: Storage) -> None:
-    """Raises a RuntimeError if a unit does not see where the stored episodes end."""
-    # Other settings of a sequence cross episode ends on request.
-    if (
-        _asked_by(type(unit)) == "neighbours"
-        and unit.episode_boundary != "include_reset"
-        and unit.done_key is not None
-    ):
-        _check_ends(unit, storage, None, [unit.done_key])
-
-
-def _check_slices(sampler: SliceSampler, storage: Storage, slots: torch.Tensor | None) -> None:
-    """Raises a RuntimeError if a slice sampler does not see where the stored episodes end.
-
-    Args:
-        sampler: has drawn before, so that it knows which entries to read.
-        storage: has one lane, or several if the sampler reads the step of each row.
-        slots: `[B]` what was drawn; None if it is not known.
-    """
-    if sampler.fragmented:
-        if slots is not None:
-            _check_steps(sampler, storage, slots)
-    elif sampler._fetch_traj and sampler.traj_key is not None:
-        _check_ends(sampler, storage, sampler.traj_key, ())
-    elif sampler.end_keys or sampler.end_key is not None:
-        _check_ends(sampler, storage, None, sampler.end_keys or [sampler.end_key])
-
-
-def _check_ends(part: Any, storage: Any, traj_key: NestedKey | None, end_keys: Any) -> None:
-    """Checks that a part that reads these entries sees every episode end in a storage of one lane."""
-    episodes: EpisodeIndex = storage.episodes
-    if not len(episodes):
-        return
-    listed = episodes.episodes()
-    last = episodes.shift(listed["first"], listed["length"] - 1)
-    last = last[last != episodes.newest_slot()]
-    if not len(last):
-        return
-    seen = torch.zeros(last.shape, dtype=torch.bool, device=last.device)
-    if traj_key is not None:
-        numbers, following = (
-            read_fields(storage, slots, [traj_key])[traj_key].reshape(len(last), -1)
-            for slots in (last, episodes.shift(last, 1))
-        )
-        seen |= (numbers != following).any(1)
-    for flags in read_fields(storage, last, end_keys).values():
-        seen |= flags.reshape(len(last), -1).any(1)
-    if not seen.all():
-        read = [*end_keys] if traj_key is None else [traj_key]
-        raise RuntimeError(
-            f"{type(part).__name__} would join episodes: that one ends in the slots "
-            f"{last[~seen][:5].tolist()} can't be told from {read}, as where it was cut by "
-            f"end_episodes() or by its trajectory id; {_USE_SEQUENCES}."
-        )
-
-
-def _check_steps(sampler: SliceSampler, storage: Any, slots: torch.Tensor) -> None:
-    """Checks that rows that are consecutive by trajectory and step are consecutive in their lane too."""
-    episodes: EpisodeIndex = storage.episodes
-    names = sampler.traj_key, sampler.step_key
-    fields = read_fields(storage, slots, names)
-    trajectory, step = (fields[name].reshape(len(slots)) for name in names)
-    follows = (trajectory[1:] == trajectory[:-1]) & (step[1:] == step[:-1] + 1)
-    number = episodes.episode_id(slots)
-    truly = (number[1:] == number[:-1]) & (slots[1:] == episodes.shift(slots[:-1], 1))
-    if (follows & ~truly).any():
-        raise RuntimeError(
-            f"{type(sampler).__name__} would join episodes that have the same {sampler.traj_key!r}, as "
-            f"where a second collector counts from 0 again; {_USE_SEQUENCES}."
         )
 
 

@@ -55,7 +55,7 @@ from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fie
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import forget_state, read_state, write_state
 from trl_storages.signatures import SealedStorage, shown
-from trl_storages.stock_parts import check_part, draw, expand, mark_stored_rows
+from trl_storages.stock_parts import check_part, draw, mark_stored_rows
 from trl_storages.transforms import apply_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
 
@@ -647,7 +647,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
             (index,) = index
         if self._sample_unit is not None:
-            index, info = expand(self._sample_unit, index, info, storage)
+            index, info = self._sample_unit.expand(index, info, storage)
         info[keys.INDEX] = index
         if self._writer._track_generations:
             info["index_generation"] = self._writer.generations_of(index)
