@@ -191,7 +191,6 @@ def _fitted(whole: Any, state: dict[str, Any]) -> dict[str, Any]:
         return state
     saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
     is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
-    is_alone = is_alone and bool(storage.past_steps) == ("past" in rows)
     if saved.spare_steps == own and is_alone:
         return state
     index = saved.moved(own)

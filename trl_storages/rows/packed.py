@@ -754,17 +754,14 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def _saved_rows(self, state: Any) -> SavedRows:
         """Returns the saved rows, fully checked."""
-        saved, own = SavedRows(state, self.max_size), self.layout
+        saved = SavedRows(state, self.max_size)
         if saved.layout is not None:
-            if not (is_restacked := saved.is_restacked(own)):
-                self._check_layout(saved.layout)
+            self._check_layout(saved.layout)
             if saved.layout.stacks and self.episodes is None:
                 raise RuntimeError(_NO_WRITER)
             # A directory has spare steps, too.
             num_slots = self.max_size if self.files is None else len(self.rows)  # type: ignore[arg-type]
             saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
-            if is_restacked:
-                saved.restack(own)  # type: ignore[arg-type]
         return saved
 
     def _check_layout(self, layout: Layout) -> None:
@@ -773,11 +770,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         fits = declared.are_of(layout) if own is None else layout.declared == own.declared
         if not fits:
             named = declared.fields if own is None else own.declared
-            stacks = " Stacks of frames fit one without FrameStack, too." if layout.stacks else ""
             raise ValueError(
                 "the saved rows are of other fields than those of this storage: "
                 f"{layout.unlike(named)}. Load them into a storage of the fields that they were saved "
-                f"with.{stacks} Nothing was changed."
+                "with. Nothing was changed."
             )
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:

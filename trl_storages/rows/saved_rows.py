@@ -5,7 +5,6 @@ Letters: N rows, S 8-byte words of the next observations of a row, n live rows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -130,69 +129,6 @@ class SavedRows:
             return {}
         return tensors_of(self.layout.framed.stored_tensordict(self.rows))
 
-    def is_restacked(self, wanted: Layout | None) -> bool:
-        """Whether the rows differ from `wanted` only in that one of the two stores stacks whole."""
-        layout = self.layout
-        if layout is None or wanted is None or self.moved is None:
-            return False
-        are_others = bool(layout.stacks) != bool(wanted.stacks)
-        return are_others and layout.described == wanted.described
-
-    def restack(self, wanted: Layout) -> None:
-        """Converts the rows from whole stacks to single frames, or the other way round.
-
-        Args:
-            wanted: the layout of the storage that loads them, with the same fields.
-
-        Raises:
-            ValueError: stacks do not continue one another, so that frames can't be stored once.
-        """
-        layout, episodes = Layout(wanted.declared, wanted.nested), self.moved.saved  # type: ignore[union-attr]
-        slots = self.moved.old.cpu()  # type: ignore[union-attr]
-        rows = torch.zeros(len(self.rows), layout.stored_words, dtype=torch.int64)
-        table, read = table_of(layout.framed, rows, None, episodes), self._reader(episodes)
-        pieces = slots.split(max(_PIECE // layout.row_nbytes, 1))
-        for some in pieces:
-            table.put(some, stage(layout, read(some), some.shape, rows.device))
-        past = None
-        if layout.stacks:
-            stacks = Stacks(layout, episodes, rows)
-            oldest = slots[episodes.ring.steps(slots) == episodes.ring.oldest(slots)]
-            if len(oldest):
-                first = stage(layout, read(oldest), oldest.shape, rows.device).seen
-                stacks.take_past_of(first.words(), oldest % episodes.num_envs)  # type: ignore[union-attr]
-            for some in pieces:
-                found, kept = stacks.read(table, some, layout.stacks), read(some)
-                if wrong := [
-                    key for key, value in found.items() if not _are_same(value, kept[key])
-                ]:
-                    raise ValueError(
-                        f"the saved rows hold stacks {wrong} that do not continue one another, so that "
-                        "their frames can't be stored once: load them into a storage without FrameStack "
-                        "(frame_stack). Nothing was changed."
-                    )
-            past = stacks.past
-        self.layout, self.rows, self.side, self.past = layout, rows, None, past
-
-    def _reader(
-        self, episodes: EpisodeIndex
-    ) -> Callable[[torch.Tensor], dict[NestedKey, torch.Tensor]]:
-        """Returns a function that reads the fields `[B, ...]` of rows, with whole stacks, on the CPU."""
-        layout: Layout = self.layout  # type: ignore[assignment]
-        side = None if self.side is None else SideTable.of(self.side.cpu())
-        rows = self.rows.cpu()
-        if not layout.stacks:
-            table = table_of(layout, rows, side, episodes)
-            return lambda slots: layout.views(table.pick(slots))
-        # `take_past` writes to the spare rows, if there are any.
-        rows = rows.clone()
-        table, stacks = (
-            table_of(layout.framed, rows, side, episodes),
-            Stacks(layout, episodes, rows),
-        )
-        stacks.take_past(self.past.cpu(), episodes)  # type: ignore[union-attr]
-        return lambda slots: layout.views(stacks.gather(table, slots, None))
-
     def copy(self) -> None:
         """Copies the rows, as they may alias the memory that loading overwrites."""
         self.rows = self.rows.clone()
@@ -216,12 +152,6 @@ class SavedRows:
         for some, places in tracker("loading rows", progress)([*zip(old, new, strict=True)]):
             rows = stage(layout, saved.views(source.pick(some)), some.shape, device)
             table.put(places, rows, moved.episodes.ring)
-
-
-def _are_same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether tensors are bitwise equal."""
-    one, another = (it.contiguous().view(-1).view(torch.uint8) for it in (value, other))
-    return torch.equal(one, another)
 
 
 def named_entries(

@@ -268,26 +268,6 @@ class Stacks:
         places, rows = self._before(saved)
         self.keep(Evicted(places, past[rows]))
 
-    def take_past_of(self, oldest: torch.Tensor, lanes: torch.Tensor) -> None:
-        """Stores the frames before the oldest rows of lanes, taken from the stacks of these rows.
-
-        Args:
-            oldest: `[L, W]` int64, the rows with whole stacks.
-            lanes: `[L]` int64.
-        """
-        size = len(oldest), self._layout.past_steps, self._past_shape[1]
-        frames, source = torch.zeros(size, dtype=torch.int64), oldest.view(torch.uint8)
-        into = frames.view(torch.uint8)
-        kept = zip(self._pairs, self._kept, strict=True)
-        for (key, _), (*_, to, num_bytes) in kept:
-            field = self._layout.field(key)
-            stack = source[:, field.start_byte : field.start_byte + field.num_bytes]
-            before = stack.view(len(oldest), -1, num_bytes)[:, :-1]
-            into[:, size[1] - before.shape[1] :, to : to + num_bytes] = before
-        steps = self._steps_before(self._episodes.host_tails[lanes.numpy()])[:, ::-1]
-        places = self._places(steps.reshape(-1), np.repeat(lanes.numpy(), size[1]))
-        self.keep(Evicted(places, frames.reshape(-1, size[2])))
-
     def _before(self, saved: EpisodeIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows of the past, and the rows of a saved past that correspond to them."""
         num_lanes = self._episodes.num_envs
