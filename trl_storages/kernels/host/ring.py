@@ -1,11 +1,11 @@
 """Writes an episode index and draws from it in compiled loops.
 
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
-L lanes and S steps written now, B batch, n rows of a window. In the loops `room` is R.
+L lanes and S steps written now, B batch, n rows of a window.
 
-The loops implement the tables that `RingTables` describes. A slot is divided by E only if there are
-several lanes, since a 64-bit division takes as long as all the rest of a sample; positions are wrapped
-around by comparing and subtracting.
+The loops take the tables that `RingTables` describes; `room` is R, and `ring` all of them: (episode, spans,
+lanes, room). A slot is divided by E only if there are several lanes, since a 64-bit division takes as long as
+all the rest of a sample; positions are wrapped around by comparing and subtracting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ __all__ = ["Ring"]
 _SPAN_BYTES = 24
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
-_BOUNDARIES = {name: number for number, name in enumerate(BOUNDARIES)}
 # Samples to prefetch ahead, about the latency of memory.
 _SAMPLES_AHEAD = 8
 _NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
@@ -61,6 +60,10 @@ class Ring(RingTables):
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tables as the loops take them."""
         return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy()
+
+    @property
+    def _ring(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        return (*self._arrays, self.ring_steps)
 
     def share_memory_(self) -> None:
         """Moves the tables to memory shared with other processes."""
@@ -107,18 +110,7 @@ class Ring(RingTables):
             `[L, S]` bool; may be None if there are none.
         """
         given = self.given(rows, block)
-        return self._find_gaps(rows, given, pairs, table, is_ring=is_ring)
-
-    def _find_gaps(
-        self,
-        rows: NewRows,
-        given: Given,
-        pairs: np.ndarray,
-        table: RowTable | None,
-        *,
-        is_ring: bool = True,
-    ) -> torch.Tensor | None:
-        gaps = np.empty((len(given[0]), given[1]), bool)
+        gaps = np.empty((len(given[0]), block.num_steps), bool)
         before = _NO_ROWS if table is None else table.before
         known = self._arrays[2], self.ring_steps
         found = find_gaps(*known, *given, rows.sources, pairs, is_ring, *before, gaps)
@@ -150,7 +142,7 @@ class Ring(RingTables):
         if table is not None:
             if len(pairs) and not table.is_plain:
                 # Before the rows are linked.
-                if self._find_gaps(rows, given, pairs, table) is not None:
+                if self.find_gaps(rows, block, pairs, table) is not None:
                     return None
                 pairs = _NO_PAIRS
             to, sources = table.array, table.sources(rows, self, given)
@@ -224,7 +216,7 @@ class Ring(RingTables):
         goals, mask = np.empty(anchors.shape, np.int64), np.empty(anchors.shape, bool)
         numbers, drawn_as = noise.contiguous().numpy(), kinds.contiguous().numpy()
         onward = _NO_STEPS if steps is None else steps.numpy()
-        _goals(*self._arrays, self.ring_steps, anchors, numbers, onward, drawn_as, goals, mask)
+        _goals(self._ring, anchors, numbers, onward, drawn_as, goals, mask)
         return torch.from_numpy(goals), torch.from_numpy(mask)
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +233,7 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         windows = np.empty((num_rows, len(anchors)), np.int64)
         lengths = np.empty(anchors.shape, np.int64)
-        _windows(*self._arrays, self.ring_steps, anchors, windows, lengths)
+        _windows(self._ring, anchors, windows, lengths)
         return torch.from_numpy(windows), torch.from_numpy(lengths)
 
     def sequences(
@@ -266,16 +258,7 @@ class Ring(RingTables):
         anchors = slots.contiguous().numpy()
         rows = np.empty((len(anchors), num_steps), np.int64)
         valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
-        _sequences(
-            *self._arrays,
-            self.ring_steps,
-            anchors,
-            burn_in,
-            _BOUNDARIES[boundary],
-            rows,
-            valid,
-            begins,
-        )
+        _sequences(self._ring, anchors, burn_in, BOUNDARIES.index(boundary), rows, valid, begins)
         return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
 
     def newest_ranges(
@@ -355,7 +338,7 @@ def _level(first_rank: Any, rank: int) -> int:
 
 @compiled
 def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
-    num_lanes = len(lanes)
+    num_lanes, num_slots = len(lanes), room * len(lanes)
     newest = _newest_places(lanes, room)
     in_step = True
     for lane in range(num_lanes):
@@ -365,7 +348,7 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
         newest_slot = newest[0] * num_lanes + num_lanes - 1
         for i in range(len(ranks)):
             slot = newest_slot - ranks[i]
-            slots[i] = slot if slot >= 0 else slot + room * num_lanes
+            slots[i] = slot if slot >= 0 else slot + num_slots
         return
     order, first_age, first_rank, _, _ = _by_age(lanes)
     for i in range(len(ranks)):
@@ -373,8 +356,8 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
         offset = ranks[i] - first_rank[level]
         age = first_age[level] + offset // (num_lanes - level)
         lane = order[num_lanes - 1 - offset % (num_lanes - level)]
-        place = newest[lane] - age
-        slots[i] = (place if place >= 0 else place + room) * num_lanes + lane
+        slot = (newest[lane] - age) * num_lanes + lane
+        slots[i] = slot if slot >= 0 else slot + num_slots
 
 
 @compiled
@@ -390,62 +373,53 @@ def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> Non
 
 
 @compiled
-def _find_spans(episode: Any, spans: Any, slots: Any, entries: Any) -> None:
-    """Finds the entry of each slot's episode, and prefetches it."""
+def _bounds(ring: Any, slots: Any) -> tuple[Any, Any, Any]:
+    """Returns the bounds of rows, each as the number of steps after the row.
+
+    Returns:
+        `[B]` the first step of its episode, whose row may be evicted; `[B]` the last step of its episode
+        so far; and `[B]` the oldest live step of its lane.
+    """
+    episode, spans, lanes, room = ring
+    num_lanes, newest = len(lanes), _newest_places(lanes, room)
+    first, last = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    oldest = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
             raise IndexError("slots must be those of the ring, from 0 to its capacity")
         if i + _SAMPLES_AHEAD < len(slots):
             prefetch(episode, slots[i + _SAMPLES_AHEAD] * episode.itemsize)
-        entries[i] = episode[slots[i]]
-        prefetch(spans, entries[i] * _SPAN_BYTES)
+        # The entries of the episodes, at first.
+        last[i] = episode[slots[i]]
+        prefetch(spans, last[i] * _SPAN_BYTES)
+    for i in range(len(slots)):
+        lane, place = 0, slots[i]
+        if num_lanes > 1:
+            place = slots[i] // num_lanes
+            lane = slots[i] - place * num_lanes
+        back = newest[lane] - place
+        step = lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
+        first[i], oldest[i] = spans[last[i], FIRST] - step, lanes[lane, TAIL] - step
+        last[i] = spans[last[i], LAST] - step
+    return first, last, oldest
 
 
 @inlined
-def _lane_and_step(lanes: Any, room: int, newest: Any, slot: int) -> Any:
-    """Returns the lane of a slot, and its newest step in it."""
-    lane, place = 0, slot
-    if len(lanes) > 1:
-        place = slot // len(lanes)
-        lane = slot - place * len(lanes)
-    back = newest[lane] - place
-    return lane, lanes[lane, CURSOR] - 1 - (back if back >= 0 else back + room)
-
-
-@inlined
-def _extent(spans: Any, lanes: Any, room: int, newest: Any, slot: int, entry: int) -> Any:
-    """Returns how many surviving rows of the same episode lie before and after a slot."""
-    lane, step = _lane_and_step(lanes, room, newest, slot)
-    first = max(spans[entry, FIRST], lanes[lane, TAIL])
-    return step - first, spans[entry, LAST] - step
-
-
-@inlined
-def _shift(slot: int, steps: int, num_lanes: int, capacity: int) -> int:
+def _shift(slot: int, steps: int, num_lanes: int, num_slots: int) -> int:
     """Returns the slot `steps` later, less than a whole ring."""
     slot += steps * num_lanes
-    if slot >= capacity:
-        slot -= capacity
-    return slot + capacity if slot < 0 else slot
+    if slot >= num_slots:
+        slot -= num_slots
+    return slot + num_slots if slot < 0 else slot
 
 
 @compiled
 def _goals(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    room: int,
-    slots: Any,
-    noise: Any,
-    steps: Any,
-    kinds: Any,
-    goals: Any,
-    mask: Any,
+    ring: Any, slots: Any, noise: Any, steps: Any, kinds: Any, goals: Any, mask: Any
 ) -> None:
+    episode, _, lanes, room = ring
     num_lanes, num_slots = len(lanes), len(episode)
-    newest = _newest_places(lanes, room)
-    entries = np.empty(len(slots), np.int64)
-    _find_spans(episode, spans, slots, entries)
+    first, last, oldest = _bounds(ring, slots)
     any_random = False
     for i in range(len(slots)):
         mask[i] = kinds[i] > 0
@@ -453,90 +427,58 @@ def _goals(
     if any_random:
         _draw(lanes, room, noise, num_slots, goals)
     for i in range(len(slots)):
-        kind = kinds[i]
+        kind, begin, end = kinds[i], max(first[i], oldest[i]), last[i]
         if kind == _RANDOM:
             continue
-        behind, ahead = _extent(spans, lanes, room, newest, slots[i], entries[i])
         offset = 0
         if kind == _FUTURE:
-            offset = _below(noise[i], ahead + 1)
+            offset = _below(noise[i], end + 1)
         elif kind == _FINAL:
-            offset = ahead
+            offset = end
         elif kind == _EPISODE:
-            offset = _below(noise[i], behind + ahead + 1) - behind
+            offset = _below(noise[i], end - begin + 1) + begin
         elif kind == _GEOMETRIC:
-            offset = int(min(steps[i], float(ahead)))
+            offset = int(min(steps[i], float(end)))
         goals[i] = _shift(slots[i], offset, num_lanes, num_slots)
 
 
 @compiled
-def _windows(
-    episode: Any, spans: Any, lanes: Any, room: int, slots: Any, windows: Any, lengths: Any
-) -> None:
-    num_lanes, capacity, num_rows = len(lanes), len(episode), len(windows)
-    newest = _newest_places(lanes, room)
-    _find_spans(episode, spans, slots, lengths)
+def _windows(ring: Any, slots: Any, windows: Any, lengths: Any) -> None:
+    num_lanes, num_slots, num_rows = len(ring[2]), len(ring[0]), len(windows)
+    _, last, _ = _bounds(ring, slots)
     for i in range(len(slots)):
-        _, ahead = _extent(spans, lanes, room, newest, slots[i], lengths[i])
         for j in range(num_rows):
-            windows[j, i] = _shift(slots[i], min(j, ahead), num_lanes, capacity)
-        lengths[i] = min(num_rows, ahead + 1)
+            windows[j, i] = _shift(slots[i], min(j, last[i]), num_lanes, num_slots)
+        lengths[i] = min(num_rows, last[i] + 1)
 
 
 @compiled
 def _sequences(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    room: int,
-    slots: Any,
-    burn_in: int,
-    boundary: int,
-    rows: Any,
-    valid: Any,
-    begins: Any,
+    ring: Any, slots: Any, burn_in: int, boundary: int, rows: Any, valid: Any, begins: Any
 ) -> None:
-    num_lanes, capacity, num_steps = len(lanes), len(episode), rows.shape[1]
-    most_live = (len(spans) - 1) // num_lanes
-    newest = _newest_places(lanes, room)
-    entries = np.empty(len(slots), np.int64)
-    _find_spans(episode, spans, slots, entries)
+    episode, spans, lanes, _ = ring
+    num_lanes, num_steps = len(lanes), rows.shape[1]
+    first, last, oldest = _bounds(ring, slots)
     for i in range(len(slots)):
-        lane, step = _lane_and_step(lanes, room, newest, slots[i])
-        first, last = spans[entries[i], FIRST] - step, spans[entries[i], LAST] - step
-        oldest = lanes[lane, TAIL] - step
-        behind, ahead = -max(first, oldest), last
-        moved = -burn_in
+        lane, moved = slots[i] % num_lanes, -burn_in
+        low, high = max(first[i], oldest[i]), last[i]
         if boundary == _CROSS:
-            behind, ahead = -oldest, lanes[lane, CURSOR] - 1 - step
+            low, high = oldest[i], oldest[i] + lanes[lane, CURSOR] - lanes[lane, TAIL] - 1
         elif boundary == _FIT:
             # Forward to fit the burn-in, then back to fit the rows from the anchor on, which take
             # precedence.
             onward = num_steps - burn_in - 1
-            moved += max(min(max(burn_in - behind, 0), ahead - onward), -behind)
+            moved += max(min(max(burn_in + low, 0), high - onward), low)
+        step = lanes[lane, TAIL] - oldest[i]
         for s in range(num_steps):
             wanted = s + moved
-            offset = min(max(wanted, -behind), ahead)
-            rows[i, s] = _shift(slots[i], offset, num_lanes, capacity)
+            offset = min(max(wanted, low), high)
+            rows[i, s] = _shift(slots[i], offset, num_lanes, len(episode))
             valid[i, s] = offset == wanted
-            begins[i, s] = offset == first
-        if boundary != _CROSS:
-            continue
-        low, high = max(moved, oldest), min(moved + num_steps - 1, ahead)
-        start, entry = last + 1, entries[i]
-        while start <= high:
-            # The last row of the lane is repeated for those beyond it.
-            stop = num_steps if start == ahead else start - moved + 1
-            begins[i, start - moved : stop] = True
-            # Consecutive episodes of a lane have consecutive entries, which wrap around.
-            entry = entry + 1 if entry + 1 < (lane + 1) * most_live else lane * most_live
-            start = spans[entry, LAST] - step + 1
-        start, entry = first, entries[i]
-        while start > low:
-            entry = entry - 1 if entry > lane * most_live else entry - 1 + most_live
-            start = spans[entry, FIRST] - step
-            if start >= low:
-                begins[i, 0 if start == oldest else start - moved : start - moved + 1] = True
+            if boundary == _CROSS:
+                begins[i, s] = spans[episode[rows[i, s]], FIRST] == step + offset
+            else:
+                begins[i, s] = offset == first[i]
 
 
 @compiled
