@@ -3,9 +3,9 @@
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
 L lanes and S steps written now, B batch, n rows of a window.
 
-The loops take the tables that `RingTables` describes; `room` is R, and `ring` all of them: (episode, spans,
-lanes, room). A slot is divided by E only if there are several lanes, since a 64-bit division takes as long as
-all the rest of a sample; positions are wrapped around by comparing and subtracting.
+The loops take the tables that `RingTables` describes; `room` is R, and `ring` all of them: (episode,
+spans, lanes, room). A slot is divided by E only if there are several lanes, since a 64-bit division
+takes as long as all the rest of a sample; positions are wrapped around by comparing and subtracting.
 """
 
 from __future__ import annotations
