@@ -47,12 +47,12 @@ _LEAST_SPARE, _SPARE_SHARE = 64, 64
 # Keeps the file small enough to be read back.
 _MOST_NUMBERS = 2**18
 
-Steps = tuple[int, ...]
+Steps = list[int]
 
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of `storage.json`. Immutable: a change makes a new one.
+    """The contents of `storage.json`. Never changed: a change makes a new one.
 
     Args:
         layout: of a row.
@@ -77,7 +77,7 @@ class Description:
     flushed: Steps
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     generation: int = 1
-    histories: tuple[Steps, ...] = ()
+    histories: list[Steps] = field(default_factory=list)
     is_clean: bool = True
     progress: dict[str, Any] = field(default_factory=dict)
 
@@ -125,24 +125,23 @@ class Description:
         Raises:
             RuntimeError: there would be too many histories.
         """
-        number, ends = self.history + 1, cursors
-        kept: list[Steps] = []
+        number = self.history + 1
+        known = np.array([*self.histories, [number, *cursors]])
         # A step belongs to the newest history that began at or before it: drop the histories that own
         # neither a live step nor one whose frame is in use.
-        for old in reversed(self.histories):
-            if (np.maximum(old[1:], tails - self.past_steps) < ends).any():
-                kept.insert(0, old)
-            ends = np.minimum(ends, old[1:])
-        kept.append((number, *cursors.tolist()))
+        firsts, oldest = known[:, 1:], tails - self.past_steps
+        ends = np.minimum.accumulate(firsts[:0:-1])[::-1]
+        owns_some = (np.maximum(firsts[:-1], oldest) < ends).any(1)
+        kept = known[np.append(owns_some, True)].tolist()
         if number >= MOST_HISTORIES or len(kept) * (self.num_lanes + 2) > _MOST_NUMBERS:
             raise RuntimeError(
                 f"the directory was opened and written {number} times, of which {len(kept)} left "
                 "rows: save them with dumps(), delete it by close(keep=False), make it anew, and load "
                 "them."
             )
-        flushed = tuple(np.minimum(self.flushed, cursors).tolist())
-        changes: Any = {"histories": tuple(kept), "flushed": flushed, "is_clean": False}
-        return replace(self, tails=tuple(tails.tolist()), **changes)
+        flushed = np.minimum(self.flushed, cursors).tolist()
+        steps: Any = {"histories": kept, "flushed": flushed, "tails": tails.tolist()}
+        return replace(self, **steps, is_clean=False)
 
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
@@ -170,11 +169,8 @@ class Description:
                 f"{directory} must be a directory that holds a storage (with {_NAME}), {found}; make "
                 "one with path= or scratch_dir=. What dumps() saved is restored by a storage's loads()."
             )
-        with opened(path) as (descriptor, size):
-            if size > MOST_BYTES:
-                raise ValueError(f"{path} must have at most {MOST_BYTES} bytes, got {size}.")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                text = file.read(MOST_BYTES)
+        with opened(path) as file:
+            text = file.read(MOST_BYTES + 1)
         try:
             return cls._from_words(parse_json(text))
         except (KeyError, TypeError, ValueError) as error:
@@ -184,33 +180,29 @@ class Description:
     def _from_words(cls, words: Any) -> Description:
         if not isinstance(words, dict):
             raise TypeError(f"it must be an object of JSON, got {str(words)[:25]}")
-        if words.get("version") == 1:
-            raise ValueError(
-                "it is of format 1, which was never released: delete it, or choose another"
-            )
         if (got := {key: words.get(key) for key in _KIND}) != _KIND:
-            raise ValueError(f"it must be of {_KIND}, got {str(got)[:50]}")
+            raise ValueError(
+                f"it must be of {_KIND}, got {str(got)[:50]} (format 1 was never released)"
+            )
         if words.pop("check", None) != _check(words):
             raise ValueError("it does not match its checksum")
         names = [it.name for it in fields(cls)]
         saved = SavedState(words, "the description", [*_KIND, *names])
         num_rows = saved.integer("num_rows", 1, _MOST)
         num_lanes = saved.integer("num_lanes", 1, num_rows)
-        own = {name: saved[name] for name in names}
-        kinds = {"identity": str, "histories": list, "progress": dict}
-        if wrong := [name for name, kind in kinds.items() if not isinstance(own[name], kind)]:
-            raise saved.error(wrong[0], f"a {kinds[wrong[0]].__name__}", repr(own[wrong[0]])[:50])
-        histories = tuple(_numbers(history, num_lanes + 1) for history in own["histories"])
-        numbers = [0, *(number for number, *_ in histories), MOST_HISTORIES]
-        if numbers != sorted(set(numbers)):
-            raise saved.error("histories", "numbered upwards", str(numbers)[:50])
-        layout = Layout.from_json(own["layout"])
+        layout = Layout.from_json(saved["layout"])
         most_spare = num_rows // num_lanes + layout.past_steps
         saved.integer("spare_steps", 1 + layout.past_steps, most_spare)
         saved.integer("generation", 1, 10**9 - 1)
         saved.flag("is_clean")
-        lanes = {name: _numbers(own[name], num_lanes) for name in ("tails", "flushed")}
-        return cls(**{**own, **lanes, "layout": layout, "histories": histories})
+        for steps in (saved["tails"], saved["flushed"]):
+            _check_numbers(steps, num_lanes)
+        for history in saved["histories"]:
+            _check_numbers(history, num_lanes + 1)
+        numbers = [0, *(number for number, *_ in saved["histories"]), MOST_HISTORIES]
+        if numbers != sorted(set(numbers)):
+            raise saved.error("histories", "numbered upwards", str(numbers)[:50])
+        return cls(**{**{name: saved[name] for name in names}, "layout": layout})
 
 
 def _check(words: dict[str, Any]) -> int:
@@ -218,12 +210,11 @@ def _check(words: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(words).encode())
 
 
-def _numbers(value: Any, length: int) -> Steps:
+def _check_numbers(value: Any, length: int) -> None:
     is_list = isinstance(value, list) and len(value) == length
     if not (is_list and all(type(it) is int and 0 <= it <= _MOST for it in value)):
         got = repr(value)[:50]
         raise ValueError(f"there must be {length} whole numbers from 0 to {_MOST}, got {got}")
-    return tuple(value)
 
 
 def spare_steps(steps_per_lane: int, past_steps: int) -> int:

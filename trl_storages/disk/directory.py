@@ -74,7 +74,7 @@ class Directory:
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
             spare = spare_steps(num_rows // num_lanes, layout.past_steps)
-            none = (0,) * num_lanes
+            none = [0] * num_lanes
             description = Description(layout, num_rows, num_lanes, spare, none, none)
             try:
                 announce(path)
@@ -168,8 +168,7 @@ class Directory:
         self.begin_history()
         if block.num_steps > self.description.most_steps:
             self._make_room(index, block)
-        num_steps, lanes, *_ = block
-        self.words.marked.clear(index.ring, num_steps, lanes, self.words.commits)
+        self.words.marked.clear(index.ring, block.num_steps, block.lanes, self.words.commits)
 
     def _make_room(self, index: EpisodeIndex, block: Block) -> None:
         """Evicts in advance the rows that a write of more steps than are spare will replace."""
@@ -178,7 +177,7 @@ class Directory:
         tails = state.tails.copy()
         tails[block.which] = np.clip(kept, tails, state.cursors)[block.which]
         if (tails != state.tails).any():
-            self._publish(state._replace(tails=tails))
+            self.words.publish(state._replace(tails=tails))
 
     def seal(
         self,
@@ -195,12 +194,11 @@ class Directory:
             write_count: as in `commit`.
             trajectories: as in `commit`.
         """
-        words, history, ring = self.words, self.description.history, index.ring
-        for num_steps, lanes, *_ in blocks[:-1]:
-            words.marked.seal(ring, history, num_steps, lanes, words.priorities)
-        num_steps, lanes, *_ = blocks[-1]
-        commit = words.commits, write_count, trajectories
-        words.marked.seal(ring, history, num_steps, lanes, words.priorities, *commit)
+        words, history = self.words, self.description.history
+        for block in blocks:
+            steps = block.num_steps, block.lanes, words.priorities
+            commit: Any = (words.commits, write_count, trajectories) if block is blocks[-1] else ()
+            words.marked.seal(index.ring, history, *steps, *commit)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Commits the state of an index.
@@ -258,7 +256,7 @@ class Directory:
     def _begin(self, state: State) -> None:
         """Begins a history at the cursors of a state."""
         self._say(self.description.begun(state.cursors, state.tails))
-        self._publish(state)
+        self.words.publish(state)
         self._has_begun = True
 
     def _check_there(self) -> None:
@@ -276,9 +274,6 @@ class Directory:
         description.write(self.path)
         self.words.description = description
 
-    def _publish(self, state: State) -> None:
-        self.words.publish(state._replace(history=self.description.history))
-
     def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Durably forgets all rows.
 
@@ -291,7 +286,7 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.begin_history()
-        self._say(replace(self.description, tails=tuple(index.host_steps.tolist())))
+        self._say(replace(self.description, tails=index.host_steps.tolist()))
         index.evict(index.host_steps)
         self.commit(index, write_count, trajectories)
 
@@ -317,16 +312,10 @@ class Directory:
         self.check_writable()
         self._check_there()
         old, number = self.description, self.description.history + 1
-        cursors, tails = (tuple(it.tolist()) for it in (index.host_steps, index.host_tails))
-        histories: Any = ((number, *(max(tail - old.past_steps, 0) for tail in tails)),)
-        new = replace(
-            old,
-            generation=old.generation + 1,
-            histories=histories,
-            tails=tails,
-            flushed=cursors,
-            is_clean=False,
-        )
+        cursors, tails = index.host_steps.tolist(), index.host_tails.tolist()
+        histories = [[number, *(max(tail - old.past_steps, 0) for tail in tails)]]
+        steps: Any = {"histories": histories, "flushed": cursors, "tails": tails}
+        new = replace(old, generation=old.generation + 1, **steps, is_clean=False)
         try:
             words = Words.create(self.path, new)
             fill(words)
@@ -370,18 +359,11 @@ class Directory:
         if not np.array_equal(state.open, index.is_open.numpy()):
             self.commit(index, state.write_count, state.trajectories)
         words.flush()
-        old = self.description
+        changes: Any = {"flushed": state.cursors.tolist(), "tails": state.tails.tolist()}
         if progress is not None:
-            progress = {**progress, "number": words.commits.number}
-        self._say(
-            replace(
-                old,
-                flushed=tuple(state.cursors.tolist()),
-                tails=tuple(state.tails.tolist()),
-                is_clean=is_clean or old.is_clean,
-                progress=old.progress if progress is None else progress,
-            )
-        )
+            changes["progress"] = {**progress, "number": words.commits.number}
+        is_clean = is_clean or self.description.is_clean
+        self._say(replace(self.description, **changes, is_clean=is_clean))
         words.protect_tips(state.cursors)
 
     def close(self, index: EpisodeIndex, progress: dict[str, Any] | None = None) -> None:

@@ -95,21 +95,19 @@ def create_file(path: Path, num_words: int, *, is_sparse: bool = False) -> None:
     """
     nbytes = num_words * _WORD
     with _needing(path, nbytes), _replaced(path) as file:
-        _reserve(file.fileno(), 0, 0 if is_sparse else nbytes)
+        if not is_sparse:
+            _reserve(file, 0, nbytes)
         file.truncate(nbytes)
 
 
-def _reserve(descriptor: int, start: int, end: int) -> None:
+def _reserve(file: BinaryIO, start: int, end: int) -> None:
     """Reserves space on disk for a range of bytes; those never written read as zeros."""
-    if start >= end:
-        return
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, start, end - start)
-    else:
-        with open(descriptor, "r+b", closefd=False) as file:
-            file.seek(start)
-            for at in range(start, end, _PIECE):
-                file.write(bytes(min(end - at, _PIECE)))
+        os.posix_fallocate(file.fileno(), start, end - start)
+        return
+    file.seek(start)
+    for at in range(start, end, _PIECE):
+        file.write(bytes(min(end - at, _PIECE)))
 
 
 @contextmanager
@@ -161,12 +159,12 @@ class MappedWords:
 
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
         nbytes, self._path = num_words * _WORD, path
-        with opened(path, writable=writable) as (descriptor, size):
-            if size != nbytes:
+        with opened(path, writable=writable) as file:
+            if (size := os.fstat(file.fileno()).st_size) != nbytes:
                 raise damaged(path, f"it must hold {nbytes} bytes, got {size}")
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access)
+            self._map = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
     def reserve(self, start: int, end: int) -> None:
@@ -175,27 +173,24 @@ class MappedWords:
         Raises:
             OSError: the disk is full.
         """
-        with (
-            _needing(self._path, (end - start) * _WORD),
-            opened(self._path, writable=True) as (descriptor, _),
-        ):
-            _reserve(descriptor, start * _WORD, end * _WORD)
+        nbytes = (end - start) * _WORD
+        with _needing(self._path, nbytes), opened(self._path, writable=True) as file:
+            _reserve(file, start * _WORD, end * _WORD)
 
     def flush(self) -> None:
         """Waits until everything written is on disk."""
         self._map.flush()
 
 
-@contextmanager
-def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
-    """Opens a regular file, and yields its descriptor and its size in bytes.
+def opened(path: Path, *, writable: bool = False) -> BinaryIO:
+    """Opens a regular file, without a buffer.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is a link, a pipe or a device.
     """
     try:
-        descriptor, size = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
+        descriptor, _ = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is missing: the storage in {path.parent} is damaged. Bring the file back "
@@ -206,10 +201,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[tuple[int, int]]:
             raise
         what = f"it must be a file, and neither lead elsewhere nor wait: {error.strerror}"
         raise damaged(path, what) from error
-    try:
-        yield descriptor, size
-    finally:
-        os.close(descriptor)
+    return open(descriptor, "r+b" if writable else "rb", buffering=0)
 
 
 class WriterLock:
@@ -281,14 +273,11 @@ class WriterLock:
 def has_writer(directory: Path) -> bool:
     """Returns whether a process holds the writer's lock of a directory."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | NO_LINKS)
-    except OSError:
-        return False
-    try:
         # A shared lock, freed at once by closing the file, so that a new writer rarely finds it taken.
-        return not _locks(descriptor, shared=True)
-    finally:
-        os.close(descriptor)
+        with opened(directory / "lock") as file:
+            return not _locks(file.fileno(), shared=True)
+    except (OSError, ValueError):
+        return False
 
 
 def _locks(descriptor: int, *, shared: bool = False) -> bool:

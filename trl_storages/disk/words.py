@@ -134,8 +134,7 @@ class Words:
             if kind != "priorities":
                 create_file(path / description.file_of(kind), size, is_sparse=kind == "side")
         words = cls(path, description, writable=True)
-        nothing = np.zeros((4, description.num_lanes), np.int64)
-        words.publish(State(description.history, 0, *nothing))
+        words.publish(State(0, 0, *np.zeros((4, description.num_lanes), np.int64)))
         return words
 
     def keep_priorities(self, *, make: bool) -> PriorityWords:
@@ -176,7 +175,8 @@ class Words:
         return int(self._tables[self.commits.number & 1, 0])
 
     def publish(self, state: State) -> None:
-        """Commits a state; a single store switches to it."""
+        """Commits a state, as of the present history; a single store switches to it."""
+        state = state._replace(history=self.description.history)
         self.commits.publish(torch.from_numpy(np.hstack(state)))
 
     def committed(self) -> State | None:
