@@ -18,6 +18,10 @@ from trl_storages import ReplayStorage, UniformSampler
 from trl_storages.disk.words import Words
 from trl_storages.writing import writer
 
+# Where a `with` block is left, tracing raises an error before its `__exit__`, as no signal does; CPython
+# closes the file then.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
 SIZE = 12
 ACTS = {
     "write": lambda history: write(history, 3),

@@ -182,7 +182,7 @@ class Description:
             raise TypeError(f"it must be an object of JSON, got {str(words)[:25]}")
         if (got := {key: words.get(key) for key in _KIND}) != _KIND:
             raise ValueError(
-                f"it must be of {_KIND}, got {str(got)[:50]} (format 1 was never released)"
+                f"it must be of {_KIND}, got {str(got)[:50]} (format 1 was never released: delete it)"
             )
         if words.pop("check", None) != _check(words):
             raise ValueError("it does not match its checksum")
