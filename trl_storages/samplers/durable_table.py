@@ -17,6 +17,7 @@ from trl_storages.priorities import ABSENT, PriorityTable
 __all__ = ["DurableTable"]
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_NO_WEIGHT = torch.zeros(1, dtype=torch.float64)
 # Marks a word that was not read yet.
 _UNSEEN = 0x2545F4917FC00001
 # From this share of changed rows on, the tree is rebuilt instead of updated leaf by leaf.
@@ -105,12 +106,11 @@ class DurableTable(PriorityTable):
         table.largest.copy_(largest.squeeze())
         table.priorities[slots], table.generations[slots] = priority, words.generations(slots)
         self.has_rows |= len(slots) > 0
-        touched = torch.cat([evicted, slots])
-        if len(touched) > _MANY * self.capacity:
+        if len(evicted) + len(slots) > _MANY * self.capacity:
             self._tree.renew(self._all_weights())
         else:
-            gone = torch.zeros(len(evicted), dtype=torch.float64)
-            self._tree.set(touched, torch.cat([gone, self._weigh(priority).double()]))
+            self._tree.set(evicted, _NO_WEIGHT)
+            self._tree.set(slots, self._weigh(priority).double())
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails
@@ -120,13 +120,13 @@ class DurableTable(PriorityTable):
 
     def _renew(self, slots: torch.Tensor) -> bool:
         episodes = self._storage.episodes
-        priority, touched = self._words.renew(self._rows, slots, episodes.ring, self._tails)
+        priority, evicted = self._words.renew(self._rows, slots, episodes.ring, self._tails)
         if priority < 0:
             return True
         self.has_rows = True
-        weights = torch.zeros(len(touched), dtype=torch.float64)
-        weights[: len(slots)] = self._weight_of_new(priority)
-        self._tree.set(touched, weights)
+        self._tree.set(slots, self._weight_of_new(priority))
+        if evicted.numel():
+            self._tree.set(evicted, _NO_WEIGHT)
         self._tails[:] = episodes.host_tails
         return False
 

@@ -328,7 +328,7 @@ class PriorityWords:
         lane, step = _lanes_and_steps(first, torch.maximum(ring.tails, first))
         evicted = step % ring.ring_steps * ring.num_envs + lane
         table.priorities[evicted] = ABSENT
-        return priority, torch.cat([slots, evicted])
+        return priority, evicted
 
     def news(
         self, ring: Ring, known: torch.Tensor | None

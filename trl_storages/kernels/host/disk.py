@@ -313,11 +313,11 @@ class PriorityWords:
 
         Returns:
             the priority of the new rows, or -1, with nothing changed, if a slot is not below M; and the
-            slots of the new rows followed by those of the dropped ones.
+            slots of the dropped rows.
         """
         known = ring._arrays[2], ring.ring_steps
-        priority, touched = _renew(*table._arrays, self._marks, slots.numpy(), *known, tails)
-        return float(priority), torch.from_numpy(touched)
+        priority, evicted = _renew(*table._arrays, self._marks, slots.numpy(), *known, tails)
+        return float(priority), torch.from_numpy(evicted)
 
     def news(
         self, ring: Ring, known: torch.Tensor | None
@@ -712,21 +712,19 @@ def _renew(
     for lane in range(num_lanes):
         first = max(tails[lane], lanes[lane, CURSOR] - room)
         num_evicted += max(lanes[lane, TAIL] - first, 0)
-    touched = np.empty(len(slots) + num_evicted, np.int64)
-    touched[: len(slots)] = slots
+    evicted, row = np.empty(num_evicted, np.int64), 0
     given = largest[0] if largest[0] > 0 else np.float32(1)
     for i in range(len(slots)):
         slot = slots[i]
         if slot >= 0:
             priorities[slot], generations[slot] = given, _generation(marks[slot, 0])
-    row = len(slots)
     for lane in range(num_lanes):
         # Skips steps that the writer has overwritten since.
         for step in range(max(tails[lane], lanes[lane, CURSOR] - room), lanes[lane, TAIL]):
-            touched[row] = step % room * num_lanes + lane
-            priorities[touched[row]] = ABSENT
+            evicted[row] = step % room * num_lanes + lane
+            priorities[evicted[row]] = ABSENT
             row += 1
-    return given, touched
+    return given, evicted
 
 
 @compiled
