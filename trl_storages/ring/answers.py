@@ -300,10 +300,8 @@ class EpisodeAnswers:
     def has_whole_episode(self) -> bool:
         """Returns whether there is an episode that `random_episodes` can draw."""
         # Random trials are fastest, unless whole episodes are rare.
-        generator = torch.Generator(self.device)
-        if self._try_to_draw(1, generator) is not None:
-            return True
-        return len(self._first_of_whole()) > 0
+        drawn = self._try_to_draw(1, torch.Generator(self.device))
+        return drawn is not None or len(self._first_of_whole()) > 0
 
     def _try_to_draw(self, n: int, generator: torch.Generator | None) -> torch.Tensor | None:
         """Draws `n` whole episodes uniformly with replacement, at a cost independent of their number.
@@ -311,19 +309,10 @@ class EpisodeAnswers:
         Returns:
             `[n]` int64 slots of their first rows, or None if too few draws were whole episodes.
         """
-        ring, num_envs, most_live, lanes = (
-            self.ring,
-            self.num_envs,
-            self.steps_per_lane,
-            self._lane_ids,
-        )
-        begun, start = ring.lanes[:, BEGUN], self.tails
-        # The live episodes of a lane are numbered `oldest .. begun - 1`.
-        entry = ring.entries(start % self.ring_steps * num_envs + lanes)
-        oldest = begun - 1 - (begun - 1 - entry + lanes * most_live) % most_live
+        oldest, counts = self._numbered()
         # Skip an oldest episode that has lost its first rows.
-        oldest += ring.spans[entry, FIRST] < start
-        counts = torch.where(self.fill > 0, begun - oldest, 0).clamp(min=0)
+        lost = (counts > 0) & (self._span(self._lane_ids, oldest)[:, FIRST] < self.tails)
+        oldest, counts = oldest + lost, counts - lost.long()
         ends = counts.cumsum(0)
         found = torch.full((n,), -1, device=self.device)
         # Rejection sampling: cut and running episodes are usually few.
@@ -331,43 +320,53 @@ class EpisodeAnswers:
             draw = random_noise(n, generator=generator, device=self.device) % ends[-1]
             lane = torch.searchsorted(ends, draw, right=True)
             number = oldest[lane] + draw - (ends - counts)[lane]
-            drawn = lane * most_live + number % most_live
-            first, _, is_finished = ring.spans[drawn].unbind(1)
+            first, _, is_finished = self._span(lane, number).unbind(1)
             usable = (is_finished != 0) & (found < 0)
-            found = torch.where(usable, first % self.ring_steps * num_envs + lane, found)
+            found = torch.where(usable, first % self.ring_steps * self.num_envs + lane, found)
             if bool((found >= 0).all()):
                 return found
         return None
 
+    def _numbered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `[E]` the number of each lane's oldest live episode, and `[E]` how many are live."""
+        begun, most_live, lanes = self.ring.lanes[:, BEGUN], self.steps_per_lane, self._lane_ids
+        entry = self.ring.entries(self.tails % self.ring_steps * self.num_envs + lanes)
+        count = 1 + (begun - 1 - entry + lanes * most_live) % most_live
+        return begun - count, torch.where(self.fill > 0, count, 0)
+
+    def _span(self, lanes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the entries `[n, 3]` of episodes by lane and number."""
+        return self.ring.spans[lanes * self.steps_per_lane + numbers % self.steps_per_lane]
+
     def _first_of_whole(self) -> torch.Tensor:
-        """Returns the slots of the first rows of all whole episodes, in a pass over the rows."""
+        """Returns the slots of the first rows of all whole episodes."""
         episodes = self.episodes()
         found: torch.Tensor = episodes["first"][episodes["finished"] & episodes["whole"]]
         return found
 
     def episodes(self) -> TensorDict:
-        """Lists the live episodes, lane by lane, oldest first, in a pass over the rows.
+        """Lists the live episodes, lane by lane, oldest first.
 
         Returns:
             TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
             `finished` and `whole`.
         """
-        live = self.live_slots()
-        is_first = self.behind(live) == 0
-        first = live[is_first]
-        lane, step = first % self.num_envs, self.steps(first)
-        order = torch.argsort(step, stable=True)
-        order = order[torch.argsort(lane[order], stable=True)]
-        first = first[order]
+        oldest, counts = self._numbered()
+        lane = self._lane_ids.repeat_interleave(counts)
+        number = (
+            torch.arange(len(lane), device=self.device) + (oldest + counts - counts.cumsum(0))[lane]
+        )
+        first, last, is_finished = self._span(lane, number).unbind(1)
+        begin = torch.maximum(first, self.tails[lane])
         return TensorDict(
             {
-                "first": first,
-                "length": self.ahead(first) + 1,
-                "lane": lane[order],
-                "finished": self.is_finished(first),
-                "whole": self.is_whole(first),
+                "first": begin % self.ring_steps * self.num_envs + lane,
+                "length": last - begin + 1,
+                "lane": lane,
+                "finished": is_finished.bool(),
+                "whole": first == begin,
             },
-            batch_size=[first.shape[0]],
+            batch_size=lane.shape,
         )
 
 
