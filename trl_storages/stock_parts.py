@@ -257,7 +257,7 @@ def _live_slots(episodes: EpisodeIndex, ranks: torch.Tensor) -> torch.Tensor:
     # A lane that is not full begins at its tail, which does not move until the lane is full.
     start = torch.where(episodes.fill < episodes.ring_steps, episodes.tails, 0)
     place = start[lane] + first_place[level] + offset // width[level]
-    return place % episodes.ring_steps * num_envs + lane
+    return episodes.ring.slots_at(place, lane)
 
 
 def check_draws(storage: Any, writer: Writer) -> None:

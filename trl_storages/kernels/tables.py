@@ -142,11 +142,6 @@ class RingTables:
         """`[E]` int64, the number of live rows of each lane."""
         return self.cursors - self.tails
 
-    def heads(self) -> torch.Tensor:
-        """Returns the slots `[E]` of the next rows of all lanes."""
-        lane = torch.arange(self.num_envs, device=self.device)
-        return self.cursors % self.ring_steps * self.num_envs + lane
-
     def evict(self, tails: torch.Tensor) -> None:
         """Evicts rows before new tails: `[E]` int64, from the old tails to the cursors, on any device."""
         self.tails.copy_(on_device(tails, self.device))
@@ -155,11 +150,27 @@ class RingTables:
 
     # Slots
 
+    def slots_at(self, steps: Any, lanes: Any) -> Any:
+        """Returns the slots of steps of lanes: numbers, tensors or arrays."""
+        return steps % self.ring_steps * self.num_envs + lanes
+
+    def heads(self) -> torch.Tensor:
+        """Returns the slots `[E]` of the next rows of all lanes."""
+        found: torch.Tensor = self.slots_at(
+            self.cursors, torch.arange(self.num_envs, device=self.device)
+        )
+        return found
+
+    def newest_slots(self, lanes: torch.Tensor) -> torch.Tensor:
+        """Returns the slots `[L]` of the newest rows of lanes."""
+        found: torch.Tensor = self.slots_at(self.cursors[lanes] - 1, lanes)
+        return found
+
     def next_slots(self, lanes: torch.Tensor, num_steps: int) -> torch.Tensor:
         """Returns the slots `[L, S]` of the next S steps of L lanes; -1 for steps evicted at once."""
         lane = lanes.unsqueeze(1)
         step = self.cursors[lane] + torch.arange(num_steps, device=self.device)
-        slots = step % self.ring_steps * self.num_envs + lane
+        slots: torch.Tensor = self.slots_at(step, lane)
         if num_steps > self.steps_per_lane:
             slots[:, : -self.steps_per_lane] = -1
         return slots

@@ -5,7 +5,7 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -387,33 +387,24 @@ def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
 
 
 def _check_alike(batches: dict[int, TensorDictBase]) -> None:
-    """Raises a ValueError if the entries of batches differ."""
-    if differences := [*_differences(batches)]:
+    """Raises a ValueError if entries differ from the first batch's: in dtype, row shape or device."""
+    kinds = {
+        number: {
+            key: f"{value.dtype} {list(value.shape[1:])} on {value.device}"
+            for key, value in batch.items(True, True)
+        }
+        for number, batch in batches.items()
+    }
+    first, own = next(iter(kinds.items()))
+    if differences := [
+        f"{key!r} is {own.get(key, 'missing')} in storage {first} and {other.get(key, 'missing')} in "
+        f"storage {number}"
+        for number, other in kinds.items()
+        for key in own | other
+        if own.get(key) != other.get(key)
+    ]:
         raise ValueError(
             f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Let a "
             "transform of one storage leave it out (ExcludeTransform), add it or convert it "
             "(DTypeCastTransform)."
         )
-
-
-def _differences(drawn: dict[int, TensorDictBase]) -> Iterator[str]:
-    """Yields how entries differ from the first batch's: in dtype, row shape or device."""
-    entries = {
-        number: {
-            key: (value.dtype, value.shape[1:], value.device)
-            for key, value in part.items(True, True)
-        }
-        for number, part in drawn.items()
-    }
-    first, *others = entries
-    for number in others:
-        pair = entries[first], entries[number]
-        if pair[0] == pair[1]:
-            continue
-        for key in pair[0] | pair[1]:
-            rows = [each.get(key) for each in pair]
-            if rows[0] != rows[1]:
-                told = [
-                    f"{row[0]} {list(row[1])} on {row[2]}" if row else "missing" for row in rows
-                ]
-                yield f"{key!r} is {told[0]} in storage {first} and {told[1]} in storage {number}"

@@ -43,7 +43,7 @@ __all__ = [
 _WHAT = "the saved storage"
 _LOOKED_AT = 1_000  # newest rows whose actions are compared with the space
 #: The entries of a saved storage that are not parts.
-_VALUES = ("_batch_size", "_consume_after_n_samples", "_rng", "_prefetch_state")
+_VALUES = ("_batch_size", "_rng", "_prefetch_state")
 
 
 def _parts(storage: Any) -> dict[str, SavedPart]:
@@ -68,7 +68,6 @@ def state_of(storage: Any, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: part.state_dict() for name, part in _parts(storage).items()},
         "_batch_size": storage.batch_size,
-        "_consume_after_n_samples": None,
         "_rng": saved_generator(storage._rng),
         "_prefetch_state": drawn_ahead,
     }
@@ -85,12 +84,13 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
             layout, number of lanes or kind of sampler. The message says what is wrong.
     """
     parts = _parts(storage)
-    # TorchRL's replay buffers save the same entries, except the recorder.
-    names = {*parts, *_VALUES} - {"_recorder"}
-    saved = SavedState(state, _WHAT, sorted(names), ("_recorder",))
-    parts["_writer"].check_state_dict(saved["_writer"])
-    saved = SavedState(state, _WHAT, sorted(names | {"_recorder"}))
-    for name in ("_sampler", "_transforms", "_recorder"):
+    if isinstance(state, Mapping) and "_recorder" not in state:
+        raise ValueError(
+            f"{_WHAT} must be one of this package: what TorchRL's own buffers save has no episode index; "
+            "extend() by its rows. Nothing was changed."
+        )
+    saved = SavedState(state, _WHAT, sorted({*parts, *_VALUES}))
+    for name in ("_writer", "_sampler", "_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
     fitted = _fitted(storage, state)
     parts["_storage"].check_state_dict(fitted["_storage"])
@@ -98,8 +98,6 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
         _check_together(storage, saved, fitted["_storage"])
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
-    if saved["_consume_after_n_samples"] is not None:
-        raise saved.error("_consume_after_n_samples", "None", saved["_consume_after_n_samples"])
     read_generator(saved["_rng"])
     _check_drawn_ahead(saved["_prefetch_state"], storage._prefetch_cap)
     return fitted
@@ -203,7 +201,7 @@ def _fitted(whole: Any, state: dict[str, Any]) -> dict[str, Any]:
         state["_writer"]["_write_count"],
         state["_writer"]["last_trajectory"].cpu().numpy(),
     )
-    cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
+    cursor = index.ring.slots_at(index.host_steps.item(0), 0)
     sampler = state["_sampler"]
     if prioritized_of(whole._sampler) is not None:
         sampler = _moved_priorities(sampler, moved, storage.is_durable)

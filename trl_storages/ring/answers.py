@@ -322,7 +322,7 @@ class EpisodeAnswers:
             number = oldest[lane] + draw - (ends - counts)[lane]
             first, _, is_finished = self._span(lane, number).unbind(1)
             usable = (is_finished != 0) & (found < 0)
-            found = torch.where(usable, first % self.ring_steps * self.num_envs + lane, found)
+            found = torch.where(usable, self.ring.slots_at(first, lane), found)
             if bool((found >= 0).all()):
                 return found
         return None
@@ -330,7 +330,7 @@ class EpisodeAnswers:
     def _numbered(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `[E]` the number of each lane's oldest live episode, and `[E]` how many are live."""
         begun, most_live, lanes = self.ring.lanes[:, BEGUN], self.steps_per_lane, self._lane_ids
-        entry = self.ring.entries(self.tails % self.ring_steps * self.num_envs + lanes)
+        entry = self.ring.entries(self.ring.slots_at(self.tails, lanes))
         count = 1 + (begun - 1 - entry + lanes * most_live) % most_live
         return begun - count, torch.where(self.fill > 0, count, 0)
 
@@ -360,7 +360,7 @@ class EpisodeAnswers:
         begin = torch.maximum(first, self.tails[lane])
         return TensorDict(
             {
-                "first": begin % self.ring_steps * self.num_envs + lane,
+                "first": self.ring.slots_at(begin, lane),
                 "length": last - begin + 1,
                 "lane": lane,
                 "finished": is_finished.bool(),

@@ -138,14 +138,12 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def newest_slot(self, lanes: Lanes = None) -> int:
         """Returns the slot of the newest row of the last of `lanes`, without synchronising."""
         lane = self.num_envs - 1 if lanes is None else self.named_lanes(lanes)[-1]
-        found: int = (self.host_steps.item(lane) - 1) % self.ring_steps * self.num_envs + lane
+        found: int = self.ring.slots_at(self.host_steps.item(lane) - 1, lane)
         return found
 
     def newest_slots(self, lanes: Sequence[int] | None = None) -> torch.Tensor:
         """Returns the slots `[L]` of the newest rows of lanes; None is all."""
-        lane = np.arange(self.num_envs) if lanes is None else np.array(lanes)
-        slots = (self.host_steps[lane] - 1) % self.ring_steps * self.num_envs + lane
-        return on_device(torch.from_numpy(slots), self.device)
+        return self.ring.newest_slots(self.lane_ids(lanes))
 
     def slots_since(self, num_steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots of the surviving rows written after the given steps.
@@ -161,7 +159,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             torch.arange(max(before, tail), cursor)
             for before, tail, cursor in zip(num_steps.tolist(), tails, cursors, strict=True)
         ]
-        slots = [step % self.ring_steps * self.num_envs + at for at, step in enumerate(steps)]
+        slots = [self.ring.slots_at(step, lane) for lane, step in enumerate(steps)]
         return on_device(torch.cat(slots), self.device)
 
     # Writing
@@ -310,7 +308,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         bounds = zip(self.host_tails.tolist(), self.host_steps.tolist(), strict=True)
         for lane, (tail, cursor) in enumerate(bounds):
             step = torch.arange(max(cursor - most, tail), cursor, device=self.device)
-            slots = step % self.ring_steps * self.num_envs + lane
+            slots = self.ring.slots_at(step, lane)
             before, begins = step - self.ring.span(slots)[:, 0], self.behind(slots) == 0
             lanes.append(LaneRows(slots, self.is_end(slots), begins, before, is_open[lane]))
         return lanes
@@ -321,9 +319,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         self.rejoin(done.unsqueeze(0), begins.unsqueeze(0), cursor, [lane])
         if num_rows := len(done):
             oldest = cursor - num_rows
-            slot = oldest % self.ring_steps * self.num_envs + lane
+            slot = torch.tensor([self.ring.slots_at(oldest, lane)], device=self.device)
             # Keep the true first step of an episode that has lost rows, so that it stays incomplete.
-            self.ring.begin(torch.tensor([slot], device=self.device), oldest - before[:1])
+            self.ring.begin(slot, oldest - before[:1])
         if not rows.is_open:
             self.end_episodes([lane])
 

@@ -35,7 +35,7 @@ def check_invariants(index: EpisodeIndex) -> None:
         raise RuntimeError(f"num_rows is {int(index.num_rows)} for {len(index)} live rows.")
     for lane, cursor in enumerate(index.num_steps_written.tolist()):
         steps = torch.arange(tails[lane], cursor, device=index.device)
-        slots = steps % index.ring_steps * index.num_envs + lane
+        slots = index.ring.slots_at(steps, lane)
         entry, (behind, ahead) = index.episode_id(slots), index.extent(slots)
         begins = torch.ones_like(entry, dtype=torch.bool)
         begins[1:] = entry[1:] != entry[:-1]

@@ -54,10 +54,6 @@ class Ring(RingTables):
         gaps &= torch.cat([self.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
         return gaps if cut is None else gaps & ~on_device(cut, self.device)
 
-    def newest_slots(self, lanes: torch.Tensor) -> torch.Tensor:
-        """Returns the slots `[L]` of the newest rows of lanes."""
-        return (self.cursors[lanes] - 1) % self.ring_steps * self.num_envs + lanes
-
     def append(
         self,
         rows: NewRows,
@@ -137,7 +133,7 @@ class Ring(RingTables):
         age = take(first_age, level) + offset // width
         lane = take(lanes, self.num_envs - 1 - offset % width)
         step = take(self.cursors, lane) - 1 - age
-        return step % self.ring_steps * self.num_envs + lane
+        return self.slots_at(step, lane)
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
         """Draws live rows uniformly, from all or from the newest."""
