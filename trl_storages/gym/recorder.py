@@ -5,7 +5,7 @@ Letters: E environments, L of them that made a transition in this step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,8 @@ class GymRecorder(SavedPart):
 
     With the mode `SameStep` an environment that ended has already been reset: its true last
     observation is taken from the infos. With `NextStep` the step after the end only resets the
-    environment, and is skipped for it. With `Disabled` and None, for loops that reset by themselves,
+    environment, and is skipped for it; after a resume, only if it begins with the last observation, as
+    the environments may be new. With `Disabled` and None, for loops that reset by themselves,
     everything is taken as given; but until the loop has shown that it does, a step that looks like
     gymnasium's own reset raises an error (None, and several environments) or warns.
 
@@ -97,6 +98,8 @@ class GymRecorder(SavedPart):
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
         self._last: LastBits | None = {}
+        # In doubt: whether a step of each environment goes on from the stored row before it.
+        self._goes_on: Callable[[TensorDict], NDArray[np.bool_]] | None = None
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Gathers the next step.
@@ -163,7 +166,8 @@ class GymRecorder(SavedPart):
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
         lanes = self._all_lanes
-        if self.autoreset_mode is _NEXT_STEP and self._ended.any():
+        ended, goes_on = self._ended, self._goes_on
+        if goes_on is None and self.autoreset_mode is _NEXT_STEP and ended.any():
             lanes = np.flatnonzero(~self._ended).tolist()
             if not lanes:
                 flags = self._ends(terminateds, truncateds, is_vector)
@@ -185,6 +189,11 @@ class GymRecorder(SavedPart):
         desk = self._desk_for(layout, rows, values[3], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
         is_end = desk.put(values)
+        if goes_on is not None:
+            block.lanes = None
+            lanes = np.flatnonzero(~(ended & goes_on(block.tensordict()))).tolist()
+            if not lanes:
+                return None, Memory(layout, as_array(done)[:, 0].copy(), self._last)
         desk.check(lanes)
         finals = self._reset_already(done) if is_end else []
         if finals:
@@ -206,11 +215,15 @@ class GymRecorder(SavedPart):
                 column = Column(*layout.fields[key], len(lanes))
                 read = column.read(value, "infos", f"[{key!r}]", is_vector)
                 block.put(key, read, lanes)
-        ended = self._ended
         if self.autoreset_mode is _NEXT_STEP:
             ended = as_array(done)[:, 0].copy()
-        block.lanes = None if lanes is self._all_lanes else lanes
-        if layout is self.layout and ended is self._ended and last is self._last:
+        block.lanes = None if len(lanes) == self.num_envs else lanes
+        if (
+            goes_on is None
+            and layout is self.layout
+            and ended is self._ended
+            and last is self._last
+        ):
             return block, None
         return block, Memory(layout, ended, last)
 
@@ -229,13 +242,14 @@ class GymRecorder(SavedPart):
         return self._desk
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has a desk of its own.
-        return self.__dict__ | {"_desk": None}
+        # A copy has a desk of its own, and may be of a loop over other environments.
+        return self.__dict__ | {"_desk": None, "_last": self._last and {}, "_goes_on": None}
 
     def remember(self, memory: Memory | None) -> None:
         """Updates the state after a step is written, with what `read` returned."""
         if memory is not None:
             self.layout, self._ended, self._last = memory
+            self._goes_on = None
 
     def reset(self, lanes: Any = None) -> None:
         """Forgets which environments ended, for use after a manual `reset` of the environments.
@@ -255,9 +269,33 @@ class GymRecorder(SavedPart):
             )
         ended = self._ended.copy()
         ended[which if is_mask else which.astype(np.int64)] = False
+        self._ended = ended
+        self.forget_observations()
+
+    def forget_observations(self) -> None:
+        """Forgets what environments ended with, as the next step may be of others."""
         # None stays: the loop has shown that it resets by itself.
         self._last = self._last and {}
-        self._ended = ended
+
+    @property
+    def ended(self) -> list[int]:
+        """The environments that the next step only resets, with `NextStep`."""
+        is_next = self.autoreset_mode is _NEXT_STEP
+        return np.flatnonzero(self._ended).tolist() if is_next else []
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the next step must show which of these it really resets; see `doubt`."""
+        return self._goes_on is not None
+
+    def doubt(self, goes_on: Callable[[TensorDict], NDArray[np.bool_]]) -> None:
+        """Lets the next step show which of the environments that `ended` it only resets.
+
+        Args:
+            goes_on: returns which of the transitions `[E]` begin with what the row before led to, `[E]`.
+                The others are of new environments.
+        """
+        self._goes_on = goes_on
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""
@@ -276,7 +314,7 @@ class GymRecorder(SavedPart):
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state."""
         self.reset()
-        self._ended = state["ended"].cpu().numpy().copy()
+        self._ended, self._goes_on = state["ended"].cpu().numpy().copy(), None
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""

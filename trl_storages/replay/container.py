@@ -42,6 +42,7 @@ from trl_storages.replay.options import (
     checked,
 )
 from trl_storages.replay.remote import in_actor
+from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
     check_state,
     fit_drawn_ahead,
@@ -698,6 +699,8 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             with self._replay_lock, self._write_lock:
                 check_writable(self._storage)
                 self._known_rows = KnownRows()
+                # The environments may be reset as well, or go on.
+                doubt_ends(self)
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._tell_of_kept)
                     return
@@ -710,7 +713,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
 
     def _forget(self, empty_write_count: bool) -> None:
         super().empty(empty_write_count)
-        self._recorder.reset()
+        self._recorder.forget_observations()
 
     # On disk
 
@@ -836,7 +839,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """Restores what `dumps` saved. Everything is checked before anything is changed.
 
         The saved generator, batch size and parameters, such as `alpha` and `n_step`, replace those that
-        this storage was made with. If its environments are new, call `end_episodes()` next.
+        this storage was made with.
 
         Args:
             path: the directory.
@@ -876,6 +879,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         super().__setstate__(state)
         containers.register(self)
         self._prefetch_in_order()
+        doubt_ends(self)
         if generator is not None:
             self.set_rng(generator)
 

@@ -14,6 +14,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
 from trl_storages.progress_bar import tracker
+from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import look_at_actions
 from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
@@ -99,6 +100,7 @@ def resume(storage: Any) -> None:
         is_last = progress.get("number") == directory.words.commits.number
         if is_last and len(files.episodes) and "ended" in progress:
             storage._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
+            doubt_ends(storage)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{directory.path} is damaged: its description says of generator, sampler or recorder "

@@ -14,6 +14,7 @@ from torchrl.envs.transforms import Transform
 from trl_storages.callers import warn_caller
 from trl_storages.gym.fields import strange_action
 from trl_storages.interrupts import finish
+from trl_storages.replay.resumed import doubt_ends
 from trl_storages.ring import episodes_of
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import (
@@ -138,6 +139,7 @@ def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
             part.take_state(state[name], progress=progress)
             if name == "_storage" and prioritized is not None:
                 prioritized.attach(storage._storage)  # loading rows may have created the files
+        doubt_ends(storage)
         storage._batch_size = state["_batch_size"]
         if (generator := read_generator(state["_rng"])) is not None:
             storage.set_rng(generator)

@@ -111,7 +111,7 @@ class GapWatch:
         self,
         storage: Storage,
         rows: NewRows,
-        layout: Layout,
+        layout: Layout | None,
         block: Block,
     ) -> torch.Tensor | None:
         """Finds the gaps among rows to write; see `kernels.host.Ring`.
@@ -119,15 +119,15 @@ class GapWatch:
         Args:
             storage: holds the rows before them.
             rows: with at least the fields that are compared.
-            layout: of these rows.
+            layout: of these rows; None if they have no fields.
             block: maps rows to lanes and steps.
 
         Returns:
             `[L, T]` bool; may be None if there are none.
         """
-        pairs, ring = self.pairs(layout), storage.episodes.ring
-        if not len(pairs):
+        if layout is None or not len(pairs := self.pairs(layout)):
             return None
+        ring = storage.episodes.ring
         found: torch.Tensor | None
         if isinstance(storage, PackedStorage):
             found = ring.find_gaps(rows, block, pairs, storage.table)
@@ -137,6 +137,10 @@ class GapWatch:
             )
             found = ring.find_gaps(rows, block, pairs, before, is_ring=False)
         return found
+
+    def compares(self, layout: Layout | None) -> bool:
+        """Whether rows of a layout have fields that are compared."""
+        return layout is not None and len(self.pairs(layout)) > 0
 
     def pairs(self, layout: Layout) -> np.ndarray:
         """Returns the pairs of fields that are compared; see `pairs_of`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,21 +27,19 @@ _MANY = 256
 class LaneNotes:
     """Tracks which trajectory each lane holds, and when and by which process it was last written.
 
-    An episode that was open when a directory was closed, or its writer killed, continues if the next row
-    of its lane begins with the next observation of its last row. Otherwise the environment was reset in
-    between, and the next row begins a new episode.
+    Rows that were loaded, unpickled or found in a directory may be followed by those of new environments.
+    So an open episode continues if the next row of its lane begins with the next observation of its last
+    row; otherwise that row begins a new episode.
 
     Args:
         episodes: the index of the lanes.
-        are_reopened: whether their rows come from a directory that was opened.
+        is_resumed: whether their rows come from a directory that was opened.
     """
 
-    def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
+    def __init__(self, episodes: EpisodeIndex, *, is_resumed: bool = False) -> None:
         self._episodes = episodes
-        #: `[E]` bool, lanes whose open episode may not continue; None if there are none.
-        self.unsure: torch.Tensor | None = (
-            episodes.is_open if are_reopened and episodes.is_open.any() else None
-        )
+        #: `[E]` bool on the host, lanes whose open episode may not continue; None if there are none.
+        self.unsure: torch.Tensor | None = self._open() if is_resumed else None
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
         if self.trajectory.device.type == "cpu":
@@ -52,6 +51,20 @@ class LaneNotes:
         self.process: torch.Tensor | None = None
         # The latest (lane, trajectory) pairs that were interrupted by another trajectory.
         self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
+
+    def doubt(self) -> None:
+        """Lets the next rows show which open episodes continue."""
+        self.unsure = self._open()
+
+    def _open(self) -> torch.Tensor | None:
+        is_open = self._episodes.is_open.bool().cpu()
+        return is_open if is_open.any() else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes that share the lanes know each other's rows.
+        return (
+            self.__dict__ if self.process is not None else self.__dict__ | {"unsure": self._open()}
+        )
 
     def share_memory_(self) -> None:
         """Moves the state that other processes need to shared memory."""
@@ -90,26 +103,30 @@ class LaneNotes:
             before = self.trajectory[block.which].unsqueeze(1)
             block = block.cut_at(now != torch.cat([before, now[:, :-1]], 1))
         if self.process is not None:
-            block = self._cut_first(block, self.process[block.which] != os.getpid())
+            block = block.cut_at(self._first(block, self.process[block.which] != os.getpid()))
         return block
 
     def cut_where_reset(self, block: Block, gap: torch.Tensor | None, *, is_known: bool) -> Block:
-        """Cuts where an open episode of a reopened directory does not continue.
+        """Cuts where an open episode does not continue after a resume.
 
         Args:
             block: as `cut` returned it.
             gap: `[L, T]` bool, rows that do not continue the row before them; None for none.
             is_known: whether gaps can be found; otherwise no episode continues.
         """
-        unsure = self.unsure[block.which]  # type: ignore[index]
+        cut = self.may_begin(block)
         if is_known:
-            unsure = torch.zeros_like(unsure) if gap is None else unsure & gap[:, 0]
-        return self._cut_first(block, unsure)
+            cut = torch.zeros_like(cut) if gap is None else cut & gap
+        return block.cut_at(cut)
 
     def may_begin(self, block: Block) -> torch.Tensor:
         """Returns the steps that may begin an episode for that reason, `[L, T]` bool."""
-        unsure = self.unsure[block.which].unsqueeze(1)  # type: ignore[index]
-        return unsure & (torch.arange(block.num_steps) == 0)
+        return self._first(block, self.unsure[block.which])  # type: ignore[index]
+
+    def _first(self, block: Block, which: torch.Tensor) -> torch.Tensor:
+        """Returns the first steps of some of the lanes `[L]` bool, as `[L, T]` bool."""
+        first = which.unsqueeze(1) & (torch.arange(block.num_steps) == 0)
+        return on_device(first, self._episodes.device)
 
     def settle(self, blocks: Iterable[Block]) -> None:
         """Marks the lanes of committed steps as no longer unsure."""
@@ -117,12 +134,6 @@ class LaneNotes:
             self.unsure[block.which] = False  # type: ignore[index]
         if not self.unsure.any():  # type: ignore[union-attr]
             self.unsure = None
-
-    def _cut_first(self, block: Block, begins: torch.Tensor) -> Block:
-        """Cuts before the first row of some of the lanes, `[L]` bool."""
-        cut = torch.zeros(len(begins), block.num_steps, dtype=torch.bool)
-        cut[:, 0] = begins
-        return block.cut_at(on_device(cut, self._episodes.device))
 
     def tears(self, steps: Steps, block: Block) -> bool:
         """Whether a trajectory resumes that another one had interrupted before its end.

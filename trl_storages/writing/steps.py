@@ -78,8 +78,13 @@ class Fields:
         # A cache, rebuilt in the copy.
         return self.__dict__ | {"_known": None}
 
-    def steps(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
+    def steps(self, data: TensorDictBase, storage: Storage, gaps: GapWatch | None) -> Steps:
         """Returns `data` of any batch size as rows to write; changes nothing.
+
+        Args:
+            data: steps.
+            storage: that they are written to.
+            gaps: says what is compared with the rows before; None if nothing is.
 
         Raises:
             KeyError, TypeError, ValueError: it does not fit the storage, or does not consist of steps.
@@ -128,7 +133,9 @@ class Fields:
         self._known = _Known(layout, structure, repeated is not None)
         return self._known, tensors
 
-    def _steps_of_stock(self, data: TensorDictBase, storage: Storage, gaps: GapWatch) -> Steps:
+    def _steps_of_stock(
+        self, data: TensorDictBase, storage: Storage, gaps: GapWatch | None
+    ) -> Steps:
         """Does the same for one of TorchRL's own storages."""
         entries, device, num_rows = (
             self.entries(data, storage),
@@ -140,7 +147,7 @@ class Fields:
         check_flags_of(entries)
         trajectory = _numbers([entries[key] for key in [self.traj_key] if key in entries], storage)
         stored = self.stored(data).reshape(-1)
-        compared = gaps.values(entries, self.keys) if gaps.is_looking else {}
+        compared = {} if gaps is None else gaps.values(entries, self.keys)
         if not compared:
             return Steps(rows_of_flags(done, num_rows, device), None, trajectory, stored)
         layout = Layout.of(compared, data.ndim)

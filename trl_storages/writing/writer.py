@@ -167,7 +167,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             storage.episodes = index = _new_index(storage, self.num_envs)
         if isinstance(storage, PackedStorage):
             storage.keep_episodes(index)
-        self._lanes = LaneNotes(index, are_reopened=self._directory is not None)
+        self._lanes = LaneNotes(index, is_resumed=self._directory is not None)
         if self._directory is not None:
             self._take_up()
 
@@ -288,7 +288,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
-        steps = self._fields.steps(data, self._storage, self.gaps)
+        looks = self.gaps.is_looking or self._lanes.unsure is not None
+        steps = self._fields.steps(data, self._storage, self.gaps if looks else None)
         if steps.rows.is_compact and not self._has_warned_of_ends:
             warn_of_lost_ends()
             self._has_warned_of_ends = True
@@ -306,10 +307,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         cuts = watch.on_gap == "cut"
         looks = watch.is_looking and steps.layout is not None and not steps.rows.is_compact
         if looks or lanes.unsure is not None:
-            framed = steps.layout.framed  # type: ignore[union-attr]
+            framed = None if steps.layout is None else steps.layout.framed
             gap = watch.find(self._storage, steps.rows, framed, block)
             if lanes.unsure is not None:
-                block = lanes.cut_where_reset(block, gap, is_known=bool(len(watch.pairs(framed))))
+                block = lanes.cut_where_reset(block, gap, is_known=watch.compares(framed))
                 gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
             if gap is not None and looks and cuts:
                 block = block.cut_at(gap)
@@ -427,8 +428,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._write_count_value.get_obj().value = count
         if directory is not None:
             directory.seal(episodes, blocks, count, self._lanes.numbers)
-            if self._lanes.unsure is not None:
-                self._lanes.settle(blocks)
+        if self._lanes.unsure is not None:
+            self._lanes.settle(blocks)
         if is_packed:
             storage._bump_mutation_revision()
         else:
@@ -673,7 +674,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
-        self._lanes.unsure = None  # the rows of the reopened directory are replaced
+        self._lanes.doubt()
         if len(self._episodes):
             self._count()
 

@@ -1,0 +1,248 @@
+"""After a resume, the next steps are taken for what they are, of the same environments or of new ones."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage
+from torchrl.envs import DoubleToFloat
+
+from trl_storages import (
+    EpisodeWriter,
+    FrameStack,
+    PackedStorage,
+    ReplayStorage,
+    UniformReplayStorage,
+)
+from trl_storages.gym import GymRecorder
+
+FRAMES = 3
+LENGTHS = (2, 3, 5)
+STEPS_BEFORE = (2, 3, 4, 6)
+
+
+class Loop:
+    """A loop over environments whose observations are stacks of frames that tell episode and step."""
+
+    def __init__(self, num_envs, mode, number):
+        self.num_envs, self.mode = num_envs, mode
+        self.frames = [self.reset(number, 0) for _ in range(num_envs)]
+        self.number = [number] * num_envs
+        self.step_of = [0] * num_envs
+        self.is_over = [False] * num_envs
+        #: For each environment the transitions: observation, next observation, and whether one begins.
+        self.made = [[] for _ in range(num_envs)]
+
+    def reset(self, number, lane):
+        return np.full((FRAMES, 1), 100 * number, np.float32)
+
+    def begin(self, lane):
+        self.number[lane] += 1
+        self.step_of[lane], self.is_over[lane] = 0, False
+        self.frames[lane] = self.reset(self.number[lane], lane)
+
+    def step(self, storage):
+        before = np.stack(self.frames)
+        rewards, ends = np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
+        final = np.empty(self.num_envs, object)
+        for lane in range(self.num_envs):
+            if self.is_over[lane]:
+                # The next-step autoreset of gymnasium.
+                self.begin(lane)
+                continue
+            self.step_of[lane] += 1
+            newest = self.frames[lane][-1:] + 1
+            after = np.concatenate([self.frames[lane][1:], newest])
+            self.made[lane].append((before[lane], after, self.step_of[lane] == 1))
+            self.frames[lane], rewards[lane] = after, 1
+            ends[lane] = self.step_of[lane] == LENGTHS[lane]
+            if ends[lane] and self.mode == "SameStep":
+                final[lane] = after
+                self.begin(lane)
+            self.is_over[lane] = bool(ends[lane]) and self.mode == "NextStep"
+        infos = {"final_obs": final, "_final_obs": ends} if self.mode == "SameStep" else {}
+        step = before, np.zeros(self.num_envs, np.int64), rewards, ends, ends & False
+        after = np.stack(self.frames)
+        if self.num_envs == 1:
+            infos = {"final_obs": final[0]} if infos and ends[0] else {}
+            step, after = tuple(it[0] for it in step), after[0]
+        storage.record(*step, infos, after)
+        if self.mode in ("Disabled", None):
+            for lane in np.flatnonzero(ends):
+                self.begin(lane)
+
+
+def make(num_envs, mode, path=None, **options):
+    box = spaces.Box(-np.inf, np.inf, (FRAMES, 1), np.float32)
+    sizes = {"storage_size": 50 * num_envs, "num_envs": num_envs, "path": path}
+    return UniformReplayStorage(box, spaces.Discrete(2), autoreset_mode=mode, **sizes, **options)
+
+
+def dumped(storage, again, tmp_path):
+    storage.dumps(tmp_path / "dump")
+    other = again(None)
+    other.loads(tmp_path / "dump")
+    return other
+
+
+def loaded(storage, again, _):
+    other = again(None)
+    other.load_state_dict(storage.state_dict())
+    return other
+
+
+def pickled(storage, again, _):
+    return pickle.loads(pickle.dumps(storage))
+
+
+def reopened(storage, again, tmp_path):
+    storage.close()
+    return again(tmp_path / "rows")
+
+
+WAYS = {"dump": dumped, "state dict": loaded, "pickle": pickled, "disk": reopened}
+OPTIONS = {
+    "plain": {},
+    "shared": {"share_next": True},
+    "stacks": {"frame_stack": {"observation": FrameStack(FRAMES)}},
+    "both": {"share_next": True, "frame_stack": {"observation": FrameStack(FRAMES)}},
+}
+
+
+def check(storage, before, loop):
+    """Checks that a storage holds the transitions of the loops, and that episodes begin where they do."""
+    storage.validate()
+    index, rows = storage.episodes, storage[:]
+    slots = index.slots_by_age(torch.arange(len(index)).flip(0))
+    begins = index.behind(slots) == 0
+    for lane in range(index.num_envs):
+        made = before[lane] + (loop.made[lane] if loop.made is not before else [])
+        its = slots % index.num_envs == lane
+        for place, key in enumerate(("observation", ("next", "observation"))):
+            assert rows[key][its].tolist() == [transition[place].tolist() for transition in made]
+        assert begins[its].tolist() == [transition[2] for transition in made]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled", None])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_steps_after_a_resume(way, kind, num_envs, mode, is_new, tmp_path):
+    for number, num_steps in enumerate(STEPS_BEFORE):
+        place = tmp_path / str(number)
+
+        def again(path, **more):
+            return make(num_envs, mode, path, **OPTIONS[kind], **more)
+
+        storage = again(place / "rows" if way == "disk" else None)
+        loop = Loop(num_envs, mode, number=1)
+        for _ in range(num_steps):
+            loop.step(storage)
+        storage = WAYS[way](storage, again, place)
+        before = loop.made
+        if is_new:
+            loop = Loop(num_envs, mode, number=50)
+        for _ in range(7):
+            loop.step(storage)
+        check(storage, before, loop)
+        storage.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
+@pytest.mark.parametrize("keep_steps", [0, 1])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_next_steps_after_empty(on_disk, num_envs, keep_steps, is_new, tmp_path):
+    for number, num_steps in enumerate(STEPS_BEFORE):
+        storage = make(num_envs, "NextStep", tmp_path / str(number) if on_disk else None)
+        loop = Loop(num_envs, "NextStep", number=1)
+        for _ in range(num_steps):
+            loop.step(storage)
+        storage.empty(keep_steps=keep_steps)
+        if is_new:
+            storage.episodes.end_episodes()
+            loop = Loop(num_envs, "NextStep", number=50)
+        counts = [len(made) for made in loop.made]
+        for _ in range(7):
+            loop.step(storage)
+        made = [len(it) - count for it, count in zip(loop.made, counts, strict=True)]
+        assert len(storage) == sum(made) + keep_steps * num_envs
+        storage.close()
+
+
+def test_a_refused_step_after_a_resume_changes_nothing():
+    storage, loop = make(3, "NextStep"), Loop(3, "NextStep", number=1)
+    for _ in range(2):
+        loop.step(storage)
+    storage = loaded(storage, lambda _: make(3, "NextStep"), None)
+    before, loop = loop.made, Loop(3, "NextStep", number=50)
+    first, flags = np.stack(loop.frames), np.zeros(3, bool)
+    with pytest.raises(ValueError, match="got 5 in environment 1"):
+        storage.record(first, [0, 5, 0], np.ones(3), flags, flags, {}, first)
+    for _ in range(7):
+        loop.step(storage)
+    check(storage, before, loop)
+
+
+def test_of_rows_that_transforms_change_the_stored_ones_are_compared():
+    def again(_):
+        return ReplayStorage(
+            storage=PackedStorage(50),
+            transform=DoubleToFloat(in_keys_inv=["observation", ("next", "observation")]),
+            recorder=GymRecorder(1, autoreset_mode="NextStep"),
+        )
+
+    zero = np.zeros(2, np.float32)
+    for is_new in (True, False):
+        storage = again(None)
+        storage.record(zero, 0, 1.0, True, False, {}, zero + 1)
+        storage = loaded(storage, again, None)
+        assert (
+            storage.record(zero + (5 if is_new else 1), 0, 0.0, False, False, {}, zero) is None
+        ) != is_new
+
+
+def collected(number, num_steps, num_envs, done=False):
+    """What a collector sends: the trajectories of each begin with 0."""
+    seen = torch.arange(num_steps + 1.0).add(100 * number).expand(num_envs, -1).unsqueeze(-1)
+    flags = torch.full((num_envs, num_steps, 1), False)
+    flags[:, -1] = done
+    ids = torch.arange(num_envs).unsqueeze(1).expand(-1, num_steps)
+    following = {"observation": seen[:, 1:], "done": flags, "terminated": flags}
+    entries = {"observation": seen[:, :-1], "next": following, "collector": {"traj_ids": ids}}
+    return TensorDict(entries, [num_envs, num_steps])
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
+@pytest.mark.parametrize("is_flat", [False, True], ids=["lanes", "flat"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("rows", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("way", ["dump", "state dict", "pickle", "disk"])
+@pytest.mark.parametrize("on_gap", ["warn", "cut"])
+def test_a_collector_after_a_resume(way, rows, num_envs, is_flat, is_new, on_gap, tmp_path):
+    if way == "disk" and rows is LazyTensorStorage:
+        pytest.skip("TorchRL's own storages in files start empty")
+
+    def again(path):
+        storage = PackedStorage(60, scratch_dir=path) if path else rows(60)
+        return ReplayStorage(storage=storage, writer=EpisodeWriter(num_envs, on_gap=on_gap))
+
+    storage = again(tmp_path / "rows" if way == "disk" else None)
+    steps = collected(1, 8, num_envs)
+    first, second = steps[:, :5], steps[:, 5:]
+    if is_new:
+        second = collected(2, 3, num_envs)
+    for number, steps in enumerate((first, second)):
+        if number:
+            storage = WAYS[way](storage, again, tmp_path)
+        if num_envs == 1:
+            steps = steps[0]
+        storage.extend(steps.reshape(-1) if is_flat else steps)
+    lengths = storage.episodes.episodes()["length"].tolist()
+    assert lengths == ([5, 3] if is_new else [8]) * num_envs
+    storage.validate()
+    storage.storage.close() if way == "disk" else None
