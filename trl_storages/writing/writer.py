@@ -69,8 +69,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         track_generations: as in TorchRL's `RoundRobinWriter`.
         on_gap: what happens to a row that does not begin, bit for bit, with the next observation of
             the row before it: "warn" warns once and stores the row as its continuation; "cut" begins an
-            episode with it; "ignore" does not check. For rows on a GPU the warning comes a little later,
-            to avoid synchronization.
+            episode with it; "ignore" does not check, so an open episode that was loaded goes on. For
+            rows on a GPU the warning comes a little later, to avoid synchronization.
         observation_keys: entries that are compared with their twins under `next`; None compares
             `observation`, or, where that is missing, all that have a twin under `next` (other than
             the desired goal, rewards and flags).
@@ -309,8 +309,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if looks or lanes.unsure is not None:
             framed = None if steps.layout is None else steps.layout.framed
             gap = watch.find(self._storage, steps.rows, framed, block)
-            if lanes.unsure is not None:
-                block = lanes.cut_where_reset(block, gap, is_known=watch.compares(framed))
+            in_memory = self._directory is None
+            is_known = watch.compares(framed) and not (in_memory and watch.on_gap == "ignore")
+            if lanes.unsure is not None and (is_known or not in_memory):
+                block = lanes.cut_where_reset(block, gap, is_known=is_known)
                 gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
             if gap is not None and looks and cuts:
                 block = block.cut_at(gap)
