@@ -29,8 +29,8 @@ class LaneNotes:
 
     Rows that were loaded, unpickled or found in a directory may be followed by those of new environments.
     So an open episode continues if the next row of its lane begins with the next observation of its last
-    row; otherwise that row begins a new episode. Where rows are not compared, episodes in memory continue,
-    and those of a directory do not.
+    row; otherwise that row begins a new episode. Where rows are not compared, episodes in memory
+    continue, and those of a directory do not.
 
     Args:
         episodes: the index of the lanes.
