@@ -901,3 +901,29 @@ def test_what_is_right_is_taken(world):
         if name not in ("ReplayTransform", "gym_reward", "to_minari"):
             assert world.call(name, world.good(name)) is not None
     assert isinstance(world.storage.sample(), TensorDict)
+
+
+#: Methods of parts that containers call, with arguments by position.
+CALLED_BY_CONTAINERS = re.compile(
+    r"(EpisodeIndex|EpisodeWriter|PackedStorage|UniformSampler|PERSampler|ERESampler|HERSampler"
+    r"|ReplayTransform)\.(?!open|begin_phase)|\.(load_state_dict|dumps|loads|forward)$"
+)
+#: What takes no argument of its own, passes all on, or says something else first.
+ANSWERS_OTHERWISE = {"UniformSampler", "ReplayTransform", "UniformReplayStorage.open", "to_minari"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, parameters in TABLE.items()
+        if [*parameters] != ["value"]
+        and name not in ANSWERS_OTHERWISE
+        and (not CALLED_BY_CONTAINERS.search(name) or name.startswith("ReplayStorage."))
+    ],
+)
+def test_an_unknown_argument_is_answered_with_those_there_are(world, name):
+    with pytest.raises(TypeError) as told:
+        world.call(name, {**world.good(name), "its_colour": 1})
+    answer = "do you mean|there are|takes none|in this order|one TensorDict"
+    assert re.search(answer, str(told.value))

@@ -87,11 +87,20 @@ def test_an_ensemble_says_how_it_is_called(storage):
     [
         (trl_storages.HERSampler, "her_ratio", "num_goals (4 for a ratio of 0.8)"),
         (trl_storages.EpisodeWriter, "n_envs", "num_envs"),
+        (trl_storages.EpisodeSequence, "seq_len", "length"),
+        (trl_storages.EpisodeSequence(2).targets, "gamma", "discount"),
+        (trl_storages.NStep, "n_step", "n_steps"),
+        (trl_storages.NStep, "discount", "gamma"),
+        (trl_storages.PackedStorage, "capacity", "max_size"),
+        (trl_storages.PERSampler, "buffer_size", "max_capacity"),
+        (trl_storages.HERSampler, "goal_selection_strategy", "strategy"),
+        (trl_storages.GoalRelabel, "compute_reward", "reward_fn"),
+        (trl_storages.returns_to_go, "gamma", "discount"),
         (trl_storages.UniformReplayStorage.from_env, "priority_key", "update_tensordict_priority"),
     ],
 )
 def test_options_of_parts_are_answered_too(part, option, ours):
-    given = () if isinstance(part, type) else (gymnasium.make("CartPole-v1"),)
+    given = (gymnasium.make("CartPole-v1"),) if part.__name__ == "from_env" else ()
     with pytest.raises(TypeError, match=f"{option}'.*it is called {re.escape(ours)}"):
         part(*given, **{option: 1})
 
@@ -99,3 +108,17 @@ def test_options_of_parts_are_answered_too(part, option, ours):
 def test_the_class_that_was_called_is_named():
     with pytest.raises(TypeError, match=r"^PrioritizedReplayStorage\(\) missing 2 .*from_env"):
         trl_storages.PrioritizedReplayStorage()
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("workers", "it is called num_workers here"),
+        ("prefetch", r"do you mean prefetch_factor\?"),
+        ("shuffle", "the storage's own sampler"),
+        ("drop_last", "without end"),
+    ],
+)
+def test_loaders_answer_options_that_dataloaders_lack(storage, option, answer):
+    with pytest.raises(TypeError, match=rf"loader\(\) has no option '{option}': .*{answer}"):
+        storage.loader(**{option: 1})

@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import pytest
@@ -16,6 +17,7 @@ from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
+    RayReplayBuffer,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
@@ -100,6 +102,10 @@ def test_arrows_point_down_only():
 #: One instance of each class that a private name belongs to.
 OWNERS = {
     "ReplayBuffer": lambda buffer: buffer,
+    # Made with an actor only: what its constructor sets.
+    "RayReplayBuffer": lambda _: SimpleNamespace(
+        **dict.fromkeys(RayReplayBuffer.__init__.__code__.co_names)
+    ),
     "TensorStorage": lambda buffer: buffer.storage,
     "TensorStorageCheckpointer": lambda buffer: buffer.storage.checkpointer,
     "RoundRobinWriter": lambda buffer: buffer.writer,

@@ -47,7 +47,8 @@ def test_the_readme_is_short_and_names_every_guide():
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_lead_to_files_and_headings_that_are_there(page):
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
         name, _, heading = link.partition("#")
         target = page.parent / name if name else page
         assert target.exists(), link
@@ -124,3 +125,12 @@ def test_what_a_batch_holds_is_listed():
         key: batch[key].ndim == 2 for key in list(batch.keys()) if key not in {*stored, "next"}
     }
     assert listed == added
+
+
+@pytest.mark.parametrize(
+    ("page", "first"), [("parts.md", "nn.GRU("), ("several_machines.md", "def play(replay")]
+)
+def test_programs_to_take_over_are_short(page, first):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "tutorials" / page).read_text(), re.DOTALL)
+    (program,) = [block for block in blocks if first in block]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 35

@@ -1,5 +1,7 @@
 """`record` in loops over `gymnasium.make_vec`: the rows are those of loops over single environments."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
@@ -182,8 +184,38 @@ def test_a_state_of_two_tensors_is_refused_by_name():
     before, _ = envs.reset(seed=0)
     actions = np.zeros(3, np.int64)
     after, *outcome, infos = envs.step(actions)
-    state = (torch.zeros(3, 4), torch.ones(3, 4))
-    with pytest.raises(ValueError, match=r"(?s)got \(tensor.* as an LSTM has, need two names"):
-        storage.record(before, actions, *outcome, {**infos, "state": state}, after)
+    for state in ((torch.zeros(3, 4), torch.ones(3, 4)), (torch.zeros(1, 3, 4),) * 2):
+        with pytest.raises(
+            TypeError, match=r"\['state'\] must be one tensor, got a tuple of 2.*'cell'"
+        ):
+            storage.record(before, actions, *outcome, {**infos, "state": state}, after)
     assert len(storage) == 0
     envs.close()
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "field", "given", "remedy"),
+    [
+        (3, [4], [1, 3, 4], "value[0]"),
+        (3, [1, 4], [1, 3, 4], "value.transpose(0, 1), for a field of the shape [1, 4] each"),
+        (3, [4], [2, 3, 4], "value.transpose(0, 1), for a field of the shape [2, 4] each"),
+        (3, None, [1, 3, 4], "value.transpose(0, 1), for a field of the shape [1, 4] each"),
+        (1, [4], [1, 1, 4], "value.reshape([4])"),
+        (1, [1, 4], [1, 1, 4], "value.reshape([1, 4])"),
+    ],
+)
+def test_a_state_as_recurrent_networks_return_it_is_told_how_to_turn(
+    num_envs, field, given, remedy
+):
+    kept = {"info_keys": ["state"]} if field is None else {}
+    kept = kept or {"extra_fields": {"state": (torch.float32, field)}}
+    spaces = Box(-9, 9, (2,)), Discrete(2)
+    storage = UniformReplayStorage(*spaces, storage_size=90, num_envs=num_envs, **kept)
+    lead = [] if num_envs == 1 else [num_envs]
+    seen, zeros, flags = np.zeros([*lead, 2], "f"), np.zeros(lead), np.zeros(lead, bool)
+    step = seen, zeros.astype(int), zeros, flags, flags, {"state": torch.zeros(given)}, seen + 1
+    if num_envs == 1:
+        step = seen, 0, 0.0, False, False, *step[5:]
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        storage.record(*step)
+    assert len(storage) == 0

@@ -222,9 +222,37 @@ class TestActors:
             client.parameters(beta=-1)
         assert client.parameters()["beta"] == 0.9
 
-    def test_options_that_do_not_fit_are_told(self, on_ray):
+    def test_options_that_do_not_fit_are_told_at_once(self, on_ray):
         with pytest.raises(Exception, match="no option 'buffer_size': it is called storage_size"):
-            len(on_ray(UniformReplayStorage, *SPACES, buffer_size=3))
+            on_ray(UniformReplayStorage, *SPACES, buffer_size=3)
+        with pytest.raises(TypeError, match=r"got \['num_cpus'\]: .*{'remote_config': {'num_cpus"):
+            UniformReplayStorage(
+                *SPACES, service_backend="ray", service_backend_options={"num_cpus": 1}
+            )
+
+    def test_a_handle_has_the_methods_and_parameters_and_is_passed_on_as_a_client(self, on_ray):
+        options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "batch_size": 8}
+        replay = on_ray(HERReplayStorage, *SPACES, **options)
+        with pytest.raises(RuntimeError, match=r"is empty: other processes write .*lanes=\[lane\]"):
+            replay.sample()
+        replay.extend(steps(1, 5, is_end=True))
+        replay.beta = 0.9
+        assert replay.beta == replay.client().parameters()["beta"] == 0.9
+        batch = replay.sample()
+        replay.update_tensordict_priority(batch, torch.full((8,), 0.5))
+        replay.update_tensordict_priority(batch.set("td_error", torch.full((8, 1), 0.5)))
+        assert replay.sample_episodes(2).shape == (2, 5)
+        replay.validate()
+        with pytest.raises(ValueError, match="beta must be"):
+            replay.beta = -1
+        with pytest.raises(RuntimeError, match="an iterator, which can't leave its process"):
+            replay.batches(3)
+        with pytest.raises(AttributeError, match="'episodes': it has methods and parameters only"):
+            replay.episodes  # noqa: B018
+        with pytest.raises(AttributeError, match="'clear': it is empty here"):
+            replay.clear()
+        elsewhere = ray.remote(num_cpus=0)(lambda passed: (len(passed), hasattr(passed, "close")))
+        assert ray.get(elsewhere.remote(replay)) == (5, False)
 
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}

@@ -36,8 +36,10 @@ PRIVATE_ATTRIBUTES = {
             "_sample _replay_lock _write_lock _storage _sampler _writer _transform _sample_unit "
             "_rng _collate_fn _consume_after_n_samples _batch_size _iterator _prefetch "
             "_prefetch_cap _prefetch_queue _futures_lock _clear_prefetch_queue_locked "
-            "_capture_prefetch_state _restore_prefetch_queue_locked _start_distributed_service"
+            "_capture_prefetch_state _restore_prefetch_queue_locked _start_distributed_service "
+            "_ServiceClass"
         ),
+        "RayReplayBuffer": "_rb _service_cls",
         "TensorStorage": (
             "_storage _len _len_value _init _empty _rand_given_ndim _set_last_cursor "
             "_last_cursor _last_cursor_index_value _mutation_revision_value _attached_entities "

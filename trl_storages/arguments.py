@@ -358,6 +358,11 @@ def steps(name: str, value: Any) -> TensorDictBase:
             f"{name} must be a TensorDict, got {len(value)} of them: make one by torch.stack, or by "
             "torch.cat of several steps each."
         )
+    if hasattr(value, "extend") and hasattr(value, "sample"):
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} must be a TensorDict, got a {kind}: pass its rows, as in storage[:]."
+        )
     raise TypeError(f"{name} must be a TensorDict, got {shown(value)}.")
 
 

@@ -31,7 +31,7 @@ OTHER_NAMES = _by_their_name(
         "goal_selection_strategy": "strategy",
         "info_keys": "copy_info_dict",
         "loader(fetch_every=...)": "fetch_every",
-        "loader(num_workers=...)": "num_workers",
+        "loader(num_workers=...)": "num_workers workers",
         "loader(pin_memory=...)": "pin_memory",
         "n_step": "Nstep estimation_step n_steps nstep num_steps update_horizon",
         "normalize": "weight_norm",
@@ -43,8 +43,8 @@ OTHER_NAMES = _by_their_name(
         "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
         "ReplayStorage.open(path, mode=...)": "mode",
         "sample_unit=EpisodeSequence(...)": (
-            "batch_length bootstrap burn_in sample_sequence_length seq_len sequence_length "
-            "unroll_length"
+            "length batch_length bootstrap burn_in sample_sequence_length seq_len sequence_length "
+            "slice_len unroll_length"
         ),
         "seed": "random_seed",
         "share_next": "ignore_obs_next next_of optimize_memory_usage",
@@ -129,15 +129,15 @@ def meant(name: str, names: Collection[str]) -> str:
     >>> meant("gamma", ["alpha", "discount"]), meant("alhpa", ["alpha"]), meant("x", ["alpha"])
     ('it is called discount here.', 'do you mean alpha?', 'there are alpha.')
     """
-    ours = OTHER_NAMES.get(name)
-    if ours is not None and (ours in names or "(" in ours):
-        return f"it is called {ours} here."
-    # An option of a ready-made storage whose attribute has another name.
-    if (other := next((key for key in names if OTHER_NAMES.get(key) == name), None)) is not None:
-        return f"it is called {other} here."
+    ours = OTHER_NAMES.get(name, name)
+    # All names of one thing: parts, too, differ in how they call it.
+    of_it = [ours, *(theirs for theirs, each in OTHER_NAMES.items() if each == ours)]
+    known = next((each for each in of_it if each in names), ours)
+    if known in names or "(" in known:
+        return f"it is called {known} here."
     if close := get_close_matches(name, names, 1):
         return f"do you mean {close[0]}?"
-    return f"there are {', '.join(sorted(names))}."
+    return f"there are {', '.join(sorted(names))}." if names else "it takes none."
 
 
 def says_its_order(method: Method) -> Method:

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import layers_of, prioritized_of
+from trl_storages.signatures import answers_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ _EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
 _MOST_BARS, _MOST_MARKS = 400, 150
 
 
+@answers_names
 def plot_ages(
     storage: ReplayStorage, batch: TensorDictBase, *, bins: int = 40, ax: Axes | None = None
 ) -> Axes:
@@ -71,6 +73,7 @@ def plot_ages(
     return ax
 
 
+@answers_names
 def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     """Plots the priorities of all rows by slot, and the write cursor.
 
@@ -128,6 +131,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@answers_names
 def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     """Plots the ring: its lanes, their episodes, and each lane's write cursor.
 
@@ -198,6 +202,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@answers_names
 def plot_episode(
     storage: ReplayStorage,
     batch: TensorDictBase,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import Signature, isfunction, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from trl_storages.interrupts import finish
@@ -14,9 +14,11 @@ __all__ = [
     "Sealed",
     "SealedStorage",
     "Setting",
+    "answers_names",
     "shown",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Value = TypeVar("Value")
 
 
@@ -97,12 +99,12 @@ class Sealed:
         cls.__signature__ = cls._signature()  # type: ignore[attr-defined]
 
     @classmethod
-    def _signature(cls) -> inspect.Signature:
+    def _signature(cls) -> Signature:
         if cls.__init__ is object.__init__:
-            return inspect.Signature()
-        whole = inspect.signature(cls.__init__)
+            return Signature()
+        whole = signature(cls.__init__)
         parameters = [*whole.parameters.values()][1:]
-        return whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        return whole.replace(parameters=parameters, return_annotation=Signature.empty)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(type(self), name)
@@ -115,35 +117,59 @@ class Sealed:
 
 
 def _sealing(make: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a constructor to seal the object, and to add usage help to errors of wrong arguments."""
+    """Wraps a constructor to seal the object, and to answer wrong arguments."""
+    make = answers_names(make)
 
     @wraps(make)
     def made(part: Any, *args: Any, **options: Any) -> None:
-        kind = type(part)
-        if kind.__init__ is not made:
-            make(part, *args, **options)  # called by a subclass's constructor, which seals later
-            return
-        try:
-            make(part, *args, **options)
-        except TypeError as error:
-            # Python's message starts with the name of the function that was called wrongly.
-            called, _, wrong = str(error).partition(" ")
-            if called not in {f"{base.__qualname__}.__init__()" for base in kind.__mro__}:
-                raise
-            _, _, unknown = wrong.partition("unexpected keyword argument ")
-            known = inspect.signature(kind).parameters
-            if unknown:
-                wrong += f": {meant(unknown[1:-1], [*known])}"
-            if kind._made_by:
-                wrong = f"{wrong.rstrip('.')}. {kind._made_by}"
-            raise TypeError(f"{kind.__name__}() {wrong}") from None
-        part._is_sealed = True
+        make(part, *args, **options)
+        # A constructor called by a subclass's leaves that to it.
+        part._is_sealed = type(part).__init__ is made
 
     return made
 
 
+def answers_names(function: Function) -> Function:
+    """Makes a function, method or constructor answer wrong arguments with those that it has."""
+    called = f"{function.__qualname__}()"
+
+    @wraps(function)
+    def asked(*args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except TypeError as error:
+            # Python's message starts with the name of the function that was called wrongly.
+            name, _, wrong = str(error).partition(" ")
+            if name != called:
+                raise
+            public: Any = function
+            shown_name = function.__name__
+            if function.__qualname__ != shown_name:
+                # The class that was used, not the one of its bases that has the method.
+                owner = args[0] if isinstance(args[0], type) else type(args[0])
+                public, shown_name = owner, owner.__name__
+                if function.__name__ != "__init__":
+                    public, shown_name = function, f"{shown_name}.{function.__name__}"
+            if unknown := wrong.partition("unexpected keyword argument ")[2]:
+                known = {*signature(public).parameters} - {"self"}
+                wrong += f": {meant(unknown[1:-1], known)}"
+            if made_by := getattr(public, "_made_by", ""):
+                wrong = f"{wrong.rstrip('.')}. {made_by}"
+            raise TypeError(f"{shown_name}() {wrong}") from None
+
+    return asked  # type: ignore[return-value]
+
+
 class SealedStorage(Sealed):
     """A `Sealed` replay buffer that names the right method for names from other libraries."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, member in vars(cls).copy().items():
+            if name[0] != "_" and isfunction(member):
+                setattr(cls, name, answers_names(member))
+            elif name[0] != "_" and isinstance(member, classmethod):
+                setattr(cls, name, classmethod(answers_names(member.__func__)))
 
     # Hidden from type checkers, which would accept any attribute.
     if not TYPE_CHECKING:

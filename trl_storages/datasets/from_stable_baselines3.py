@@ -19,12 +19,14 @@ from trl_storages.gym.fields import transition_fields
 from trl_storages.keys import REWARD, key_path
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
+from trl_storages.signatures import answers_names
 
 __all__ = ["from_stable_baselines3"]
 
 _PARTS = ("observations", "actions", "rewards", "dones", "timeouts", "pos", "full", "buffer_size")
 
 
+@answers_names
 def from_stable_baselines3(
     buffer: Any,
     *,

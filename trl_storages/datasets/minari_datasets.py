@@ -34,10 +34,12 @@ from trl_storages.keys import (
 from trl_storages.progress_bar import tracker
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
+from trl_storages.signatures import answers_names
 
 __all__ = ["from_minari", "to_minari"]
 
 
+@answers_names
 def from_minari(
     dataset: Any,
     *,
@@ -117,6 +119,7 @@ def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
     return path
 
 
+@answers_names
 def to_minari(
     storage: ReplayStorage,
     dataset_id: str,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trl_storages import arguments
+from trl_storages.signatures import answers_names
 
 __all__ = ["draw_weight", "importance_weight", "sequence_priority"]
 
@@ -67,6 +68,7 @@ def importance_weight(weight: Array, reference: Array | float, *, beta: float) -
     return (reference / weight) ** beta
 
 
+@answers_names
 def sequence_priority(
     td_error: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None
 ) -> torch.Tensor:

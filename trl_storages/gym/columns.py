@@ -4,6 +4,7 @@ Letters: E environments. A column is `[E, *shape]`; a single environment's value
 dimension and becomes a column `[1, *shape]`.
 """
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -134,9 +135,21 @@ class Column:
     def _shape_error(self, got: list[int], name: str, is_vector: bool) -> ValueError:
         shape = list(self._shape)
         if not is_vector:
+            remedy = "for a vector of environments all arguments have a leading dimension, flags included"
+            if got[:1] == [1] and math.prod(got) == math.prod(shape):
+                remedy = f"pass it without the leading 1, as by value.reshape({shape})"
             return ValueError(
-                f"{name} must have the shape {shape} for a single environment, got {got}; for "
-                "a vector of environments all arguments have a leading dimension, flags included"
+                f"{name} must have the shape {shape} for a single environment, got {got}; {remedy}"
+            )
+        if got[:1] != [self._num_envs] == got[1:2]:
+            if got[0] == 1 and got[2:] == shape:
+                remedy = "value[0]"
+            else:
+                layers = [got[0], *got[2:]]
+                remedy = f"value.transpose(0, 1), for a field of the shape {layers} each"
+            return ValueError(
+                f"{name} must hold {environments(self._num_envs)} in its first dimension, got {got}, as "
+                f"torch's recurrent networks return their states: pass {remedy}"
             )
         if got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
             return ValueError(

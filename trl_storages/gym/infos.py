@@ -64,9 +64,12 @@ def info_values(
 
     Raises:
         KeyError: an environment does not have the entry.
+        TypeError: it is a tuple of tensors.
     """
     path = key_path(key)
     path = path[1:] if path[0] == "next" else path
+    if isinstance(infos, Mapping):
+        _refuse_pair(infos.get(path[0]), path)
     if is_vector and not ended and isinstance(infos, Mapping):
         whole = _whole(infos, path, lanes, num_envs)
         if whole is not _MISSING:
@@ -92,6 +95,15 @@ def info_values(
     if isinstance(values[0], torch.Tensor):
         return torch.stack(values)
     return np.stack([np.asarray(value) for value in values])
+
+
+def _refuse_pair(value: Any, path: tuple[str, ...]) -> None:
+    if isinstance(value, tuple) and value and all(isinstance(each, torch.Tensor) for each in value):
+        raise TypeError(
+            f"infos[{path[0]!r}] must be one tensor, got a tuple of {len(value)}: store each under a "
+            "name of its own, such as the two of an LSTM with extra_fields={'hidden': ..., 'cell': ...} "
+            "by {**infos, 'hidden': hidden, 'cell': cell}"
+        )
 
 
 def _whole(infos: Any, path: tuple[str, ...], lanes: Sequence[int], num_envs: int) -> Any:
@@ -134,8 +146,7 @@ def _row(value: Any, lane: int) -> Any:
     except (IndexError, TypeError) as error:
         raise ValueError(
             f"the infos of a vector must hold a value for each environment, got {value!r:.80}; pass "
-            "the infos of `step` as they are, or a list with a dictionary for each environment; two "
-            "states, as an LSTM has, need two names"
+            "the infos of `step` as they are, or a list with a dictionary for each environment"
         ) from error
 
 

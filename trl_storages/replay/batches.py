@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 from tensordict import TensorDictBase
 
 from trl_storages import arguments
+from trl_storages.signatures import answers_names
 
 __all__ = ["BatchSource"]
 
@@ -35,6 +36,7 @@ class BatchSource:
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | BatchWithInfo: ...
+    @answers_names
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | BatchWithInfo:
@@ -60,9 +62,7 @@ class BatchSource:
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         raise NotImplementedError
 
-    # Python's own error messages then name the method without this base class.
-    sample.__qualname__ = "sample"
-
+    @answers_names
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[TensorDictBase]:
@@ -80,8 +80,6 @@ class BatchSource:
         epochs = arguments.integer("epochs", epochs)
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
-
-    batches.__qualname__ = "batches"
 
     def __getitems__(self, rows: list[int]) -> NoReturn:
         """Raises a TypeError: `DataLoader(storage)` would read single rows, unsampled."""

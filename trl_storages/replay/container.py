@@ -41,7 +41,7 @@ from trl_storages.replay.options import (
     check_goals,
     checked,
 )
-from trl_storages.replay.remote import in_actor
+from trl_storages.replay.remote import RayHandle, in_actor
 from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
     check_state,
@@ -236,14 +236,28 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         return ReplayStorage.open.__func__(cls, path, mode="r", **options)  # type: ignore[attr-defined]
 
     @classmethod
+    def _ServiceClass(  # noqa: N802  (TorchRL's name)
+        cls, service_backend: str, *args: Any, service_backend_options: Any = None, **options: Any
+    ) -> RayHandle:
+        # TorchRL's handle lacks the methods of this class.
+        arguments.choice("service_backend", service_backend, ("direct", "ray"))
+        where = service_backend_options or {}
+        return RayHandle(*args, where=where, replay_buffer_cls=cls, **options)
+
+    @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
         """Returns a Ray actor class; see `in_actor` for how it differs.
 
         Args:
-            remote_config: resources of the actor, as in `ray.remote`.
+            remote_config: resources of the actor, as in `ray.remote`; None is one processor, and a fifth
+                of a GPU where there is one.
         """
-        if remote_config is not None:
-            arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
+        if remote_config is None:
+            # TorchRL's default also reserves 2 GiB, which a small machine may never have free.
+            remote_config = {"num_cpus": 1}
+            if torch.cuda.is_available():
+                remote_config["num_gpus"] = 0.2
+        arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
         return super(ReplayStorage, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
 
     @property

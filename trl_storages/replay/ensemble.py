@@ -24,7 +24,7 @@ from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
 from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, resume_draws
-from trl_storages.signatures import Sealed, shown
+from trl_storages.signatures import Sealed, answers_names, shown
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -155,6 +155,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
         return num_of_each(arguments.integer("batch_size", batch_size, at_least=1), self._shares)
 
+    @answers_names
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share.
 
@@ -253,6 +254,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     # Priorities
 
+    @answers_names
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
@@ -281,6 +283,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             if self._prioritized[number] is not None:
                 storage.update_tensordict_priority(own, priority)
 
+    @answers_names
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
     ) -> None:
@@ -340,6 +343,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     # Inspection
 
+    @answers_names
     def explain(self, batch: TensorDictBase) -> Explanation:
         """Reports each sample's storage, and what that storage reports of it; prints as a table.
 

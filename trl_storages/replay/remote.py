@@ -5,16 +5,102 @@ Letters: B batch, T steps, L lanes written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data import RayReplayBuffer
 
+from trl_storages.callers import warn_caller
+from trl_storages.other_names import METHOD_NAMES
+from trl_storages.replay.options import Parameter
 from trl_storages.samplers import layers_of
 from trl_storages.transforms import parts_of
 
-__all__ = ["in_actor"]
+__all__ = ["RayHandle", "in_actor"]
+
+# None without Ray: TorchRL then says what to install.
+ray: Any = import_module("ray") if find_spec("ray") else None
+
+
+class RayHandle(RayReplayBuffer):  # type: ignore[misc]
+    """The handle of a storage in a Ray actor, with all of its methods and parameters.
+
+    Passed to another process it arrives as a client, which can't end the actor.
+
+    Raises:
+        TypeError: an option of the service is unknown.
+        ray.exceptions.RayActorError: the storage can't be made; the message says why.
+    """
+
+    def __init__(self, *args: Any, where: Mapping[str, Any], **options: Any) -> None:
+        if unknown := {*where} - {"ray_init_config", "remote_config"}:
+            raise TypeError(
+                f"service_backend_options must be of ray_init_config and remote_config, got "
+                f"{sorted(unknown)}: what the actor needs is in remote_config, as in "
+                "{'remote_config': {'num_cpus': 0.5}}."
+            )
+        super().__init__(*args, **where, **options)
+        try:
+            _look_for_room(where.get("remote_config") or {})
+            ray.get(self._rb.__ray_ready__.remote())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def update_tensordict_priority(
+        self, data: TensorDictBase, priority: torch.Tensor | None = None
+    ) -> None:
+        """Updates priorities, as `ReplayStorage.update_tensordict_priority`."""
+        if priority is None:
+            super().update_tensordict_priority(data)
+        else:
+            ray.get(self._rb.update_tensordict_priority.remote(data, priority))
+
+    def __getattr__(self, name: str) -> Any:
+        if name[0] == "_":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if self._is_parameter(name):
+            return ray.get(self._rb.parameters.remote())[name]
+        method = getattr(self._service_cls, name, None)
+        if name != "parameters" and not callable(method):
+            reason = "it has methods and parameters only" if method else "nor has the storage"
+            if name in METHOD_NAMES:
+                reason = f"it is {METHOD_NAMES[name]} here"
+            raise AttributeError(f"the handle of a storage has no attribute {name!r}: {reason}.")
+        return lambda *args, **named: ray.get(getattr(self._rb, name).remote(*args, **named))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_" and self._is_parameter(name):
+            ray.get(self._rb.parameters.remote(**{name: value}))
+        else:
+            super().__setattr__(name, value)
+
+    def _is_parameter(self, name: str) -> bool:
+        return isinstance(getattr(self._service_cls, name, None), Parameter)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _as_it_is, (self.client(),)
+
+    __repr__ = object.__repr__
+
+
+def _look_for_room(config: Mapping[str, Any]) -> None:
+    """Warns if no machine of the cluster can ever hold an actor, for which Ray would wait in silence."""
+    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    room = ray.cluster_resources()
+    if more := [name for name, of in names.items() if (config.get(name) or 0) > room.get(of, 0)]:
+        warn_caller(
+            f"the storage waits for {more[0]}={config[more[0]]}, and Ray has "
+            f"{room.get(names[more[0]], 0):g}: start Ray with more, or ask for less in remote_config."
+        )
+
+
+def _as_it_is(client: Any) -> Any:
+    return client
 
 
 def in_actor(storage_class: type) -> type:
@@ -133,8 +219,18 @@ class _InActor:
         _refuse("record")
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
+        if not len(self.episodes):
+            raise RuntimeError(
+                "the storage is empty: other processes write to it by extend(steps, lanes=[lane]); "
+                "sample when they have, as len(replay) says."
+            )
         batch = super().sample(*args, **kwargs)  # type: ignore[misc]
         return tuple(map(self._sent, batch)) if isinstance(batch, tuple) else self._sent(batch)
+
+    def batches(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "batches() is an iterator, which can't leave its process: call sample()."
+        )
 
     def sample_episodes(self, n: int) -> Any:
         return self._sent(super().sample_episodes(n))  # type: ignore[misc]

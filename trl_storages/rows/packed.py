@@ -41,7 +41,7 @@ from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import rows_of
 from trl_storages.saved import SavedPart, copy_in_pieces
-from trl_storages.signatures import shown
+from trl_storages.signatures import answers_names, shown
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
@@ -107,6 +107,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     #: The files of the rows; None while they are in memory.
     files: RowFiles | None = None
 
+    @answers_names
     def __init__(
         self,
         max_size: int,
@@ -172,6 +173,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self._allocate(layout)
 
     @classmethod
+    @answers_names
     def open(
         cls,
         directory: str | Path,

@@ -14,7 +14,7 @@ from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
 from trl_storages import arguments, keys
-from trl_storages.signatures import shown
+from trl_storages.signatures import answers_names, shown
 
 __all__ = ["FlattenGoal"]
 
@@ -51,6 +51,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     invertible = True
 
+    @answers_names
     def __init__(
         self,
         observation_space: gymnasium.Space[Any] | TensorSpec | None = None,
@@ -78,6 +79,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     # Tensors
 
+    @answers_names
     def flatten(self, parts: Any, batch_dims: int | None = None) -> torch.Tensor:
         """Joins the three parts.
 
@@ -109,6 +111,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         ]
         return torch.cat(columns, -1)
 
+    @answers_names
     def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Splits what `flatten` joined.
 

@@ -17,7 +17,7 @@ from trl_storages.functional.returns import discounts, return_dtype, window_leng
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView
-from trl_storages.signatures import Setting, shown
+from trl_storages.signatures import Setting, answers_names, shown
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
@@ -86,6 +86,7 @@ class NStep(ReplayTransform):
         "γ, the discount of a step; may be changed between samples.",
     )
 
+    @answers_names
     def __init__(
         self,
         n_steps: int = 3,

@@ -19,7 +19,7 @@ from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, read_fields
-from trl_storages.signatures import shown
+from trl_storages.signatures import answers_names, shown
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit", "gym_reward", "own_rewards"]
@@ -75,6 +75,7 @@ class GoalRelabel(ReplayTransform):
 
     uses_goals = True
 
+    @answers_names
     def __init__(
         self,
         reward_fn: GoalFunction | None,
@@ -251,6 +252,7 @@ class GoalRelabel(ReplayTransform):
             raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
         return result.reshape(*batch, 1)
 
+    @answers_names
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
 
@@ -429,6 +431,7 @@ class gym_reward:  # noqa: N801  (it is used as a function)
     tensor([-1., 0.])
     """
 
+    @answers_names
     def __init__(self, env: Any) -> None:
         base = env.base_env if isinstance(env, TransformedEnv) else env
         if isinstance(base, (ParallelEnv, SerialEnv, VectorEnv)):
