@@ -15,7 +15,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.gym.fields import strange_action
 from trl_storages.interrupts import finish
 from trl_storages.replay.resumed import doubt_ends
-from trl_storages.ring import episodes_of
+from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.naming import slots_of
 from trl_storages.rows import (
     Moved,
@@ -91,12 +91,18 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
             "extend() by its rows. Nothing was changed."
         )
     saved = SavedState(state, _WHAT, sorted({*parts, *_VALUES}))
-    for name in ("_writer", "_sampler", "_transforms", "_recorder"):
+    for name in ("_sampler", "_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
-    fitted = _fitted(storage, state)
-    parts["_storage"].check_state_dict(fitted["_storage"])
     if isinstance(storage._writer, EpisodeWriter):
-        _check_together(storage, saved, fitted["_storage"])
+        index, fitted = storage._writer.read_state(saved["_writer"]), state
+        if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
+            fitted = _fitted(storage, state, index)
+        parts["_storage"].check_state_dict(fitted["_storage"])
+        _check_together(storage, saved, fitted["_storage"], index)
+    else:
+        parts["_writer"].check_state_dict(saved["_writer"])
+        parts["_storage"].check_state_dict(saved["_storage"])
+        fitted = state
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])
@@ -146,11 +152,11 @@ def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
         storage._restore_prefetch_queue_locked(state["_prefetch_state"])
 
 
-def _check_together(storage: Any, saved: SavedState, saved_rows: dict[str, Any]) -> None:
-    """Checks that rows and priorities match the episode index."""
-    writer: EpisodeWriter = storage._writer
-    index = writer.read_state(saved["_writer"])
-    rows, live = rows_part(storage._storage), index.live_slots()
+def _check_together(
+    storage: Any, saved: SavedState, saved_rows: dict[str, Any], index: EpisodeIndex
+) -> None:
+    """Checks that rows and priorities match the saved episode index."""
+    writer, rows, live = storage._writer, rows_part(storage._storage), index.live_slots()
     if isinstance(rows, PackedStorage | StockRows):
         num_rows = num_slots(storage._storage, index)
         if saved["_storage"]["_len"] != num_rows:
@@ -176,20 +182,17 @@ def _check_together(storage: Any, saved: SavedState, saved_rows: dict[str, Any])
             raise saved.error("_sampler", f"of the {len(live)} rows", got)
 
 
-def _fitted(whole: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _fitted(whole: Any, state: dict[str, Any], saved: EpisodeIndex) -> dict[str, Any]:
     """Maps the rows of a state to this storage's slots.
 
     A directory has spare slots, so its rows are in other slots than in memory.
 
     Args:
-        whole: the `ReplayStorage`.
+        whole: the `ReplayStorage`, of packed rows.
         state: fully checked except for the rows.
+        saved: the episode index in it.
     """
-    storage, writer, rows = whole._storage, whole._writer, state["_storage"]
-    is_packed = isinstance(storage, PackedStorage) and isinstance(rows, Mapping)
-    if not (is_packed and isinstance(writer, EpisodeWriter)):
-        return state
-    saved, own = writer.read_state(state["_writer"]), episodes_of(storage).spare_steps
+    storage, rows, own = whole._storage, state["_storage"], whole.episodes.spare_steps
     is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
     if saved.spare_steps == own and is_alone:
         return state
