@@ -213,7 +213,7 @@ class Stacks:
         of_lane = np.broadcast_to(lane[:, None], step.shape)[which]
         ahead, step = (step - cursor[:, None])[which], step[which]
         device = self._past.device
-        slots = step % episodes.ring_steps * episodes.num_envs + of_lane
+        slots = episodes.ring.slots_at(step, of_lane)
         stored = self._rows.index_select(0, on_device(torch.from_numpy(slots), device))
         frames = self._frames(stored, 1)
         if (is_new := ahead >= 0).any():
@@ -285,7 +285,7 @@ class Stacks:
             first = cursor - len(kept.lanes[lane].slots)
             step = np.arange(first - num_past, first)
             new = torch.from_numpy((step - first) % num_past * episodes.num_envs + lane)
-            slots = step % episodes.ring_steps * episodes.num_envs + lane
+            slots = episodes.ring.slots_at(step, lane)
             gone = torch.from_numpy(step % num_past * episodes.num_envs + lane)
             device = self._past.device
             stored = self._rows.index_select(0, on_device(torch.from_numpy(slots), device))

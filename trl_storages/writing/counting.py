@@ -53,7 +53,7 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
         if storage is None:
             return 0
         episodes = storage.episodes
-        found: int = episodes.host_steps.item(0) % episodes.ring_steps * episodes.num_envs
+        found: int = episodes.ring.slots_at(episodes.host_steps.item(0), 0)
         return found
 
     @_cursor.setter

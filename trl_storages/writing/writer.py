@@ -647,7 +647,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         index = self._episodes.read_state(saved["episodes"])
         if len(index):
             SavedState(state_dict, "the saved EpisodeWriter", (*keys, *more))
-        cursor = index.host_steps.item(0) % index.ring_steps * index.num_envs
+        cursor = index.ring.slots_at(index.host_steps.item(0), 0)
         if saved.integer("_cursor") != cursor:
             raise saved.error("_cursor", f"{cursor}, as in its episode index", saved["_cursor"])
         saved.integer("_write_count")

@@ -101,7 +101,7 @@ class MarkedRows:
         written = written[(committed <= ring.cursors)[written]]
         lane, num_cleared = written.unsqueeze(1), min(num_steps, ring.ring_steps)
         step = ring.cursors[lane] + torch.arange(num_steps - num_cleared, num_steps)
-        self._marks[step % ring.ring_steps * ring.num_envs + lane, 0] = 0
+        self._marks[ring.slots_at(step, lane), 0] = 0
 
     def seal(
         self,
@@ -120,7 +120,7 @@ class MarkedRows:
         step = ring.cursors[lane] - num_marked + torch.arange(num_marked)
         # Evicted rows belong to the episode of the oldest live row, or to none that is known.
         known = torch.maximum(step, ring.tails[lane])
-        slots, known = (it % ring.ring_steps * ring.num_envs + lane for it in (step, known))
+        slots, known = (ring.slots_at(it, lane) for it in (step, known))
         first, last, is_finished = ring.span(known).unbind(-1)
         ends = (last == step) & (is_finished != 0)
         marks = pack_marks(history, step, first == step, ends)
@@ -180,7 +180,7 @@ class MarkedRows:
         step = newest - torch.arange(self._past_steps + 1)
         is_read = (step == newest) | (step >= first) & (newest >= ring.oldest(slots))
         lane = slots % ring.num_envs
-        marks = self._marks[step % ring.ring_steps * ring.num_envs + lane, 0]
+        marks = self._marks[ring.slots_at(step, lane), 0]
         _, marked_step, there, _, _ = unpack_marks(marks)
         return bool((there & (marked_step == step) | ~is_read).all())
 
@@ -326,7 +326,7 @@ class PriorityWords:
         table.generations[written] = self.generations(written)
         first = torch.maximum(torch.from_numpy(tails), ring.cursors - ring.ring_steps)
         lane, step = _lanes_and_steps(first, torch.maximum(ring.tails, first))
-        evicted = step % ring.ring_steps * ring.num_envs + lane
+        evicted = ring.slots_at(step, lane)
         table.priorities[evicted] = ABSENT
         return priority, evicted
 

@@ -94,7 +94,7 @@ class FrameTable:
         num_lanes = ring.num_envs
         back, lane = torch.arange(count, device=step.device).flip(0), lane.unsqueeze(1)
         at = step.unsqueeze(1) - torch.minimum(back, depth.unsqueeze(1))
-        row = (at % ring.ring_steps * num_lanes + lane).reshape(-1)
+        row = ring.slots_at(at, lane).reshape(-1)
         gone = (at % (self._num_past // num_lanes) * num_lanes + lane).reshape(-1)
         is_gone = (at < tail.unsqueeze(1)).reshape(-1, 1)
         found = torch.where(
@@ -114,7 +114,7 @@ class FrameTable:
         goes_on = torch.cat([ring.is_open[lanes].unsqueeze(1) != 0, ~done[:, :-1]], 1)
         if cut is not None:
             goes_on &= ~on_device(cut, goes_on.device)
-        depth = newest - ring.span(newest % ring.ring_steps * ring.num_envs + lanes)[:, 0]
+        depth = newest - ring.span(ring.slots_at(newest, lanes))[:, 0]
         before = (ring, lanes, newest, ring.tails[lanes], depth)
         breaks = torch.zeros_like(done, dtype=torch.int64)
         for row in self._fields.tolist():

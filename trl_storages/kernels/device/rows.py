@@ -109,7 +109,7 @@ class RowTable:
                 of the row before it.
         """
         steps = steps[:, -words.shape[1] :]
-        self.rows[steps % ring.ring_steps * ring.num_envs + lanes.unsqueeze(1)] = words
+        self.rows[ring.slots_at(steps, lanes.unsqueeze(1))] = words
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies n rows to their slots `[n]`."""

@@ -111,7 +111,7 @@ class SharedTable(RowTable):
         # By committed cursors: after the newest row comes an old row, or one that is not committed yet.
         cursors = on_device(self._cursors, lane.device)
         named = self._header_of(after)
-        heads = cursors % self._ring.ring_steps * self._num_lanes
+        heads = self._ring.slots_at(cursors, 0)
         is_newest = after == (heads.index_select(0, lane) + lane)
         entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
         # The header of a row that is being overwritten can't be trusted.
@@ -209,11 +209,11 @@ class SharedTable(RowTable):
 
     def _slots_of(self, steps: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the slots of steps `[L, k]` of lanes."""
-        return steps % self._ring.ring_steps * self._num_lanes + lanes.unsqueeze(1)
+        return self._ring.slots_at(steps, lanes.unsqueeze(1))
 
     def _free_tips(self, ring: Ring, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the number of a tip of each lane that is no longer needed."""
-        newest = (self._cursors[lanes] - 1) % ring.ring_steps * self._num_lanes + lanes
+        newest = ring.slots_at(self._cursors[lanes] - 1, lanes)
         used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
         for _ in range(NUM_TIPS - 1):
