@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_ages", "plot_episode", "plot_priorities", "plot_ring"]
 
-_BLUE, _LIGHT, _ORANGE, _RED, _GREY, _DARK = (
-    *("#3b6ea5", "#b9d0e8", "#e08a1e"),
-    *("#c23b3b", "#e9e9e9", "#333333"),
-)
+_BLUE, _LIGHT, _ORANGE = "#3b6ea5", "#b9d0e8", "#e08a1e"
+_RED, _GREY, _DARK = "#c23b3b", "#e9e9e9", "#333333"
 # Neighbouring episodes get different colours, all light enough for dark marks.
 _EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
 # More than this can't be distinguished in a plot.
@@ -105,28 +103,31 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
             "sampler=PERSampler(...), or alpha=0.6 to a ready-made storage."
         )
     priorities = _array(sampler.priorities).astype(np.float64)
-    # Empty slots have no priority.
-    priorities[~np.isfinite(priorities)] = np.nan
     ax = _axes("plot_priorities", ax, (6, 2.6))
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)
-    padded = np.full(-(-num_slots // width) * width, np.nan)
+    padded = np.full(-(-num_slots // width) * width, np.inf)
     padded[:num_slots] = priorities
-    bars = padded.reshape(-1, width)
-    known = np.isfinite(bars)
-    count = known.sum(1)
-    mean = np.where(known, bars, 0).sum(1) / np.maximum(count, 1)
-    largest = np.where(known, bars, 0).max(1)
+    # Empty slots have an infinite priority.
+    bars = np.ma.masked_invalid(padded.reshape(-1, width))
     left = np.arange(len(bars)) * width
     if width > 1:
+        largest = bars.max(1).filled(0)
         ax.bar(left, largest, width, align="edge", color=_LIGHT, label=f"largest of {width}")
-    ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
+    ax.bar(
+        left,
+        bars.mean(1).filled(0),
+        width,
+        align="edge",
+        color=_BLUE,
+        label="mean" if width > 1 else None,
+    )
     cursor = storage.episodes.next_slots(1)[0, 0].item()
     ax.axvline(cursor, color=_RED, lw=1.4, label="written next")
     ax.set_xlim(0, num_slots)
     ax.set_xlabel("slot")
     ax.set_ylabel("priority")
-    ax.set_title(f"{count.sum():,} rows, alpha {sampler.alpha:g}", loc="left", fontsize=9)
+    ax.set_title(f"{bars.count():,} rows, alpha {sampler.alpha:g}", loc="left", fontsize=9)
     _legend(ax)
     return ax
 
@@ -191,11 +192,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         ax.set_yticks(rows)
     ax.set_xlabel("step of the ring")
     ax.set_ylabel("lane")
-    parts = (
-        (len(storage), "row"),
-        (num_lanes, "lane"),
-        (len(first), "episode"),
-    )
+    parts = (len(storage), "row"), (num_lanes, "lane"), (len(first), "episode")
     title = ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in parts)
     ax.set_title(title, loc="left", fontsize=9)
     _legend(ax)
