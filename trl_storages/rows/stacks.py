@@ -15,7 +15,7 @@ from tensordict import NestedKey
 
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import new_batch, on_device
-from trl_storages.kernels.stack_fields import NUM_COLUMNS
+from trl_storages.kernels.stack_fields import NEXT, NUM_COLUMNS, SIZE
 from trl_storages.kernels.tables import Block
 from trl_storages.keys import next_key
 from trl_storages.ring import EpisodeIndex
@@ -71,8 +71,9 @@ class Stacks:
                 continue
             frame, stored = layout.framed.field(key), layout.framed.stored_start(key)
             is_constant, gone = stack.padding == "constant", stored if is_in_ring else offset
-            kept = (frame.num_bytes, stack.num_frames, is_constant, stored, gone)
             pair = [name for name in (key, next_key(key)) if name in layout.stacks]
+            after = layout.framed.field(pair[-1]).start_byte
+            kept = (frame.num_bytes, stack.num_frames, is_constant, stored, gone, after)
             fields += [(places[name], places[key], *kept) for name in pair]
             self._kept.append((frame.start_byte, stored, gone, offset, frame.num_bytes))
             offset += _in_words(frame) * _WORD
@@ -87,14 +88,10 @@ class Stacks:
         # Stacks at the root come first.
         self._fields = np.array(sorted(fields, key=_is_next), np.int64).reshape(-1, NUM_COLUMNS)
         self._table = backend(rows.device).FrameTable(rows, past, self._fields)
-        # Each stack and its twin under `next`; and the offset and size in bytes of the twin's newest
-        # frame in a framed row.
+        # Each stack and its twin under `next`.
         self._pairs = [(key, next_key(key)) for key in layout.stacks if key[0] != "next"]
-        twins = [key if twin not in layout.stacks else twin for key, twin in self._pairs]
-        frames = map(layout.framed.field, twins)
-        self._newest = [(frame.start_byte, frame.num_bytes) for frame in frames]
         # The stacks that were requested last, with the arguments for the table.
-        self._wanted: tuple[Any, ...] = ((), None, (), (), ())
+        self._wanted: tuple[Any, ...] = ((), None, (), ())
 
     @staticmethod
     def past_shape(layout: Layout, num_lanes: int) -> tuple[int, int]:
@@ -176,15 +173,17 @@ class Stacks:
         if self._wanted[0] != keys:
             of = [f for f, pair in enumerate(self._pairs) if not targets.keys().isdisjoint(pair)]
             roots, twins = ([self._pairs[f][at] for f in of] for at in range(2))
-            self._wanted = keys, self._fields[of], [self._newest[f] for f in of], roots, twins
-        _, fields, newest, roots, twins = self._wanted
+            self._wanted = keys, self._fields[of], roots, twins
+        _, fields, roots, twins = self._wanted
         seen, after = [*map(targets.get, roots)], [*map(targets.get, twins)]
-        lent = None if following is None else following.reshape(-1)
-        self._table.fill(self._episodes.ring, fields, slots.reshape(-1), lent, seen, after)
-        lenders = slots.reshape(-1) if lent is None else lent
-        for (start, size), later in zip(newest, after, strict=True):
+        flat, lent = slots.reshape(-1), None if following is None else following.reshape(-1)
+        if self._table.fill(self._episodes.ring, table, fields, flat, lent, seen, after):
+            return
+        lenders = flat if lent is None else lent
+        for stack, later in zip(fields, after, strict=True):
             if later is not None:
-                spans = np.array([[start, later.shape[1] - size, size, later.stride(0)]])
+                size = stack[SIZE]
+                spans = np.array([[stack[NEXT], later.shape[1] - size, size, later.stride(0)]])
                 table.copy_into(later, lenders, spans)
 
     # Writing

@@ -19,6 +19,7 @@ from trl_storages.kernels.tables import Block
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device.ring import Ring
+    from trl_storages.kernels.device.rows import RowTable
 
 __all__ = ["FrameTable"]
 
@@ -29,7 +30,7 @@ class FrameTable:
     Args:
         rows: `[N, *]` int64 as they are stored, contiguous.
         past: `[D * E, *]` int64, contiguous.
-        fields: `[p, 7]` int64, the stacks.
+        fields: `[p, 8]` int64, the stacks.
     """
 
     def __init__(self, rows: torch.Tensor, past: torch.Tensor, fields: np.ndarray) -> None:
@@ -39,12 +40,13 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
+        table: RowTable,
         stacks: np.ndarray,
         slots: torch.Tensor,
         following: torch.Tensor | None,
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
-    ) -> None:
+    ) -> bool:
         """Writes stacks to `seen`, and those under `next`, all but their newest frames, to `after`."""
         for stack, now, later in zip(stacks.tolist(), seen, after, strict=True):
             found = self._before(ring, slots, stack)
@@ -55,6 +57,7 @@ class FrameTable:
             if following is not None:
                 found = self._before(ring, following, stack)
             later[:, : -stack[SIZE]] = found[:, 1:].flatten(1)
+        return False
 
     def _before(self, ring: Ring, slots: torch.Tensor, stack: Sequence[int]) -> torch.Tensor:
         """Returns the newest frames of rows, `[B, k, F]` bytes."""
@@ -88,9 +91,9 @@ class FrameTable:
             tail: `[B]` the oldest live step.
             depth: `[B]` how many steps of its episode precede `step`.
             count: how many frames.
-            stack: `[7]`, the description of the stack.
+            stack: `[8]`, the description of the stack.
         """
-        _, _, size, _, is_constant, stored, past = stack
+        _, _, size, _, is_constant, stored, past, _ = stack
         num_lanes = ring.num_envs
         back, lane = torch.arange(count, device=step.device).flip(0), lane.unsqueeze(1)
         at = step.unsqueeze(1) - torch.minimum(back, depth.unsqueeze(1))

@@ -26,11 +26,12 @@ from trl_storages.kernels.host.compiling import (
     prefetch,
     stream_line,
 )
-from trl_storages.kernels.host.rows import not_found
+from trl_storages.kernels.host.rows import RowTable, not_found
 from trl_storages.kernels.host.writing import NewRows
 from trl_storages.kernels.stack_fields import (
     COUNT,
     IS_CONSTANT,
+    NEXT,
     NOT_CONTINUED,
     NOT_PADDED,
     NOT_SHIFTED,
@@ -60,7 +61,7 @@ class FrameTable:
     Args:
         rows: `[N, *]` int64 as they are stored, contiguous, on the CPU.
         past: `[D * E, *]` int64, contiguous, on the CPU.
-        fields: `[p, 7]` int64, the stacks, as `kernels.stack_fields` describes them.
+        fields: `[p, 8]` int64, the stacks, as `kernels.stack_fields` describes them.
     """
 
     def __init__(self, rows: torch.Tensor, past: torch.Tensor, fields: np.ndarray) -> None:
@@ -71,21 +72,26 @@ class FrameTable:
     def fill(
         self,
         ring: Ring,
+        table: RowTable,
         stacks: np.ndarray,
         slots: torch.Tensor,
         following: torch.Tensor | None,
         seen: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Writes stacks to `seen`, and those under `next`, all but their newest frames, to `after`.
+    ) -> bool:
+        """Writes stacks to `seen`, and those under `next` to `after`.
 
         Args:
             ring: of the rows.
-            stacks: `[q, 7]`, the root stacks of `fields` that are wanted themselves or under `next`.
+            table: of the rows, with their newest frames.
+            stacks: `[q, 8]`, the root stacks of `fields` that are wanted themselves or under `next`.
             slots: `[B]` int64; negative ones count from the end.
             following: `[B]` int64, the rows whose stacks go under `next`; None takes the rows themselves.
             seen: q of `[B, *]` bytes, each row contiguous, or None where not wanted.
             after: the same, for the stacks under `next`.
+
+        Returns:
+            whether the newest frames are all in `after`; if not, `table` has to copy them.
 
         Raises:
             IndexError: a slot is outside of the rows.
@@ -94,9 +100,11 @@ class FrameTable:
         targets = np.array([[_lie(to) for to in pair] for pair in zip(seen, after, strict=True)])
         arrays = (self._rows, self._past, self._zeros.ctypes.data)
         at, lent = slots.numpy(), lenders.numpy()
-        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent)
+        newest, may_move = table.next_values(lenders)
+        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent, newest)
         if wrong >= 0:
             raise not_found(at[wrong], len(self._rows))
+        return not may_move
 
     def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
         """Finds rows whose stacks can't be rebuilt from single frames.
@@ -173,6 +181,7 @@ def _fill(
     targets: Any,
     slots: Any,
     following: Any,
+    newest_next: Any,
 ) -> int:
     """Returns the position of the first invalid slot, or -1."""
     num_lanes, num_rows, row_bytes = len(lanes), len(rows), rows.shape[1] * _WORD
@@ -181,7 +190,7 @@ def _fill(
     for b in range(len(slots)):
         if b + 2 < len(slots):
             prefetch(episode, slots[b + 2] * _WORD)
-        near = slots[min(b + 1, len(slots) - 1)]
+        near = min(b + 1, len(slots) - 1)
         for under_next in range(2):
             slot = following[b] if under_next else slots[b]
             slot = slot + num_rows if slot < 0 else slot
@@ -199,10 +208,12 @@ def _fill(
                 stack, size, count = stacks[f], stacks[f, SIZE], stacks[f, COUNT]
                 to = targets[f, under_next, 0] + b * targets[f, under_next, 1]
                 address = rows.ctypes.data + slot * row_bytes + stack[STORED]
-                # The oldest frame of a row is not in the stack under `next`.
-                for j in range(under_next, count if to != 0 else 0):
+                # The stack under `next` has not the oldest frame of a row, but one more.
+                for j in range(under_next, count + under_next if to != 0 else 0):
                     back, source = count - 1 - j, zeros
-                    if back <= depth or stack[IS_CONSTANT] == 0:
+                    if back < 0:
+                        source = newest_next[b] + stack[NEXT]
+                    elif back <= depth or stack[IS_CONSTANT] == 0:
                         at = step - min(back, depth)
                         source = address - (step - at) * step_bytes
                         if at < tail:
@@ -210,13 +221,14 @@ def _fill(
                         elif place < step - at:
                             source += room * step_bytes
                     # Of the next row ask for each frame once, the newest under `next` included.
-                    ahead = ((near + (under_next - back) * num_lanes) % num_slots) * row_bytes
-                    ahead += stack[STORED]
+                    ahead = ((slots[near] - back * num_lanes) % num_slots) * row_bytes
+                    ahead += rows.ctypes.data + stack[STORED]
+                    if under_next:
+                        ahead = newest_next[near] + stack[NEXT] if back < 0 else source
                     if is_large:
-                        is_new = under_next == 0 or back == 0
-                        ahead = rows.ctypes.data + ahead if is_new else source
                         _copy_past_caches(to, source, size, ahead)
                     else:
+                        ahead -= rows.ctypes.data
                         for byte in range(0, min(size, _MOST_AHEAD), LINE):
                             prefetch(rows, ahead + byte)
                         copy_bytes(to, source, size)

@@ -127,6 +127,19 @@ class RowTable:
         if (wrong := _pick(self.array, flat, spans, out)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
+    def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
+        """Returns where the values of rows under `next` are.
+
+        Args:
+            slots: `[B]` int64; negative ones count from the end.
+
+        Returns:
+            `[B]` int64, addresses of rows as they are read, of which only these values are there; and
+            whether another process may overwrite some of them before they are copied.
+        """
+        row_bytes = self.array.shape[1] * _WORD
+        return self.array.ctypes.data + slots.numpy() % len(self.array) * row_bytes, False
+
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
         """Returns where the stored part of new rows is read from, and where it goes in a row.
 

@@ -126,6 +126,14 @@ class SharedTable(RowTable):
         if (wrong := _pick(*table, self._next_bytes, flat, lent, *what)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
+    def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
+        """Returns where the values of rows under `next` are; see `RowTable.next_values`."""
+        found = np.empty(len(slots), np.int64)
+        table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
+        has_tips = _locate(*table, slots.numpy(), found)
+        # Once the next row is committed the tip may be reused.
+        return found, has_tips and self._commits is not None
+
     @property
     def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
         """Where the valid cursors are, as `_cursor` takes it, and E."""
@@ -338,6 +346,60 @@ def _pick(
                 source = address + lender * row_bytes + spans[s, 0] - moved
                 copy_bytes(to + spans[s, 1], source, spans[s, 2])
     return -1
+
+
+@compiled
+def _locate(
+    table: Any,
+    headers: Any,
+    values: Any,
+    tables: Any,
+    selector: Any,
+    first_cursor: int,
+    table_size: int,
+    stride: int,
+    num_lanes: int,
+    room: int,
+    slots: Any,
+    found: Any,
+) -> bool:
+    """Finds the next values of rows.
+
+    Args:
+        table: as in `_pick`, like those up to `slots`.
+        headers: as in `_pick`.
+        values: as in `_pick`.
+        tables: as in `_pick`.
+        selector: as in `_pick`.
+        first_cursor: as in `_pick`.
+        table_size: as in `_pick`.
+        stride: as in `_pick`.
+        num_lanes: as in `_pick`.
+        room: as in `_pick`.
+        slots: `[B]`.
+        found: `[B]` output, their addresses; anything for invalid slots.
+
+    Returns:
+        whether some are tips.
+    """
+    num_rows, num_slots, has_tips = table.shape[0], room * num_lanes, False
+    heads = np.empty(num_lanes, np.int64)
+    for lane in range(num_lanes):
+        cursor = _cursor(lane, tables, selector, first_cursor, table_size, stride)
+        heads[lane] = cursor % room * num_lanes + lane
+    for i in range(slots.shape[0]):
+        ahead = slots[min(i + _AHEAD, slots.shape[0] - 1)] + num_lanes
+        prefetch(headers, _wrapped(ahead, num_slots) * headers.strides[0])
+        slot = slots[i] + num_rows if slots[i] < 0 else slots[i]
+        slot = slot if 0 <= slot < num_rows else 0
+        follower = _wrapped(slot + num_lanes, num_slots)
+        lane = follower % num_lanes
+        if follower == heads[lane]:
+            entry, has_tips = _tip_of(headers[slot], lane, num_lanes), True
+            found[i] = values.ctypes.data + entry * values.shape[1] * _WORD
+        else:
+            found[i] = _known_next(table, headers, values, follower)
+    return has_tips
 
 
 @inlined
