@@ -70,7 +70,8 @@ def new_batch(
     num_bytes = math.prod(shape) * dtype.itemsize
     is_on_cpu = device is None or device.type == "cpu"
     if not is_on_cpu or pin_memory or num_bytes < _LEAST_HUGE:
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        # A list is parsed faster than a torch.Size.
+        return torch.empty([*shape], dtype=dtype, device=device, pin_memory=pin_memory)
     # Taking small pages from the system can take longer than filling them, and torch asks for no others.
     memory = _lent(num_bytes + _LINE)
     start = -memory.ctypes.data % _LINE

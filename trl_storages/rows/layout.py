@@ -84,7 +84,7 @@ class Field:
         """Returns a view of the elements of stacks, `[*batch, *shape]`."""
         stack: FrameStack = self.stack  # type: ignore[assignment]
         if stack.dim % len(self.shape) == 0:
-            return flat.view(batch + self.shape)
+            return flat.view(*batch, *self.shape)  # Several ints are parsed faster than a size.
         frames = (stack.num_frames, *stack.frame_shape(self.shape))
         return stack.as_seen(flat.view(*batch, *frames), len(batch))
 

@@ -66,8 +66,9 @@ class FrameTable:
 
     def __init__(self, rows: torch.Tensor, past: torch.Tensor, fields: np.ndarray) -> None:
         self._rows, self._past, self._fields = rows.numpy(), past.numpy(), fields
-        # A frame of zeros.
+        # A frame of zeros, and its address.
         self._zeros = np.zeros(int(fields[:, SIZE].max()) // _WORD + 1, np.int64)
+        self._zeros_at = self._zeros.ctypes.data
 
     def fill(
         self,
@@ -98,7 +99,7 @@ class FrameTable:
         """
         lenders = slots if following is None else following
         targets = np.array([[_lie(to) for to in pair] for pair in zip(seen, after, strict=True)])
-        arrays = (self._rows, self._past, self._zeros.ctypes.data)
+        arrays = (self._rows, self._past, self._zeros_at)
         at, lent = slots.numpy(), lenders.numpy()
         newest, may_move = table.next_values(lenders)
         wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent, newest)
@@ -127,7 +128,7 @@ class FrameTable:
             rows.sources,
             self._rows,
             self._past,
-            self._zeros.ctypes.data,
+            self._zeros_at,
             self._fields,
             breaks,
         )

@@ -83,6 +83,7 @@ class SharedTable(RowTable):
         self._num_words += sharing.shared_words
         # Offset in bytes of the stored fields in a row as read.
         self._next_bytes = sharing.shared_words * _WORD
+        self._moved = np.array([self._next_bytes, 0, 0, 0])
         self.before = self.array, self._headers, self._values, self._next_bytes
         # The array of the ring's lanes, and what `_cursors` returns for it.
         self._counted: tuple[Any, Any] = (None, None)
@@ -108,8 +109,7 @@ class SharedTable(RowTable):
 
     def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
         is_own = spans[:, 0] >= self._next_bytes
-        if is_own.any():
-            super()._copy(slots, spans[is_own] - [self._next_bytes, 0, 0, 0], out)
+        super()._copy(slots, spans[is_own] - self._moved, out)
         for start, to, size, pitch in spans[~is_own].tolist():
             self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch)
 
