@@ -16,11 +16,10 @@ __all__ = ["new_batch", "on_device", "sendable", "zeros"]
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 # Smaller tables are not worth a mapping of their own.
 _LEAST_SPARSE = 1 << 18  # bytes
-# From this size on NumPy asks for huge pages.
-_LEAST_HUGE = 1 << 22  # bytes
+# From this size on NumPy asks for huge pages, and the C library may return blocks to the system, which has
+# to zero them for the next batch.
+_LEAST_KEPT = 1 << 22  # bytes
 _LINE = 64  # bytes of a cache line
-# The C library returns larger blocks to the system, which has to zero them for the next batch.
-_LEAST_KEPT = 1 << 25  # bytes
 # Such blocks of batches that are gone, by size. A batch has two for stacks and next stacks; so many are
 # kept of a size, and so many sizes.
 _spare: dict[int, list[np.ndarray]] = {}
@@ -69,7 +68,7 @@ def new_batch(
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     is_on_cpu = device is None or device.type == "cpu"
-    if not is_on_cpu or pin_memory or num_bytes < _LEAST_HUGE:
+    if not is_on_cpu or pin_memory or num_bytes < _LEAST_KEPT:
         # A list is parsed faster than a torch.Size.
         return torch.empty([*shape], dtype=dtype, device=device, pin_memory=pin_memory)
     # Taking small pages from the system can take longer than filling them, and torch asks for no others.
@@ -81,8 +80,6 @@ def new_batch(
 
 def _lent(num_bytes: int) -> np.ndarray:
     """Returns memory for a batch, that of an earlier one if nobody uses it any more."""
-    if num_bytes < _LEAST_KEPT:
-        return np.empty(num_bytes, np.uint8)
     try:
         memory = _spare[num_bytes].pop()
     except (KeyError, IndexError):
