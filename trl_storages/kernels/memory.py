@@ -16,8 +16,8 @@ __all__ = ["new_batch", "on_device", "sendable", "zeros"]
 _NUMPY_DTYPES = {torch.int32: np.int32, torch.int64: np.int64}
 # Smaller tables are not worth a mapping of their own.
 _LEAST_SPARSE = 1 << 18  # bytes
-# From this size on NumPy asks for huge pages, and the C library may return blocks to the system, which has
-# to zero them for the next batch.
+# From this size on NumPy asks for huge pages, and the C library may return blocks to the system, which
+# has to zero them for the next batch.
 _LEAST_KEPT = 1 << 22  # bytes
 _LINE = 64  # bytes of a cache line
 # Such blocks of batches that are gone, by size. A batch has two for stacks and next stacks; so many are
