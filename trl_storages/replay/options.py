@@ -26,6 +26,7 @@ __all__ = [
     "check_goals",
     "check_sample_unit",
     "checked",
+    "parameters_of",
 ]
 
 #: Why dumps can't be customised.
@@ -232,20 +233,27 @@ class Parameter(Generic[Value]):
                 setattr(part, own, value)
 
 
+def parameters_of(storage: Any) -> dict[str, list[tuple[Sampler | Transform, str]]]:
+    """Returns, for each parameter, the parts that have it and their names for it, transforms first."""
+    found: dict[str, list[tuple[Sampler | Transform, str]]] = {}
+    for part in (*parts_of(storage._transform), *layers_of(storage._sampler)):
+        for name, own in getattr(part, "live_parameters", {}).items():
+            if name in _MADE_WITH:
+                found.setdefault(name, []).append((part, own))
+    return found
+
+
 def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]]:
-    """Returns the parts that have a parameter and their names for it, transforms first.
+    """Returns the parts that have a parameter and their names for it.
 
     Raises:
         AttributeError: no part has it, or parts of one class have different values.
     """
-    parts = [*parts_of(storage._transform), *layers_of(storage._sampler)]
-    named = [(part, getattr(part, "live_parameters", {})) for part in parts]
-    found = [(part, names[name]) for part, names in named if name in names]
-    if not found:
-        known = sorted({key for _, names in named for key in names})
+    known = parameters_of(storage)
+    if (found := known.get(name)) is None:
         raise AttributeError(
             f"this {type(storage).__name__} has no part with {name}, it has "
-            f"{', '.join(known) or 'no parameters'}: make it with {_MADE_WITH[name]}."
+            f"{', '.join(sorted(known)) or 'no parameters'}: make it with {_MADE_WITH[name]}."
         )
     kind = type(found[0][0])
     values = [getattr(part, own) for part, own in found if type(part) is kind]

@@ -16,9 +16,7 @@ from torchrl.data import RayReplayBuffer
 
 from trl_storages.callers import warn_caller
 from trl_storages.other_names import METHOD_NAMES
-from trl_storages.replay.options import Parameter
-from trl_storages.samplers import layers_of
-from trl_storages.transforms import parts_of
+from trl_storages.replay.options import Parameter, parameters_of
 
 __all__ = ["RayHandle", "in_actor"]
 
@@ -201,8 +199,7 @@ class _InActor:
             TypeError, ValueError: a value is invalid. Earlier ones have been set.
         """
         with self._replay_lock:
-            parts: list[Any] = [*parts_of(self._transform), *layers_of(self._sampler)]
-            known = {name for part in parts for name in getattr(part, "live_parameters", ())}
+            known = parameters_of(self)
             if others := [name for name in values if name not in known]:
                 raise AttributeError(
                     f"this storage has the parameters {sorted(known)}, got {others}: name what is "

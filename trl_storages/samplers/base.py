@@ -6,6 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -151,8 +152,8 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         base: the sampler that draws; None draws uniformly.
     """
 
-    #: Attributes that are saved; their setters check them.
-    saved_parameters: ClassVar[tuple[str, ...]] = ()
+    #: Name on the storage -> attribute of this sampler that may change between samples; it is saved.
+    live_parameters: ClassVar[Mapping[str, str]] = {}
 
     base = _Base(
         partial(
@@ -209,7 +210,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler and of its base."""
-        own = {name: getattr(self, name) for name in self.saved_parameters}
+        own = {name: getattr(self, name) for name in self.live_parameters.values()}
         return {**own, **self._counts, "base": as_part(self.base).state_dict()}
 
     def check_state_dict(self, state_dict: Any) -> None:
@@ -218,7 +219,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         Raises:
             KeyError, TypeError, ValueError: the state is damaged, or from another sampler or base.
         """
-        names = self.saved_parameters
+        names = self.live_parameters.values()
         saved = SavedState(
             state_dict, f"the saved {type(self).__name__}", [*names, *self._counts, "base"]
         )
@@ -229,7 +230,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""
-        for name in self.saved_parameters:
+        for name in self.live_parameters.values():
             setattr(self, name, state[name])
         self._counts = {name: state[name] for name in self._counts}
         as_part(self.base).take_state(state["base"])

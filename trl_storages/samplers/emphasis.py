@@ -90,8 +90,9 @@ class ERESampler(WrappingSampler):
     (0, 500)
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {"eta": "eta", "c_min": "c_min"}
-    saved_parameters = ("eta", "c_min", "updates_per_phase", "reference")
+    live_parameters: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("eta", "c_min", "updates_per_phase", "reference")
+    }
 
     eta = Setting[float](
         partial(arguments.number, above=0, at_most=1), "Recency strength, in (0, 1]."

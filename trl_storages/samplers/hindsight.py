@@ -93,11 +93,8 @@ class HERSampler(WrappingSampler):
     """
 
     live_parameters: ClassVar[Mapping[str, str]] = {
-        "strategy": "strategy",
-        "num_goals": "num_goals",
-        "discount": "discount",
+        name: name for name in ("strategy", "num_goals", "discount")
     }
-    saved_parameters = ("strategy", "num_goals", "discount")
 
     discount = Setting[float](
         partial(arguments.number, at_least=0, at_most=1),

@@ -113,7 +113,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     live_parameters: ClassVar[Mapping[str, str]] = {
         name: name for name in ("alpha", "beta", "eps", "normalize")
     }
-    saved_parameters = ("alpha", "beta", "eps", "normalize")
 
     alpha = Setting[float](
         partial(arguments.number, at_least=0, at_most=_HIGHEST_ALPHA),
@@ -395,7 +394,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters and raw priorities, from which the trees are rebuilt."""
-        own = {name: getattr(self, name) for name in self.saved_parameters}
+        own = {name: getattr(self, name) for name in self.live_parameters}
         return {"max_capacity": self._max_capacity, **own, **self._table.state_dict()}
 
     def check_state_dict(self, state_dict: Any) -> None:
@@ -406,11 +405,11 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 such as by a negative or NaN priority.
         """
         what, size = f"the saved {type(self).__name__}", self._max_capacity
-        keys = ("max_capacity", *self.saved_parameters, "largest", "num_lanes", "priorities")
+        keys = ("max_capacity", *self.live_parameters, "largest", "num_lanes", "priorities")
         saved = SavedState(state_dict, what, keys)
         if saved.integer("max_capacity", 1) != size:
             raise saved.error("max_capacity", f"{size}, as here", saved["max_capacity"])
-        saved.check_parameters(type(self), self.saved_parameters)
+        saved.check_parameters(type(self), self.live_parameters)
         saved.number("largest", 0.0, torch.finfo(torch.float32).max)
         saved.integer("num_lanes", 1, size)
         # Empty slots have an infinite priority.
@@ -449,7 +448,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 f"{len(state['priorities'])}: load them together with their rows, by "
                 "ReplayStorage.loads() or load_state_dict(). Nothing was changed."
             )
-        for name in self.saved_parameters:
+        for name in self.live_parameters:
             setattr(self, name, state[name])
         self._marked, self._unanswered = None, -math.inf
         self._table.load_state_dict(state)
