@@ -25,12 +25,12 @@ from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
-from trl_storages.kernels.memory import on_device
 from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import containers, history, incoming, on_disk
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.batches import BatchSource
+from trl_storages.replay.drawing import draw_rows
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
@@ -38,7 +38,6 @@ from trl_storages.replay.options import (
     ONE_FORM,
     OPTIONS,
     Parameter,
-    check_goals,
     checked,
 )
 from trl_storages.replay.remote import RayHandle, in_actor
@@ -52,12 +51,12 @@ from trl_storages.replay.saving import (
     state_of,
 )
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
-from trl_storages.rows import PackedStorage, RowView, check_writable, stored_fields
+from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved import forget_state, read_state, write_state
 from trl_storages.signatures import SealedStorage, shown
-from trl_storages.stock_parts import check_part, draw, mark_stored_rows
-from trl_storages.transforms import apply_transforms, parts_of, transform_batch
+from trl_storages.stock_parts import check_part, mark_stored_rows
+from trl_storages.transforms import parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         self._collates = given.get("collate_fn") is not None
         self._known_rows = KnownRows()
         # The samplers and transforms of the last draw, if they fit whatever their settings are.
-        self._checked_parts: tuple[list[Sampler], list[Transform]] | None = None
+        self._fitting: tuple[list[Sampler], list[Transform]] | None = None
         if self.shared:
             self.share()
         # Suppresses TorchRL's warning about a batch size passed to a single `sample` call.
@@ -639,38 +638,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     @pin_memory_output  # type: ignore[untyped-decorator]
     @on_disk.consistent_read
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        rows, info = self._drawn(batch_size)
+        rows, info = draw_rows(self, batch_size)
         return rows.tensordict(), info
 
     @on_disk.consistent_read
     def _sample_part(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
         """Samples this storage's part of an ensemble's batch."""
-        rows, info = self._drawn(batch_size)
+        rows, info = draw_rows(self, batch_size)
         rows.gather()
-        return rows, info
-
-    def _drawn(self, batch_size: int) -> tuple[RowView, dict[str, Any]]:
-        """Draws rows and applies the transforms."""
-        if self.shared:
-            self._known_rows.tell(self._sampler, self.episodes)
-        storage, parts = self._storage, parts_of(self._transform)
-        made_of = layers_of(self._sampler), parts
-        if made_of != self._checked_parts:
-            self._checked_parts = made_of if check_goals(*made_of) else None
-        index, info = draw(self._sampler, storage, batch_size)
-        if isinstance(index, tuple):
-            # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
-            (index,) = index
-        if self._sample_unit is not None:
-            index, info = self._sample_unit.expand(index, info, storage)
-        info[keys.INDEX] = index
-        if self._writer._track_generations:
-            info["index_generation"] = self._writer.generations_of(index)
-        fields = stored_fields(storage, index, self._collate_fn if self._collates else None)
-        if fields.device != index.device:
-            info = {key: on_device(value, fields.device) for key, value in info.items()}
-        rows = RowView(fields, info)
-        apply_transforms(parts, rows)
         return rows, info
 
     @on_disk.consistent_read
@@ -882,7 +857,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
     def __getstate__(self) -> dict[str, Any]:
         # An unfinished iterator can't be pickled and is not part of the state. TorchRL's copy of the
         # generator's state does not work for a GPU generator.
-        state = {**super().__getstate__(), "_iterator": None, "_rng": None}
+        state = {**super().__getstate__(), "_iterator": None, "_rng": None, "_fitting": None}
         # With the same generator a spawned process would repeat this one's draws.
         is_spawning = get_spawning_popen() is not None
         state["generator__context"] = None if is_spawning else saved_generator(self._rng)

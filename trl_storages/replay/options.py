@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
-from trl_storages import arguments, keys
+from trl_storages import arguments
 from trl_storages.gym import GymRecorder
 from trl_storages.other_names import meant
 from trl_storages.samplers import layers_of
@@ -23,7 +23,6 @@ __all__ = [
     "OPTIONS",
     "Check",
     "Parameter",
-    "check_goals",
     "check_sample_unit",
     "checked",
     "parameters_of",
@@ -107,46 +106,6 @@ OPTIONS: dict[str, Check | None] = {
     "transport": None,
     "transport_options": None,
 }
-
-
-def check_goals(layers: Sequence[Any], parts: Sequence[Transform]) -> bool:
-    """Checks that each goal that the samplers draw, and each entry, is written by one transform.
-
-    Returns:
-        whether that also holds once all of these samplers draw goals.
-
-    Raises:
-        RuntimeError: it does not hold.
-    """
-    fits = True
-    writers = [part for part in parts if getattr(part, "uses_goals", False)]
-    if len(writers) > 1:
-        written = [key for part in writers for key in getattr(part, "written_keys", ())]
-        if twice := [key for key in written if written.count(key) > 1]:
-            raise RuntimeError(
-                f"{twice[0]!r} must be written by one transform, got {len(writers)} that relabel it: "
-                "use one GoalRelabel for each goal_key that is drawn, and GoalRelabel(None, "
-                "goal_key=...) for goals beside the one that rewards and flags are of."
-            )
-    for layer in layers:
-        key = getattr(layer, "goal_key", None)
-        # A custom transform may write any goal.
-        goals = [getattr(part, "goal_key", key) or keys.DESIRED_GOAL for part in writers]
-        if key is None or key in goals:
-            continue
-        fits = False
-        if not getattr(layer, "draws_goals", False):
-            continue
-        # Only one GoalRelabel may compute rewards.
-        made = "None" if writers else "reward_fn"
-        named = made if key == keys.DESIRED_GOAL else f"{made}, goal_key={key!r}"
-        raise RuntimeError(
-            "the goals that HERSampler draws must be written by a transform, got "
-            f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel("
-            f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
-            "own that reads goal_index declares it by uses_goals = True."
-        )
-    return fits
 
 
 def checked(

@@ -1,14 +1,10 @@
 """Transforms of sampled batches."""
 
-from trl_storages.transforms.base import (
-    ReplayTransform,
-    apply_transforms,
-    parts_of,
-    transform_batch,
-)
+from trl_storages.transforms.base import ReplayTransform, parts_of, transform_batch
+from trl_storages.transforms.env_reward import gym_reward
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit, gym_reward, own_rewards
+from trl_storages.transforms.relabel import GoalRelabel, RelabelAudit, own_rewards
 
 __all__ = [
     "FlattenGoal",
@@ -16,7 +12,6 @@ __all__ = [
     "NStep",
     "RelabelAudit",
     "ReplayTransform",
-    "apply_transforms",
     "gym_reward",
     "own_rewards",
     "parts_of",

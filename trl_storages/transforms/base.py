@@ -13,7 +13,7 @@ from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.rows import RowView
 from trl_storages.saved import SavedState
 
-__all__ = ["ReplayTransform", "apply_transforms", "parts_of", "transform_batch"]
+__all__ = ["ReplayTransform", "parts_of", "transform_batch"]
 
 
 class ReplayTransform(Transform):  # type: ignore[misc]
@@ -77,21 +77,6 @@ class ReplayTransform(Transform):  # type: ignore[misc]
         saved.one_of("kind", [kind])
         for name in self.live_parameters.values():
             setattr(self, name, saved[name])
-
-
-def apply_transforms(parts: Iterable[Transform], rows: RowView) -> None:
-    """Applies transforms to drawn rows.
-
-    Args:
-        parts: the transforms, as `parts_of` lists them.
-        rows: the drawn rows.
-    """
-    for part in parts:
-        if isinstance(part, ReplayTransform):
-            part.replay(rows)
-        else:
-            with dispatch_td_nn_modules(True):
-                rows.transform(part)
 
 
 def transform_batch(parts: Iterable[Transform], batch: TensorDictBase) -> TensorDictBase:
