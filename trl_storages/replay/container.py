@@ -37,9 +37,9 @@ from trl_storages.replay.loader import make_loader
 from trl_storages.replay.options import (
     ONE_FORM,
     OPTIONS,
-    Parameter,
     checked,
 )
+from trl_storages.replay.parameters import Parameter
 from trl_storages.replay.remote import RayHandle, in_actor
 from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (

@@ -16,7 +16,7 @@ from torchrl.data import RayReplayBuffer
 
 from trl_storages.callers import warn_caller
 from trl_storages.other_names import METHOD_NAMES
-from trl_storages.replay.options import Parameter, parameters_of
+from trl_storages.replay.parameters import Parameter, parameters_of
 
 __all__ = ["RayHandle", "in_actor"]
 

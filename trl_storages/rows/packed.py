@@ -37,7 +37,7 @@ from trl_storages.rows.declared import DeclaredFields, FieldOf
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.files import RowFiles
 from trl_storages.rows.layout import Layout
-from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of
+from trl_storages.rows.saved_rows import NO_WRITER, Moved, SavedRows, named_entries, table_of
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import rows_of
 from trl_storages.saved import SavedPart, copy_in_pieces
@@ -48,11 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedStorage", "check_writable"]
 
-_NO_WRITER = (
-    "rows that are in a directory, that lend their frames to those after them, or that share next "
-    "observations are written once, by an EpisodeWriter, and never changed in place: pass "
-    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new rows."
-)
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
     "of the environment (a recipe, or PackedStorage(fields=...)), or write one transition and empty() it."
@@ -270,11 +265,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Takes in what the writer of a directory has committed; see `RowFiles.refresh`."""
         self.files.refresh(track)  # type: ignore[union-attr]
 
-    def check_writable(self) -> None:
-        """Raises a RuntimeError if the rows are in a directory that this process may not write."""
-        if self.files is not None:
-            self.files.check_writable()
-
     @property
     def row_nbytes(self) -> int:
         """Bytes a row takes, padding included; 0 until the layout is fixed.
@@ -311,7 +301,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.scratch_dir is None:
             sharing, episodes = layout.framed.sharing, self.episodes
             if episodes is None and (layout.stacks or sharing is not None):
-                raise RuntimeError(_NO_WRITER)
+                raise RuntimeError(NO_WRITER)
             if episodes is not None and sharing is not None:
                 lanes = self.max_size, episodes.num_envs
                 self._side = SideTable.in_memory(*lanes, sharing.shared_words, self.device)
@@ -328,7 +318,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._adopt(layout, rows)
             return
         if self.episodes is None:
-            raise RuntimeError(_NO_WRITER)
+            raise RuntimeError(NO_WRITER)
         num_lanes = self.episodes.num_envs
         self._use(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
@@ -423,7 +413,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """
         self.check_in_memory()
         if self.share_next and (self.episodes is None or set_cursor):
-            raise RuntimeError(_NO_WRITER)
+            raise RuntimeError(NO_WRITER)
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -454,9 +444,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def check_in_memory(self) -> None:
         """Raises a RuntimeError if rows can't be changed in place: in a directory, or with stacks."""
-        self.check_writable()
+        check_writable(self)
         if self.is_durable or self.past_steps:
-            raise RuntimeError(_NO_WRITER)
+            raise RuntimeError(NO_WRITER)
 
     def fit(
         self,
@@ -752,31 +742,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Raises:
             KeyError, TypeError, ValueError: as `check_state_dict`.
         """
-        return self._saved_rows(state_dict).fields
-
-    def _saved_rows(self, state: Any) -> SavedRows:
-        """Returns the saved rows, fully checked."""
-        saved = SavedRows(state, self.max_size)
-        if saved.layout is not None:
-            self._check_layout(saved.layout)
-            if saved.layout.stacks and self.episodes is None:
-                raise RuntimeError(_NO_WRITER)
-            # A directory has spare steps, too.
-            num_slots = self.max_size if self.files is None else len(self.rows)  # type: ignore[arg-type]
-            saved.take(num_slots, 1 if self.episodes is None else self.episodes.num_envs)
-        return saved
-
-    def _check_layout(self, layout: Layout) -> None:
-        """Raises a ValueError if saved rows have other fields than this storage."""
-        own, declared = self.layout, self._declared
-        fits = declared.are_of(layout) if own is None else layout.declared == own.declared
-        if not fits:
-            named = declared.fields if own is None else own.declared
-            raise ValueError(
-                "the saved rows are of other fields than those of this storage: "
-                f"{layout.unlike(named)}. Load them into a storage of the fields that they were saved "
-                "with. Nothing was changed."
-            )
+        return SavedRows(state_dict, self).fields
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state into rows of the same layout and number.
@@ -785,8 +751,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             RuntimeError: the state does not say in which slots of a directory the rows go.
             OSError: the disk is full. Nothing has changed then.
         """
-        saved = self._saved_rows(state)
-        self.check_writable()
+        saved = SavedRows(state, self)
+        check_writable(self)
         if saved.moved is None and (self.is_durable or self.share_next or saved.shares):
             where = self.scratch_dir or "a storage with share_next=True"
             raise RuntimeError(

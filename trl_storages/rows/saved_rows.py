@@ -15,6 +15,7 @@ from trl_storages.kernels import backend
 from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, SideTable, tips_of
 from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
+from trl_storages.rows.declared import DeclaredFields
 from trl_storages.rows.entries import tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import Stacks
@@ -24,8 +25,14 @@ from trl_storages.saved import SavedState
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, RowTable
 
-__all__ = ["Moved", "SavedRows", "named_entries", "table_of"]
+__all__ = ["NO_WRITER", "Moved", "SavedRows", "named_entries", "table_of"]
 
+#: Why rows are not written in place.
+NO_WRITER = (
+    "rows that are in a directory, that lend their frames to those after them, or that share next "
+    "observations are written once, by an EpisodeWriter, and never changed in place: pass "
+    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new rows."
+)
 _PIECE = 1 << 24  # bytes loaded at a time
 _NAME, _KEYS = "the saved PackedStorage", ("layout", "_storage", "initialized", "_len")
 _OPTIONAL = ("moved", "side", "past")
@@ -52,21 +59,22 @@ class Moved(NamedTuple):
 
 
 class SavedRows:
-    """The rows of a saved state, if it has any.
+    """The rows of a saved state, if it has any, fully checked.
 
     Args:
         state: what `PackedStorage.state_dict` returned, with `moved` if rows go to other slots.
-        max_size: N of the storage that loads them.
+        storage: the `PackedStorage` that loads them.
 
     Attributes:
         layout: of the rows; None if there are none.
         moved: their new slots; None keeps the saved ones.
 
     Raises:
-        KeyError, TypeError, ValueError: the state is damaged, or has more rows.
+        KeyError, TypeError, ValueError: the state is damaged, or of more rows or other fields.
+        RuntimeError: the storage lacks the writer that these rows need.
     """
 
-    def __init__(self, state: Any, max_size: int) -> None:
+    def __init__(self, state: Any, storage: Any) -> None:
         self._state, self._saved = state, SavedState(state, _NAME, _KEYS, _OPTIONAL)
         self.layout: Layout | None = None
         self.moved: Moved | None = state.get("moved")
@@ -79,24 +87,32 @@ class SavedRows:
             return
         if not self._saved.flag("initialized"):
             raise self._saved.error("initialized", "True, as there is a layout", False)
-        self._saved.integer("_len", 0, max_size)
+        self._saved.integer("_len", 0, storage.max_size)
         self.layout = Layout.from_json(self._saved["layout"])
+        self._check_fields(self.layout, storage.layout, storage._declared)
+        if self.layout.stacks and storage.episodes is None:
+            raise RuntimeError(NO_WRITER)
+        self._take(self.layout, storage)
 
-    def take(self, num_slots: int, num_lanes: int) -> None:
-        """Checks the rows and keeps them.
+    def _check_fields(self, layout: Layout, own: Layout | None, declared: DeclaredFields) -> None:
+        fits = declared.are_of(layout) if own is None else layout.declared == own.declared
+        if not fits:
+            named = declared.fields if own is None else own.declared
+            raise ValueError(
+                "the saved rows are of other fields than those of this storage: "
+                f"{layout.unlike(named)}. Load them into a storage of the fields that they were saved "
+                "with. Nothing was changed."
+            )
 
-        Args:
-            num_slots: how many must have been saved, unless the rows are moved.
-            num_lanes: E.
-
-        Raises:
-            KeyError, TypeError, ValueError: there are more or fewer, or they are damaged.
-        """
-        saved, layout = self._saved, self.layout
-        sharing = layout.framed.sharing  # type: ignore[union-attr]
+    def _take(self, layout: Layout, storage: Any) -> None:
+        """Checks the rows and keeps them."""
+        saved, sharing = self._saved, layout.framed.sharing
         if self.moved is not None:
             num_slots = self.moved.num_slots_saved
-        shape = num_slots, layout.stored_words  # type: ignore[union-attr]
+        else:
+            # A directory has spare steps, too.
+            num_slots = storage.max_size if storage.files is None else len(storage.rows)
+        shape = num_slots, layout.stored_words
         #: `[*, W]` int64, as they are stored.
         self.rows = saved.tensor("_storage", torch.int64, shape, _HINT)
         #: `[*, S]` int64, next observations that are in no row; None if rows hold their own.
@@ -113,9 +129,9 @@ class SavedRows:
                 raise saved.error(
                     "_storage", f"of rows that name {len(self.side)} entries", "others"
                 )
-        if layout.stacks:  # type: ignore[union-attr]
+        if layout.stacks:
             SavedState(self._state, _NAME, (*_KEYS, "past"), _OPTIONAL)
-            past_shape = Stacks.past_shape(layout, num_lanes)  # type: ignore[arg-type]
+            past_shape = Stacks.past_shape(layout, storage.episodes.num_envs)
             self.past = saved.tensor("past", torch.int64, past_shape, _HINT)
 
     @property

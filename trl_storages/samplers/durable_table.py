@@ -138,7 +138,7 @@ class DurableTable(PriorityTable):
         Raises:
             RuntimeError: another process owns the directory.
         """
-        self._storage.check_writable()
+        self._storage.files.check_writable()
         super().update(slots, priority, generation)
 
     def _report(
@@ -159,7 +159,7 @@ class DurableTable(PriorityTable):
 
     def clear(self) -> None:
         """Removes all rows and resets the largest priority."""
-        self._storage.check_writable()
+        self._storage.files.check_writable()
         super().clear()
 
     def _clear(self) -> None:
@@ -173,7 +173,7 @@ class DurableTable(PriorityTable):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. All rows get a new generation."""
-        self._storage.check_writable()
+        self._storage.files.check_writable()
         super().load_state_dict(state_dict)
         slots = (self._rows.priorities < ABSENT).nonzero().squeeze(1)
         self._rows.generations[slots] = self._words.generations(slots)

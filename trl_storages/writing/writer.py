@@ -22,7 +22,14 @@ from trl_storages.interrupts import complete, finish
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.naming import slots_of
-from trl_storages.rows import Evicted, Layout, PackedStorage, StepBlock, read_fields
+from trl_storages.rows import (
+    Evicted,
+    Layout,
+    PackedStorage,
+    StepBlock,
+    check_writable,
+    read_fields,
+)
 from trl_storages.saved import SavedPart, SavedState
 from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
@@ -276,8 +283,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         while self._untold:
             self._mark_update_entities(self._untold[-1])
             self._untold.pop()
-        if self._is_packed and self._storage.is_durable:
-            self._storage.check_writable()
+        check_writable(self._storage)
 
     @property
     def _fields(self) -> Fields:
