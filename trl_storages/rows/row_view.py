@@ -53,7 +53,8 @@ class RowView:
     """
 
     # The rows that supply the entries under `next`, if they are others, and the definitions before that.
-    _following: tuple[FollowingFields, _Definitions] | None = None
+    _following: FollowingFields | None = None
+    _followed: _Definitions = _AS_STORED
     # Why further rows can't be read; None if they can.
     _obstacle: str | None = None
 
@@ -102,16 +103,16 @@ class RowView:
                 "that sets it must define() it, or come behind those that read further rows "
                 "(GoalRelabel, NStep)."
             )
-        folded, is_next = self._following, key[0] == "next"
-        if folded is not None and is_next and folded[1].get(key) is definition:
-            seen = RowView(folded[0], None, before)
+        following, is_next = self._following, key[0] == "next"
+        if following is not None and is_next and self._followed.get(key) is definition:
+            seen = RowView(following, None, before)
         else:
             seen = RowView(self._stored, None, before)
-            seen._following = folded
+            seen._following, seen._followed = following, self._followed
         for found, value in rule(seen, key).items():
             # Keep what was set or defined since, and what other rows supply.
             if self._defined.get(found) is definition and (
-                folded is None or (found[0] == "next") is is_next
+                following is None or (found[0] == "next") is is_next
             ):
                 self._entries[found] = value
         return self._entries[key]
@@ -165,7 +166,9 @@ class RowView:
         """
         if self._obstacle is not None:
             raise RuntimeError(self._obstacle)
-        storage, slots = self._stored.storage, on_device(slots, self.slots.device)
+        storage = self._stored.storage
+        if slots.device != self.slots.device:
+            slots = on_device(slots, self.slots.device)
         stored = SingleFields(storage, slots, self.device)
         if keys:
             wanted = _stored_for(keys, self._defined) if self._defined else keys
@@ -195,7 +198,8 @@ class RowView:
             if key[0] == "next":
                 del self._entries[key]
         self._stored.follow(slots)
-        self._following, self._obstacle = (FollowingFields(self._stored), self._defined), reason
+        self._following, self._followed = FollowingFields(self._stored), self._defined
+        self._obstacle = reason
 
     # The batch
 
@@ -215,7 +219,8 @@ class RowView:
             if key not in self._entries:
                 self._entries[key] = self[key]
         # Rules may refer to this view: break the cycle, or its memory waits for the garbage collector.
-        self._defined, self._following = _AS_STORED, None
+        self._defined = self._followed = _AS_STORED
+        self._following = None
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Applies a function of batches to all entries; further rows can't be read after that.

@@ -144,7 +144,8 @@ class NStep(ReplayTransform):
         """Replaces the entries under `next`, and returns m in the shape of the rewards."""
         # Beyond `length` the window repeats its last row.
         window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
-        length = on_device(length, rows.device)
+        if length.device != rows.device:
+            length = on_device(length, rows.device)
         wanted = [self.reward_key]
         if ends := rows.is_defined(self.terminated_key):
             wanted.append(self.terminated_key)
