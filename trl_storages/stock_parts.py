@@ -195,9 +195,7 @@ def checked_draw(storage: Any, batch_size: int) -> tuple[int, EpisodeIndex | Non
         raise RuntimeError(
             "the storage is empty: write transitions with record(), add() or extend() before sampling."
         )
-    if type(batch_size) is not int or batch_size < 1:
-        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-    return batch_size, episodes
+    return arguments.integer("batch_size", batch_size, at_least=1), episodes
 
 
 def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
