@@ -247,6 +247,7 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.insert_transform": {"index": "count", "transform": "object", "invert": "flag"},
     "ReplayStorage.share": {"shared": "flag"},
     "ReplayStorage.update_tensordict_priority": {"data": "steps", "priority": "values?"},
+    "ReplayStorage.update_priority": {"index": "values", "priority": "values"},
     "ReplayStorage.validate": {"progress": "flag"},
     "ReplayStorageEnsemble": {
         "storages": "object",

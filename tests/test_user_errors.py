@@ -883,3 +883,49 @@ def test_a_size_that_is_a_float():
         ValueError, match=r"must be an integer, got 1000000.0 \(float\): pass 1000000"
     ):
         UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=1e6)
+
+
+def test_torch_save_of_a_storage_is_told_what_to_save(tmp_path):
+    storage = storage_for()
+    for saved in (storage, {"step": 1, "storage": storage}):
+        with pytest.raises(TypeError, match=r"storage.dumps\(path\).*state_dict\(\).*pickle.dumps"):
+            torch.save(saved, tmp_path / "state.pt")
+    torch.save({"storage": storage.state_dict()}, tmp_path / "state.pt")
+
+
+def test_priorities_without_their_stamps_are_told():
+    storage = storage_for(alpha=0.6)
+    loop(storage, ENV, 3)
+    batch = storage.sample()
+    batch["td_error"] = torch.ones(len(batch))
+    with pytest.warns(UserWarning, match=r"lacks 'priority_stamp'.*batch.select\('index', 'prio"):
+        storage.update_tensordict_priority(batch.select("index", "td_error"))
+
+
+def test_a_discount_without_n_step_does_nothing():
+    spaces = Box(-9, 9, (1,)), Discrete(2)
+    with pytest.raises(ValueError, match=r"discount does nothing without n_step.* loss has"):
+        UniformReplayStorage(*spaces, discount=0.9)
+    UniformReplayStorage(*spaces, discount=0.9, n_step=1)
+    storage_for(discount=0.9, goal_selection_strategy="geometric")
+
+
+def test_parameters_that_a_dump_replaces_are_reported(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(torchrl_logger, "info", said.append)
+    saved, other = storage_for(alpha=0.6, n_step=3), storage_for(alpha=0.6, n_step=5)
+    loop(saved, ENV, 3)
+    saved.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert other.n_step == 3
+    (told,) = said
+    assert f"{tmp_path} restored n_step=3 (was 5): set them" in told
+    other.loads(tmp_path)
+    assert len(said) == 1
+
+
+def test_a_storage_in_place_of_its_rows():
+    with pytest.raises(
+        TypeError, match=r"got a HERReplayStorage: pass its rows, as in storage\[:\]"
+    ):
+        storage_for().extend(storage_for())

@@ -129,6 +129,7 @@ _NEEDED = {
     "normalize": ("alpha", 0),
     "eps": ("alpha", 0),
     "c_min": ("eta", 1),
+    "discount": ("n_step", 1),
 }
 
 #: The parts of a `ReplayStorage`.
@@ -169,11 +170,14 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
     checks = {name: option.check for name, option in OPTIONS.items()}
     every = checked(made.__name__, every, checks, names)
     for name, (switch, off) in _NEEDED.items():
+        if name == "discount" and "goal_selection_strategy" in names:
+            continue  # Geometric goals are discounted too.
         # No error if the caller explicitly turned the other one off.
         if name in given and switch not in given and every[switch] == off:
             raise ValueError(
                 f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "
-                f"{switch} as well, or leave {name} out."
+                f"{switch} as well, or leave {name} out"
+                f"{'; the loss has a discount of its own' if name == 'discount' else ''}."
             )
     return every
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch.utils.data import DataLoader
+from torchrl import torchrl_logger
 from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
@@ -47,6 +49,7 @@ from trl_storages.replay.saving import (
     fit_drawn_ahead,
     load_state,
     read_generator,
+    refuse_torch_save,
     saved_generator,
     state_of,
 )
@@ -566,6 +569,21 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 self._known_rows.tell(self._sampler, self.episodes)
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)
 
+    def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
+        """Sets the priorities of rows by their slots, such as those that `extend` returned.
+
+        For a sampled batch call `update_tensordict_priority`, which skips rows overwritten since the draw
+        and knows sequences.
+
+        Args:
+            index: `[B]` int64 slots.
+            priority: `[B]` non-negative numbers, or one for all.
+
+        Raises:
+            ValueError: a priority is NaN, negative or infinite. Nothing is changed then.
+        """
+        super().update_priority(index, arguments.values("priority", priority))
+
     # Sampling
 
     def append_transform(
@@ -841,7 +859,24 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
         fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
+        before = self._parameters()
         load_state(self, state, progress=progress)
+        after = self._parameters()
+        if changed := [
+            f"{key}={after[key]} (was {before[key]})" for key in after if after[key] != before[key]
+        ]:
+            torchrl_logger.info(
+                f"{path} restored {', '.join(changed)}: set them again if unwanted."
+            )
+
+    def _parameters(self) -> dict[str, Any]:
+        """Returns the parameters that the parts have."""
+        found = {}
+        for name, member in vars(ReplayStorage).items():
+            if isinstance(member, Parameter):
+                with suppress(AttributeError):
+                    found[name] = getattr(self, name)
+        return {**found, "batch_size": self.batch_size}
 
     def register_save_hook(self, hook: Any) -> NoReturn:
         """Raises a RuntimeError: hooks are not supported."""
@@ -855,6 +890,7 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
             self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     def __getstate__(self) -> dict[str, Any]:
+        refuse_torch_save()
         # An unfinished iterator can't be pickled and is not part of the state. TorchRL's copy of the
         # generator's state does not work for a GPU generator.
         state = {**super().__getstate__(), "_iterator": None, "_rng": None, "_fitting": None}

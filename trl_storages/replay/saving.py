@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "load_state",
     "look_at_actions",
     "read_generator",
+    "refuse_torch_save",
     "saved_generator",
     "state_of",
 ]
@@ -305,6 +307,18 @@ def saved_generator(generator: torch.Generator | None) -> tuple[torch.Tensor, st
     """Returns a generator's state and device, in TorchRL's format."""
     # The state is a CPU tensor for any device.
     return None if generator is None else (generator.get_state().clone(), str(generator.device))
+
+
+def refuse_torch_save() -> None:
+    """Raises a TypeError if `torch.save` is pickling a storage: it can't save views of several dtypes."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.save.__code__:
+            raise TypeError(
+                "torch.save can't save a storage, whose fields are views of one block: call "
+                "storage.dumps(path), or save storage.state_dict(), or pickle.dumps(storage)."
+            )
+        frame = frame.f_back
 
 
 def read_generator(saved: Any) -> torch.Generator | None:
