@@ -429,3 +429,32 @@ def test_after_it_was_emptied(storage, monkeypatch):
     assert is_staged_once(storage, monkeypatch, *step)
     assert storage[:]["observation"].tolist() == [step[0]["observation"].tolist()]
     storage.validate()
+
+
+@pytest.mark.parametrize("options", [{}, {"share_next": True}, {"info_keys": ["extra"]}])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_the_values_of_a_single_environment(is_contiguous, options):
+    kinds = {"a": np.uint8, "b": np.float64, "c": np.float32}
+    space = spaces.Dict({key: spaces.Box(0, 99, (3, 2), dtype) for key, dtype in kinds.items()})
+    storage = UniformReplayStorage(space, spaces.Discrete(99), storage_size=30, **options)
+    steps, seen = [], space.sample()
+    for number in range(10):
+        after = space.sample()
+        flags = number % 3 == 1, number % 4 == 3
+        kept = {key: value if is_contiguous else value.T.copy().T for key, value in after.items()}
+        step = seen, number, number / 4, *flags, {"extra": number}, kept
+        storage.record(*step)
+        steps.append((*step[:5], after))
+        seen = kept if not any(flags) else space.sample()
+    rows = storage[:]
+    assert rows["action"].tolist() == list(range(10))
+    assert rows["next", "reward"].flatten().tolist() == [step[2] for step in steps]
+    for place, key in ((3, "terminated"), (4, "truncated")):
+        assert rows["next", key].flatten().tolist() == [step[place] for step in steps]
+    assert rows["next", "done"].flatten().tolist() == [step[3] or step[4] for step in steps]
+    for name in kinds:
+        assert np.array_equal(rows[name], np.stack([step[0][name] for step in steps]))
+        assert np.array_equal(rows["next", name], np.stack([step[5][name] for step in steps]))
+    if "info_keys" in options:
+        assert rows["extra"].tolist() == list(range(10))
+    storage.validate()

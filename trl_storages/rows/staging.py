@@ -126,7 +126,7 @@ class StepBlock:
     @property
     def row_bytes(self) -> memoryview:
         """The rows as bytes, one after another, on the CPU."""
-        return memoryview(as_array(self._words).view(np.uint8).reshape(-1))
+        return as_array(self._words).view(np.uint8).reshape(-1).data
 
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
         """Sets the values of a field, for some environments."""
