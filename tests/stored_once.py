@@ -360,6 +360,8 @@ class BesidePlain(RuleBasedStateMachine):
         self.begins = [True] * self.num_envs
         # Lanes whose episodes were ended without a flag.
         self.ended: set[int] = set()
+        # Lanes that were not written since they were loaded.
+        self.loaded_lanes: set[int] = set()
         # Rows that were changed in place, each of which may be kept apart from its neighbours.
         self.num_parted = 0
         self.write(luck.choice([1, 7, 20]), luck)
@@ -420,7 +422,7 @@ class BesidePlain(RuleBasedStateMachine):
         elif begins:
             now = {key: stream.again(seen[key]) for key, stream in self.streams.items()}
         elif luck.random() < gaps:
-            now = self.after_gap(seen, luck)
+            now = self.after_gap(lane, seen, luck)
         else:
             now = seen
         after = {key: stream.after(now[key], luck) for key, stream in self.streams.items()}
@@ -448,7 +450,7 @@ class BesidePlain(RuleBasedStateMachine):
         self.seen[lane], self.begins[lane] = after, done
         return is_gap
 
-    def after_gap(self, seen: Transition, luck: random.Random) -> Transition:
+    def after_gap(self, lane: int, seen: Transition, luck: random.Random) -> Transition:
         """Returns what is seen within an episode that does not go on where it was."""
         # All of it, or only a part, such as a goal that is drawn anew.
         parts = [*self.streams] if luck.random() < 0.5 else [luck.choice([*self.streams])]
@@ -472,10 +474,13 @@ class BesidePlain(RuleBasedStateMachine):
         serials, cut = [], []
         for lane in lanes:
             first = len(self.transitions)
-            found = [self.next_transition(lane, share, gaps, luck) for _ in range(num_steps)]
+            found = [self.next_transition(lane, share, gaps, luck)]
+            is_new = found[0] and self.begins_at_gap(lane)
+            self.loaded_lanes.discard(lane)
+            found += [self.next_transition(lane, share, gaps, luck) for _ in range(num_steps - 1)]
             serials.append([*range(first, first + num_steps)])
             cut.append([gap and self.on_gap == "cut" for gap in found])
-            cut[-1][0] = cut[-1][0] or lane in self.ended
+            cut[-1][0] = cut[-1][0] or lane in self.ended or is_new
             self.ended.discard(lane)
         rows = [[self.transitions[serial] for serial in line] for line in serials]
         done = [[bool(row["next", "done"]) for row in line] for line in rows]
@@ -581,6 +586,11 @@ class BesidePlain(RuleBasedStateMachine):
                 self.loaded(buffer, way, once, Path(folder) / str(once))
                 for once, buffer in enumerate(saved)
             ]
+        self.loaded_lanes = {*range(self.num_envs)}
+
+    def begins_at_gap(self, lane: int) -> bool:
+        """Whether a gap in the next row of a lane begins an episode."""
+        return self.on_gap == "cut" or (self.on_gap != "ignore" and lane in self.loaded_lanes)
 
     def loaded(self, buffer: ReplayStorage, way: str, once: int, folder: Path) -> ReplayStorage:
         if way == "pickle":

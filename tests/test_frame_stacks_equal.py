@@ -124,9 +124,9 @@ class StacksBesidePlain(BesidePlain):
         """Returns where frames are stored."""
         return {}
 
-    def after_gap(self, seen, luck):
-        anew = super().after_gap(seen, luck)
-        if self.on_gap != "cut":
+    def after_gap(self, lane, seen, luck):
+        anew = super().after_gap(lane, seen, luck)
+        if not self.begins_at_gap(lane):
             # A stack that does not continue the one before it is refused.
             return anew | {key: seen[key] for key in self.chosen}
         anew = {key: stream.first(luck) for key, stream in self.streams.items()}
@@ -236,6 +236,7 @@ class StacksOnDisk(StacksBesidePlain):
             self.both[1].close()
             again = self.loaded(once, way, 1, Path(folder) / "once")
             self.both = [self.loaded(plain, way, 0, Path(folder) / "plain"), again]
+        self.loaded_lanes = {*range(self.num_envs)}
 
     @rule(luck=seeds)
     def open_anew(self, luck):

@@ -29,18 +29,20 @@ class LaneNotes:
 
     Rows that were loaded, unpickled or found in a directory may be followed by those of new environments.
     So an open episode continues if the next row of its lane begins with the next observation of its last
-    row; otherwise that row begins a new episode. Where rows are not compared, episodes in memory
-    continue, and those of a directory do not.
+    row; otherwise that row begins a new episode. Where rows are not compared, loaded episodes
+    continue, and those of a reopened directory do not.
 
     Args:
         episodes: the index of the lanes.
-        is_resumed: whether their rows come from a directory that was opened.
+        are_reopened: whether their rows come from a directory that was opened.
     """
 
-    def __init__(self, episodes: EpisodeIndex, *, is_resumed: bool = False) -> None:
+    def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
         self._episodes = episodes
         #: `[E]` bool on the host, lanes whose open episode may not continue; None if there are none.
-        self.unsure: torch.Tensor | None = self._open() if is_resumed else None
+        self.unsure: torch.Tensor | None = self._open() if are_reopened else None
+        #: Whether these lanes are of a directory that was opened, and not loaded since.
+        self.are_reopened = are_reopened
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
         if self.trajectory.device.type == "cpu":
@@ -55,7 +57,7 @@ class LaneNotes:
 
     def doubt(self) -> None:
         """Lets the next rows show which open episodes continue."""
-        self.unsure = self._open()
+        self.unsure, self.are_reopened = self._open(), False
 
     def _open(self) -> torch.Tensor | None:
         is_open = self._episodes.is_open.bool().cpu()

@@ -174,7 +174,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             storage.episodes = index = _new_index(storage, self.num_envs)
         if isinstance(storage, PackedStorage):
             storage.keep_episodes(index)
-        self._lanes = LaneNotes(index, is_resumed=self._directory is not None)
+        self._lanes = LaneNotes(index, are_reopened=self._directory is not None)
         if self._directory is not None:
             self._take_up()
 
@@ -315,9 +315,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if looks or lanes.unsure is not None:
             framed = None if steps.layout is None else steps.layout.framed
             gap = watch.find(self._storage, steps.rows, framed, block)
-            in_memory = self._directory is None
-            is_known = watch.compares(framed) and not (in_memory and watch.on_gap == "ignore")
-            if lanes.unsure is not None and (is_known or not in_memory):
+            is_known = watch.compares(framed) and (lanes.are_reopened or watch.on_gap != "ignore")
+            if lanes.unsure is not None and (is_known or lanes.are_reopened):
                 block = lanes.cut_where_reset(block, gap, is_known=is_known)
                 gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
             if gap is not None and looks and cuts:
