@@ -6,7 +6,7 @@ Letters: E environments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,6 @@ _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
 # The number of values before observations and actions: two flags and the reward.
 _OUTCOMES = 3
-_FLAG_BYTES = b"\0", b"\1"
 
 
 class Desk:
@@ -77,8 +76,6 @@ class Desk:
         ]
         has_numbers = block.is_on_host and columns[REWARD].dtype.kind == "f"
         self._rewards = _each(columns[REWARD]) if has_numbers else []
-        is_single = block.is_on_host and num_envs == 1 and not is_vector
-        self._row = _JoinedRow.of(block, [key for key, *_ in layout.places]) if is_single else None
 
     def put(self, values: list[Any]) -> bool:
         """Copies the values of a step to their columns.
@@ -96,8 +93,6 @@ class Desk:
         # Observations and actions usually have the right kind, and are checked all at once.
         if self._are_alike(values):
             targets = targets[:_OUTCOMES]
-            if self._row is not None and (is_end := self._row.put(values)) is not None:
-                return is_end
         for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(targets):
             value = values[at]
             kind = type(value)
@@ -168,58 +163,6 @@ class Desk:
                 "a row spoils the networks that learn from it. It is stored as it is, and this is said "
                 "once."
             )
-
-
-class _JoinedRow(NamedTuple):
-    """Joins the values of a single environment to its row, in a fourth of the time of single copies."""
-
-    row: memoryview
-    """The bytes up to the last value."""
-    reward: NDArray[Any]
-    """`[1]` converts the reward."""
-    arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    """Brings the values, `done` and the gaps into the order of the row."""
-    gaps: tuple[bytes, ...]
-    """Zeros for what is not among the values."""
-
-    @classmethod
-    def of(cls, block: StepBlock, keys: Sequence[NestedKey]) -> _JoinedRow | None:
-        """Returns it for the values of some fields; None if a row holds one of them in another order."""
-        keys = [*keys, DONE]
-        if not all(block.columns[key].flags.c_contiguous for key in keys):
-            return None
-        places = dict(zip(block.layout.keys, block.layout.places.tolist(), strict=True))
-        order: list[int] = []
-        gaps: list[bytes] = []
-        end = 0
-        for (start, size), number in sorted((places[key], at) for at, key in enumerate(keys)):
-            if start > end:
-                order.append(len(keys) + len(gaps))
-                gaps.append(bytes(start - end))
-            order.append(number)
-            end = start + size
-        reward = np.zeros(1, block.columns[REWARD].dtype)
-        return cls(block.row_bytes[:end], reward, itemgetter(*order), tuple(gaps))
-
-    def put(self, values: Sequence[Any]) -> bool | None:
-        """Copies two flags, the reward and arrays of the right kinds; returns whether the episode ends.
-
-        None if an array is not contiguous or an outcome is not a plain number: nothing is copied then.
-        """
-        terminated, truncated, reward = values[:_OUTCOMES]
-        if type(terminated) is not bool or type(truncated) is not bool:
-            return None
-        if type(reward) is not float and type(reward) is not np.float64:
-            return None
-        self.reward[0] = reward
-        is_end = terminated or truncated
-        outcomes = _FLAG_BYTES[terminated], _FLAG_BYTES[truncated], self.reward
-        pieces = (*outcomes, *values[_OUTCOMES:], _FLAG_BYTES[is_end], *self.gaps)
-        try:
-            self.row[:] = b"".join(self.arrange(pieces))
-        except TypeError:
-            return None
-        return is_end
 
 
 class _Target(NamedTuple):

@@ -123,11 +123,6 @@ class StepBlock:
         self.lanes: list[int] | None = None
         self._rows_here = self._rows(device)
 
-    @property
-    def row_bytes(self) -> memoryview:
-        """The rows as bytes, one after another, on the CPU."""
-        return as_array(self._words).view(np.uint8).reshape(-1).data
-
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
         """Sets the values of a field, for some environments."""
         self.columns[key][which] = as_array(values) if self.is_on_host else values
