@@ -432,6 +432,44 @@ def test_hindsight_over_data_without_goals_in_one_line():
     assert {*batch["next", "reward"].flatten().tolist()} == {0.0, -1.0}
 
 
+def test_missing_rewards_of_data_with_goals_are_computed():
+    reached, wanted = np.arange(9.0)[:, None], np.full((9, 1), 5.0)
+    data = without("rewards") | {"achieved_goals": reached, "desired_goals": wanted}
+
+    def distance(achieved, desired, transition):
+        return -(achieved - desired).abs().sum(-1)
+
+    storage = from_arrays(data, recipe=HERReplayStorage, reward_fn=distance)
+    rows = storage[:]
+    due = -(rows["next", "achieved_goal"] - 5).abs()
+    assert torch.equal(rows["next", "reward"], due.float())
+    assert len(rows) == len(from_arrays({**data, "rewards": np.zeros(9)}))
+    with pytest.raises(KeyError, match=r"'rewards'.*reward_fn=.*goal_fn"):
+        from_arrays(data)
+
+
+@pytest.mark.parametrize("has_rewards", [True, False])
+def test_arrays_of_episodes_side_by_side_are_refused(has_rewards):
+    shapes = {"observations": (4, 20, 3), "actions": (4, 20, 1)}
+    if has_rewards:
+        shapes["rewards"] = (4, 20)
+    data = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    options = {"goal_fn": lambda observation: observation[..., :2]}
+    if not has_rewards:
+        options |= {"recipe": HERReplayStorage, "reward_fn": lambda *_: pytest.fail("asked")}
+    with pytest.raises(ValueError, match=r"second dimension of 20: .*value.reshape\(E \* T, "):
+        from_arrays(data, **options)
+    if has_rewards:  # of 20 agents
+        assert len(from_arrays(data, np.zeros(4))) == 3
+
+
+def test_an_option_that_the_recipe_needs():
+    with pytest.raises(
+        TypeError, match=r"recipe=HERReplayStorage needs reward_fn: pass reward_fn="
+    ):
+        from_arrays(d4rl(), recipe=HERReplayStorage)
+
+
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_rewards_that_are_missing_are_those_of_the_goal_that_was_reached_last(n_step):
     data = {key: value for key, value in d4rl(speeds=np.arange(9.0)).items() if key != "rewards"}
@@ -693,7 +731,7 @@ def test_complex_numbers_are_refused_with_a_way_out():
 
 
 def test_goals_twice():
-    with pytest.raises(ValueError, match=r"goal_fn is for data without goals.*achieved_goal"):
+    with pytest.raises(ValueError, match=r"without goals.*achieved_goal.*leave goal_fn out"):
         from_arrays(d4rl(achieved_goal=np.zeros((9, 1))), goal_fn=lambda observation: observation)
 
 

@@ -67,8 +67,9 @@ class Transitions:
         argument: the name of the data in messages.
         float_dtype: converts float64 entries; None leaves them.
         goal_fn: returns the goal that an observation has reached, for data without goals. The desired
-            goal of a transition is then the last goal reached in its episode, and missing rewards are
-            NaN (`has_rewards`).
+            goal of a transition is then the last goal reached in its episode.
+        computes_rewards: whether missing rewards are computed later, from the goals; they are NaN until
+            then (`has_rewards`).
         fields: of the rows to write, as far as known: values are reshaped to theirs if only dimensions
             of size 1 differ, and rewards are cast to their dtype.
 
@@ -86,6 +87,7 @@ class Transitions:
         argument: str = "data",
         float_dtype: torch.dtype | None = None,
         goal_fn: GoalOf | None = None,
+        computes_rewards: bool = False,
         fields: Mapping[NestedKey, Field] | None = None,
     ) -> None:
         data = as_dictionary(argument, data)
@@ -117,10 +119,12 @@ class Transitions:
         self.has_rewards = entries.rewards is not None
         if ends is not None:
             ends = as_flags("ends", arguments.values("ends", ends), num_rows)
-        if not self.has_rewards and goal_fn is None:
+        has_goals = goal_fn is not None or {ACHIEVED_GOAL, DESIRED_GOAL} <= {*entries.observations}
+        if not (self.has_rewards or (has_goals and computes_rewards)):
             raise KeyError(
-                f"{argument} must have the entry 'rewards'; there are {sorted(map(str, data))}. Of data "
-                "for goals alone, trl_storages.datasets.from_arrays(..., goal_fn=...) makes transitions."
+                f"{argument} must have the entry 'rewards'; there are {sorted(map(str, data))}. "
+                "trl_storages.datasets.from_arrays(..., reward_fn=...) computes them from "
+                "achieved_goals and desired_goals, or from goal_fn=... for data without goals."
             )
         self._goal_fn, self._float_dtype = goal_fn, float_dtype
         self._fields = {} if fields is None else fields
@@ -164,7 +168,7 @@ class Transitions:
             if goals := {ACHIEVED_GOAL, DESIRED_GOAL} & {*self._columns}:
                 raise ValueError(
                     f"goal_fn is for data without goals, and there are {sorted(goals, key=str)}: leave "
-                    "either out."
+                    "goal_fn out; rewards that are missing are computed from these goals by reward_fn."
                 )
             self.observation_keys += [ACHIEVED_GOAL, DESIRED_GOAL]
 
@@ -223,6 +227,9 @@ class Transitions:
             steps.set(key, torch.from_numpy(flag).unsqueeze(-1))
         if self._goal_fn is not None:
             self._set_goals(steps, self._last[which])  # type: ignore[index]
+        if not self.has_rewards:
+            dtype, shape = self._fields.get(REWARD, (torch.float32, torch.Size([1])))
+            steps.set(REWARD, torch.full((len(steps), *shape), torch.nan, dtype=dtype))
         return steps
 
     def tensordict(self) -> TensorDict:
@@ -247,9 +254,6 @@ class Transitions:
         steps.set(next_key(ACHIEVED_GOAL), self._goals_of(steps["next"]))
         steps.set(DESIRED_GOAL, desired)
         steps.set(next_key(DESIRED_GOAL), desired.clone())
-        if not self.has_rewards:
-            dtype, shape = self._fields.get(REWARD, (torch.float32, torch.Size([1])))
-            steps.set(REWARD, torch.full((len(steps), *shape), torch.nan, dtype=dtype))
 
     def _goals_of(self, steps: TensorDictBase) -> torch.Tensor:
         seen = [key for key in self.observation_keys if key not in (ACHIEVED_GOAL, DESIRED_GOAL)]

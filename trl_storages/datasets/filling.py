@@ -145,7 +145,7 @@ def filled(
         "num_envs": num_envs,
         "extra_fields": {**further, **options.get("extra_fields", {})},
     }
-    _check_signature(recipe, specs, own)
+    _check_signature(recipe, specs, own, options)
     storage: ReplayStorage = recipe(*specs, **{**options, **own})
     arguments.instance("recipe", storage, ReplayStorage, what="what makes a ReplayStorage")
     if num_stored := len(storage):
@@ -169,22 +169,36 @@ def filled(
     return storage
 
 
-def _check_signature(recipe: Recipe, specs: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raises a TypeError if a recipe can't be called as ready-made storages are."""
+def _check_signature(
+    recipe: Recipe, specs: Sequence[Any], own: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Raises a TypeError if a recipe can't be called as ready-made storages are, or lacks an option."""
+    name = getattr(recipe, "__name__", type(recipe).__name__)
     if isinstance(recipe, type) and not issubclass(recipe, ReplayStorage):
         reason = "it makes no ReplayStorage"
     else:
         try:
-            inspect.signature(recipe).bind_partial(*specs, **options)
-            return
+            made_of = inspect.signature(recipe)
+            given = {*made_of.bind_partial(*specs, **own).arguments, *options}
         except ValueError:
             return  # Functions not written in Python have no signature to check.
         except TypeError as error:
             reason = str(error)
-    name = getattr(recipe, "__name__", type(recipe).__name__)
+        else:
+            needed = [
+                option
+                for option, parameter in made_of.parameters.items()
+                if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+            ]
+            if missing := [option for option in needed if option not in given]:
+                raise TypeError(
+                    f"recipe={name} needs {', '.join(missing)}: pass "
+                    f"{', '.join(f'{option}=...' for option in missing)} beside recipe=."
+                )
+            return
     raise TypeError(
         "recipe must be a ready-made storage such as HERReplayStorage, or a function that takes what "
-        f"they take: specs of observations and actions, and the options {[*options]}; got {name}: "
+        f"they take: specs of observations and actions, and the options {[*own]}; got {name}: "
         f"{reason}."
     )
 

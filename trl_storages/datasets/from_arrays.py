@@ -17,7 +17,7 @@ from trl_storages.arrays.names import ROLE_OF, as_dictionary, likely_ends
 from trl_storages.arrays.transitions import GoalOf
 from trl_storages.callers import warn_caller
 from trl_storages.datasets.filling import Recipe, blocks_of, filled
-from trl_storages.keys import leaves, nested
+from trl_storages.keys import ACHIEVED_GOAL, DESIRED_GOAL, REWARD, leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.signatures import answers_names
@@ -64,7 +64,9 @@ def from_arrays(
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (a tensor, or a dictionary of
             them) have reached, for hindsight over data without goals. The desired goal of a transition
             is then the last goal reached in its episode. Missing rewards are computed for that goal by
-            the recipe's `reward_fn`, and are NaN if the recipe has none.
+            the recipe's `reward_fn`, and are NaN if the recipe has none. Of data that have
+            `achieved_goals` and `desired_goals` leave it out; `reward_fn` computes missing rewards there
+            as well.
         float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
         progress: whether to show progress.
         **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
@@ -90,8 +92,15 @@ def from_arrays(
     if isinstance(data, Sequence) and not isinstance(data, str):
         data, path_ends = join_paths(data)
         ends = path_ends if ends is None else ends
-    transitions = Transitions(data, ends, float_dtype=float_dtype, goal_fn=goal_fn)
+    transitions = Transitions(
+        data,
+        ends,
+        float_dtype=float_dtype,
+        goal_fn=goal_fn,
+        computes_rewards=goal_fn is not None or options.get("reward_fn") is not None,
+    )
     if not transitions.has_ends:
+        _check_is_flat(transitions)
         _warn_of_no_ends(data)
     return filled(
         recipe,
@@ -102,6 +111,24 @@ def from_arrays(
         options=options,
         progress=progress,
     )
+
+
+def _check_is_flat(transitions: Transitions) -> None:
+    """Raises a ValueError if arrays look like those of E episodes side by side, `[E, T, ...]`."""
+    seen = [key for key in transitions.observation_keys if key not in (ACHIEVED_GOAL, DESIRED_GOAL)]
+    shapes = [transitions.fields[key][1] for key in (*seen, *transitions.action_keys)]
+    if transitions.has_rewards:
+        shapes.append(transitions.fields[REWARD][1])
+    elif min(map(len, shapes)) < 2:
+        return  # Sizes of observations and actions may be the same.
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) == 1 and (num_steps := next(iter(sizes)).numel()) > 1:
+        raise ValueError(
+            "data must have one row for each step, [N, ...], and all its entries have a second dimension "
+            f"of {num_steps}: if it is T of [E, T, ...], pass each as value.reshape(E * T, "
+            "*value.shape[2:]), and ends= with a flag at the last step of each of the E. If not, as with "
+            "many agents, pass ends=, np.zeros(N) for a single trajectory."
+        )
 
 
 def _warn_of_no_ends(data: Mapping[str, Any]) -> None:
