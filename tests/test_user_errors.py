@@ -437,9 +437,19 @@ class TestFirstTries:
             UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "dump")
 
     def test_what_was_saved_of_another_size(self):
-        saved = UniformReplayStorage(*CART, storage_size=10).state_dict()
-        with refused(ValueError, "the storage_size and num_envs of the one that was saved"):
-            UniformReplayStorage(*CART, storage_size=20).load_state_dict(saved)
+        for options in ({}, {"alpha": 0.6}):
+            small, large = (
+                UniformReplayStorage(*CART, storage_size=size, **options) for size in (10, 20)
+            )
+            loop(large, gymnasium.make("CartPole-v1"), 15)
+            with refused(
+                ValueError, r"^the saved storage has 20 slots .*this one 10 .*num_envs of"
+            ):
+                small.load_state_dict(large.state_dict())
+            with refused(
+                ValueError, r"^the saved storage has 10 slots .*this one 20 .*num_envs of"
+            ):
+                large.load_state_dict(small.state_dict())
 
     def test_errors_within_a_constructor_stay_what_they_are(self):
         with refused(TypeError, r"^PackedStorage\(\) missing .*'max_size'$"):
@@ -459,6 +469,16 @@ class TestFirstTries:
         assert len(UniformReplayStorage(*CART, storage_size=8, path=tmp_path)) == 3
         (told,) = said
         assert f"goes on with 3 rows that {tmp_path} holds; to begin with none call empty()" in told
+
+    def test_a_refused_directory_is_not_announced(self, tmp_path, monkeypatch):
+        said = []
+        monkeypatch.setattr(torchrl_logger, "info", said.append)
+        storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
+        loop(storage, gymnasium.make("CartPole-v1"), 3)
+        storage.close()
+        with refused(ValueError, "written in 1 lanes already, got num_envs=2"):
+            UniformReplayStorage(*CART, storage_size=8, path=tmp_path, num_envs=2)
+        assert not said
 
     @pytest.mark.parametrize("before", [Discrete(4), MultiDiscrete([2, 4])], ids=str)
     @pytest.mark.parametrize("saved", ["directory", "dump", "state"])
@@ -684,6 +704,50 @@ class TestRemovedDirectories:
         if other:
             assert sorted(file.read_bytes() for file in path.glob("*")) == before
             loop(other, gymnasium.make("CartPole-v1"), 3)
+            other.close()
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_a_write_that_needs_space_says_so(self, tmp_path, replaced):
+        path, options = tmp_path / "rows", {"storage_size": 4000, "share_next": True}
+        storage = UniformReplayStorage(*CART, path=path, **options)
+        still = np.zeros(4, np.float32)
+        storage.record(still, 0, 1.0, False, True, {}, still + 1)
+        shutil.rmtree(path)
+        other = UniformReplayStorage(*CART, path=path, **options) if replaced else None
+        flags = np.zeros((3000, 1), bool)
+        block = TensorDict(
+            {
+                "observation": np.zeros((3000, 4), np.float32),
+                "action": np.zeros(3000, int),
+                "next": {
+                    "observation": np.ones((3000, 4), np.float32),
+                    "reward": np.zeros((3000, 1), np.float32),
+                    "terminated": flags,
+                    "truncated": ~flags,
+                    "done": ~flags,
+                },
+            },
+            [3000],
+        )
+        with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
+            storage.extend(block)
+        assert len(storage) == 1
+        if other:
+            other.extend(block)
+            other.close()
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_a_new_sampler_with_a_file_of_its_own_says_so(self, tmp_path, replaced):
+        path = tmp_path / "rows"
+        storage = UniformReplayStorage(*CART, path=path, storage_size=8)
+        loop(storage, gymnasium.make("CartPole-v1"), 3)
+        shutil.rmtree(path)
+        other = UniformReplayStorage(*CART, path=path, storage_size=8) if replaced else None
+        storage.set_sampler(PERSampler(8))
+        with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
+            storage.sample(2)
+        if other:
+            assert not [*path.glob("priorities*")]
             other.close()
 
     @pytest.mark.parametrize("replaced", [False, True])
@@ -929,3 +993,54 @@ def test_a_storage_in_place_of_its_rows():
         TypeError, match=r"got a HERReplayStorage: pass its rows, as in storage\[:\]"
     ):
         storage_for().extend(storage_for())
+
+
+def test_a_gap_names_its_lane_and_the_loop():
+    storage = UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=20, num_envs=2)
+    first, after = np.zeros((2, 1), "f"), np.ones((2, 1), "f")
+    flags = np.zeros(2, bool)
+    storage.record(first, [0, 0], [0.0, 0.0], flags, flags, {}, after)
+    with pytest.warns(
+        UserWarning, match=r"lane \(1\) led to.* `obs = next_obs` missing .*overwritten"
+    ):
+        storage.record([[1.0], [0.0]], [0, 0], [0.0, 0.0], flags, flags, {}, after)
+
+
+def test_a_sampler_is_not_assigned():
+    storage = storage_for()
+    with pytest.raises(AttributeError, match=r"HERReplayStorage.sampler .*set_sampler\(sampler\)"):
+        storage.sampler = storage.sampler
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 9), (8, 9, 4)])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_frame_in_the_place_of_a_stack(shape, num_envs):
+    space = Box(0, 255, shape, np.uint8)
+    storage = UniformReplayStorage(space, Discrete(2), storage_size=8, num_envs=num_envs)
+    lead = (num_envs,) if num_envs > 1 else ()
+    frame, flag = np.zeros((*lead, 8, 9), np.uint8), np.zeros(lead, bool)
+    with pytest.raises(ValueError, match=r"got \[.*8, 9\]; pass stacks of 4 frames"):
+        storage.record(frame, np.zeros(lead, int), np.zeros(lead), flag, flag, {}, frame)
+
+
+def test_a_goal_that_another_transform_writes():
+    storage = storage_for()
+    storage.set_sampler(HERSampler(base=HERSampler(goal_key="actor_goal")))
+    storage.append_transform(GoalRelabel(None, goal_key="actr_goal"))
+    loop(storage, ENV, 3)
+    with pytest.raises(
+        RuntimeError, match=r"'actor_goal' .* got GoalRelabel of 'desired_goal', .*of 'actr_goal'"
+    ):
+        storage.sample()
+
+
+def test_priorities_below_zero_are_no_losses():
+    storage = storage_for(alpha=0.6)
+    loop(storage, ENV, 3)
+    batch = storage.sample()
+    for wrong, hint in (
+        (-1.0, r"Pass td_error.abs\(\)"),
+        (float("nan"), "Look for NaN in the loss"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            storage.update_tensordict_priority(batch, torch.full((len(batch),), wrong))

@@ -313,7 +313,8 @@ class PriorityTable:
         if bad.numel():
             raise ValueError(
                 f"priorities must be finite and at least 0, got {bad[0].item()} and "
-                f"{bad.numel() - 1} more such; nothing was changed. Look for NaN in the loss."
+                f"{bad.numel() - 1} more such; nothing was changed. "
+                + ("Pass td_error.abs()." if bad[0] < 0 else "Look for NaN in the loss.")
             )
         raise self._no_slot(slots)
 
@@ -332,7 +333,7 @@ class PriorityTable:
             raise ValueError(
                 f"priorities must be finite and at least 0, and indices below max_capacity="
                 f"{self.capacity}; an earlier update_priority got others, and changed nothing. "
-                "Look for NaN in the loss."
+                "Pass td_error.abs(), and look for NaN in the loss."
             )
 
     # State

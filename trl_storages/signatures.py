@@ -113,7 +113,14 @@ class Sealed:
             names = [known for known in dir(kind) if not callable(getattr(kind, known))]
             names = [known for known in (*names, *self.__dict__) if known[0] != "_"]
             raise AttributeError(f"{kind.__name__} has no attribute {name!r}; {meant(name, names)}")
-        super().__setattr__(name, value)
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            if name != "sampler" or not hasattr(self, "set_sampler"):
+                raise
+            raise AttributeError(
+                f"{type(self).__name__}.sampler can't be assigned: call set_sampler(sampler)."
+            ) from error
 
 
 def _sealing(make: Callable[..., None]) -> Callable[..., None]:

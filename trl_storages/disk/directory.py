@@ -25,7 +25,7 @@ from trl_storages.disk.description import (
     remove_other_files,
     spare_steps,
 )
-from trl_storages.disk.files import WriterLock, damaged, sync_directory
+from trl_storages.disk.files import WriterLock, damaged, removed, sync_directory
 from trl_storages.disk.recovery import recover
 from trl_storages.disk.words import State, Track, Words
 from trl_storages.kernels.tables import Block
@@ -262,11 +262,7 @@ class Directory:
     def _check_there(self) -> None:
         """Raises a FileNotFoundError if the directory is gone."""
         if not self._lock.is_there:
-            raise FileNotFoundError(
-                f"{self.path} was removed while this process wrote it, or another directory is in its "
-                "place: the rows are in this process alone, and end with it. Save them by "
-                "dumps(another path), and load them into a storage in another directory."
-            )
+            raise removed(self.path)
         self._num_blind = 0
 
     def _say(self, description: Description) -> None:

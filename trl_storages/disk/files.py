@@ -35,6 +35,7 @@ __all__ = [
     "has_writer",
     "in_forked_child",
     "opened",
+    "removed",
     "sync_directory",
     "write_text",
 ]
@@ -62,6 +63,15 @@ def check_platform(directory: Path) -> None:
 def damaged(path: Path, what: str) -> ValueError:
     """Returns the error that says how a directory, or a file in it, is damaged."""
     return ValueError(f"{path} is damaged: {what}. Bring it back from a copy; nothing was changed.")
+
+
+def removed(directory: Path) -> FileNotFoundError:
+    """Returns the error that says that a directory is gone while this process writes it."""
+    return FileNotFoundError(
+        f"{directory} was removed while this process wrote it, or another directory is in its place: the "
+        "rows are in this process alone, and end with it. Save them by dumps(another path), and load "
+        "them into a storage in another directory."
+    )
 
 
 @contextmanager
@@ -160,19 +170,31 @@ class MappedWords:
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
         nbytes, self._path = num_words * _WORD, path
         with opened(path, writable=writable) as file:
-            if (size := os.fstat(file.fileno()).st_size) != nbytes:
+            self._file = os.fstat(file.fileno())
+            if (size := self._file.st_size) != nbytes:
                 raise damaged(path, f"it must hold {nbytes} bytes, got {size}")
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE
             access = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
+    def check_there(self) -> None:
+        """Raises a FileNotFoundError if the file is gone, or another one is in its place."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path), self._file)
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if not is_there:
+            raise removed(self._path.parent)
+
     def reserve(self, start: int, end: int) -> None:
         """Reserves space on disk for a range of words of a sparse file.
 
         Raises:
             OSError: the disk is full.
+            FileNotFoundError: as `check_there`.
         """
+        self.check_there()
         nbytes = (end - start) * _WORD
         with _needing(self._path, nbytes), opened(self._path, writable=True) as file:
             _reserve(file, start * _WORD, end * _WORD)

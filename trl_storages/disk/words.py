@@ -156,6 +156,7 @@ class Words:
                         f"{self.path} holds no priorities: its writer does not draw by priority. "
                         "Read it with another sampler."
                     )
+                self._maps["commits"].check_there()
                 create_file(path, self._sizes["priorities"])
                 sync_directory(self.path)
             self.priorities = backend("cpu").PriorityWords(self._array("priorities"), self.marks)

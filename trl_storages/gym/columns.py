@@ -134,6 +134,13 @@ class Column:
 
     def _shape_error(self, got: list[int], name: str, is_vector: bool) -> ValueError:
         shape = list(self._shape)
+        if len(shape) > 2 and (one := got[is_vector:]) in (shape[1:], shape[:-1]):
+            num_frames = shape[0] if one == shape[1:] else shape[-1]
+            return ValueError(
+                f"{name} must have the shape {list(self._vector) if is_vector else shape}, got {got}; "
+                f"pass stacks of {num_frames} frames, as gymnasium.wrappers.FrameStackObservation(env, "
+                f"{num_frames}) makes them, or of as many channels"
+            )
         if not is_vector:
             remedy = "for a vector of environments all arguments have a leading dimension, flags included"
             if got[:1] == [1] and math.prod(got) == math.prod(shape):

@@ -93,10 +93,16 @@ def _check_goals(layers: Sequence[Any], parts: Sequence[Transform]) -> bool:
         # Only one GoalRelabel may compute rewards.
         made = "None" if writers else "reward_fn"
         named = made if key == keys.DESIRED_GOAL else f"{made}, goal_key={key!r}"
+        found = [
+            f"{type(part).__name__} of {(getattr(part, 'goal_key', None) or keys.DESIRED_GOAL)!r}"
+            if part in writers
+            else type(part).__name__
+            for part in parts
+        ]
         raise RuntimeError(
-            "the goals that HERSampler draws must be written by a transform, got "
-            f"{[type(part).__name__ for part in parts]}: pass transform=GoalRelabel("
-            f"{named}), or append_transform() it; set num_goals=0 to draw none. A transform of your "
-            "own that reads goal_index declares it by uses_goals = True."
+            f"the goals {key!r} that HERSampler draws must be written by a transform, got "
+            f"{', '.join(found) or 'none'}: pass transform=GoalRelabel({named}), or append_transform() "
+            "it; set num_goals=0 to draw none. A transform of your own that reads goal_index declares it "
+            "by uses_goals = True."
         )
     return fits

@@ -93,10 +93,13 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
             "extend() by its rows. Nothing was changed."
         )
     saved = SavedState(state, _WHAT, sorted({*parts, *_VALUES}))
+    index, fitted = None, state
+    if isinstance(storage._writer, EpisodeWriter):
+        # First, as the other parts differ too if the storage is of another size.
+        index = storage._writer.read_state(saved["_writer"])
     for name in ("_sampler", "_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
-    if isinstance(storage._writer, EpisodeWriter):
-        index, fitted = storage._writer.read_state(saved["_writer"]), state
+    if index is not None:
         if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
             fitted = _fitted(storage, state, index)
         parts["_storage"].check_state_dict(fitted["_storage"])
@@ -104,7 +107,6 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     else:
         parts["_writer"].check_state_dict(saved["_writer"])
         parts["_storage"].check_state_dict(saved["_storage"])
-        fitted = state
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])

@@ -386,6 +386,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         ):
             found = episode.numel() // self.num_envs - self.steps_per_lane
             spare = found if found >= 0 else spare
+            self._check_size(state_dict)
         read = EpisodeIndex(self.capacity, self.num_envs, spare_steps=spare)
         tables = read.ring.tensors
         saved = SavedState(state_dict, "the saved episode index", [*tables])
@@ -402,6 +403,21 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
                 f"the saved episode index is damaged: {error} Nothing was changed."
             ) from error
         return read
+
+    def _check_size(self, state: Mapping[str, Any]) -> None:
+        """Raises a ValueError if a saved state is of an index of another size or number of lanes."""
+        spans, lanes = state.get("spans"), state.get("lanes")
+        if not (isinstance(spans, torch.Tensor) and isinstance(lanes, torch.Tensor)):
+            return
+        if spans.ndim != 2 or lanes.ndim != 2:
+            return
+        size, num_envs = len(spans) - 1, len(lanes)
+        if (size, num_envs) != (self.capacity, self.num_envs):
+            raise ValueError(
+                f"the saved storage has {size} slots for num_envs={num_envs}, and this one "
+                f"{self.capacity} for num_envs={self.num_envs}: make the storage with the storage_size "
+                "and num_envs of the one that was saved. Nothing was changed."
+            )
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""

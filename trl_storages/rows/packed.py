@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, Storage
 
 from trl_storages import arguments
@@ -232,12 +231,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"{self.share_next}: pass the one that they were made with, or another directory."
             )
         opened, self.episodes = Directory.open(directory, check=check, track=track)
-        if num_rows := len(self.episodes):
-            # Worth a message: TorchRL's own storages in files would start empty.
-            torchrl_logger.info(
-                f"PackedStorage goes on with {num_rows:,} rows that {directory} holds; to begin with "
-                "none call empty(), or choose another directory."
-            )
         self._use(opened)
 
     def _use(self, source: Directory | Reader, fetch_every: int = 1) -> None:

@@ -25,14 +25,18 @@ from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stag
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows, RowTable
 
-__all__ = ["GapWatch", "OnGap"]
+__all__ = ["GapWatch", "Gaps", "OnGap"]
 
 OnGap = Literal["warn", "cut", "ignore"]
 
+#: `[L, T]` bool, rows that are gaps, and their lanes; None for all lanes.
+Gaps = tuple[torch.Tensor, Sequence[int] | None]
+
 _REMEDY = (
-    "Call end_episodes() where environments are reset without a `done`, or where another stream of "
-    "steps begins; or make the writer (or the ready-made storage) with on_gap='cut' to begin an "
-    "episode at each gap, or with on_gap='ignore' if observations may differ."
+    "Look at the loop first: is `obs = next_obs` missing at its end, or is obs overwritten before it is "
+    "recorded? If not, call end_episodes() where environments are reset without a `done`, or where "
+    "another stream of steps begins; or make the writer (or the ready-made storage) with on_gap='cut' to "
+    "begin an episode at each gap, or with on_gap='ignore' if observations may differ."
 )
 
 
@@ -164,23 +168,28 @@ class GapWatch:
         rows = stage(layout, before, newest.shape, episodes.device)
         return backend(episodes.device).RowTable(rows.words())
 
-    def warn(self, gaps: Sequence[torch.Tensor]) -> None:
+    def warn(self, gaps: Sequence[Gaps]) -> None:
         """Warns of gaps in rows that are about to be written, if there are any.
 
         On a GPU the warning is left to a later call of `warn_late`, to avoid synchronization.
 
         Args:
-            gaps: `[L, T]` bool each, rows that are gaps.
+            gaps: of each block.
         """
-        device = gaps[0].device
+        device = gaps[0][0].device
         if device.type != "cpu":
             self._late = self._late or DeferredError(device)
-            for gap in gaps:
+            for gap, _ in gaps:
                 self._late.note(gap.any())
-        elif any(gap.any() for gap in gaps):
+            return
+        found = []
+        for gap, lanes in gaps:
+            at = gap.any(1).nonzero().flatten().tolist()
+            found += at if lanes is None else [lanes[number] for number in at]
+        if found:
             warn_caller(
-                "a row does not begin with the observation that the row before it in its lane led to, "
-                f"and is taken for its continuation all the same. {_REMEDY}"
+                "a row does not begin with the observation that the row before it in its lane "
+                f"({min(found)}) led to, and is taken for its continuation all the same. {_REMEDY}"
             )
             self.has_warned = True
 

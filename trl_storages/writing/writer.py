@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl import torchrl_logger
 from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 
 from trl_storages import arguments
@@ -35,7 +36,7 @@ from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
 from trl_storages.writing.counting import CountingWriter
-from trl_storages.writing.gaps import GapWatch, OnGap
+from trl_storages.writing.gaps import Gaps, GapWatch, OnGap
 from trl_storages.writing.lanes import LaneNotes
 from trl_storages.writing.stacks import checked_stacks
 from trl_storages.writing.steps import Fields, Steps, warn_of_lost_ends
@@ -186,9 +187,16 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     def _take_up(self) -> None:
         """Restores the state that was committed to the directory."""
-        state = self._directory.state  # type: ignore[union-attr]
+        directory: Directory = self._directory  # type: ignore[assignment]
+        state = directory.state
         self._lanes.trajectory.copy_(torch.from_numpy(state.trajectories))
         self._write_count = state.write_count
+        if num_rows := len(self._storage.episodes):
+            # Worth a message: TorchRL's own storages in files would start empty.
+            torchrl_logger.info(
+                f"PackedStorage goes on with {num_rows:,} rows that {directory.path} holds; to begin "
+                "with none call empty(), or choose another directory."
+            )
 
     def add(self, data: TensorDictBase, *, then: Then | None = None) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
@@ -301,13 +309,13 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             self._has_warned_of_ends = True
         return steps
 
-    def _checked(self, steps: Steps, block: Block, gaps: list[torch.Tensor]) -> Block:
+    def _checked(self, steps: Steps, block: Block, gaps: list[Gaps]) -> Block:
         """Checks steps before they are written, and cuts episodes where they do not continue.
 
         Args:
             steps: about to be written.
             block: some of them.
-            gaps: appended to, `[L, T]` bool, rows to warn of.
+            gaps: appended to, rows to warn of.
         """
         lanes, watch = self._lanes, self.gaps
         cuts = watch.on_gap == "cut"
@@ -322,7 +330,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if gap is not None and looks and cuts:
                 block = block.cut_at(gap)
             elif gap is not None and looks:
-                gaps.append(gap)
+                gaps.append((gap, block.lanes))
         if steps.rows.seen is not None:
             where: bool | torch.Tensor = cuts
             if lanes.unsure is not None:
@@ -362,7 +370,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             )
             if slots is not None:
                 return slots
-        gaps: list[torch.Tensor] = []
+        gaps: list[Gaps] = []
         blocks = [self._checked(steps, block, gaps) for block in blocks]
         if gaps:
             watch.warn(gaps)
