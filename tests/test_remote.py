@@ -223,7 +223,7 @@ class TestActors:
         assert client.parameters()["beta"] == 0.9
 
     def test_options_that_do_not_fit_are_told_at_once(self, on_ray):
-        with pytest.raises(Exception, match="no option 'buffer_size': it is called storage_size"):
+        with pytest.raises(TypeError, match="no option 'buffer_size': it is called storage_size"):
             on_ray(UniformReplayStorage, *SPACES, buffer_size=3)
         with pytest.raises(TypeError, match=r"got \['num_cpus'\]: .*{'remote_config': {'num_cpus"):
             UniformReplayStorage(
@@ -247,12 +247,44 @@ class TestActors:
             replay.beta = -1
         with pytest.raises(RuntimeError, match="an iterator, which can't leave its process"):
             replay.batches(3)
+        with pytest.raises(AttributeError, match="no part with n_step, .*: make it with n_step=3"):
+            replay.n_step  # noqa: B018
+        with pytest.raises(AttributeError, match="no part with n_step, .*: make it with n_step=3"):
+            replay.n_step = 3
+        with pytest.raises(
+            AttributeError, match="the handle .* 'nstep' to set; it is called n_step"
+        ):
+            replay.nstep = 3
         with pytest.raises(AttributeError, match="'episodes': it has methods and parameters only"):
             replay.episodes  # noqa: B018
         with pytest.raises(AttributeError, match="'clear': it is empty here"):
             replay.clear()
         elsewhere = ray.remote(num_cpus=0)(lambda passed: (len(passed), hasattr(passed, "close")))
         assert ray.get(elsewhere.remote(replay)) == (5, False)
+
+    @pytest.mark.parametrize("transport", ["ray", "distributed"])
+    def test_a_client_reads_and_sets_parameters(self, on_ray, transport):
+        replay = on_ray(
+            UniformReplayStorage, *SPACES, storage_size=60, alpha=0.6, transport=transport
+        )
+
+        def use(client):
+            client.beta = 0.8
+            told = []
+            for name in ("n_step", "nstep"):
+                try:
+                    setattr(client, name, 3)
+                except AttributeError as error:
+                    told.append(str(error))
+            return client.beta, hasattr(client, "n_step"), told
+
+        beta, is_there, told = ray.get(ray.remote(num_cpus=0)(use).remote(replay))
+        assert (beta, is_there, replay.beta) == (0.8, False, 0.8)
+        assert "no part with n_step" in told[0]
+        assert "make it with n_step=3" in told[0]
+        assert told[1] == (
+            "the client of a storage has no attribute 'nstep' to set; it is called n_step here."
+        )
 
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}

@@ -14,7 +14,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl import torchrl_logger
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import trl_storages
 from trl_storages import (
@@ -940,6 +940,86 @@ def test_an_argument_that_there_is_not(name):
         called = rf"^{type(source).__name__}\.{name}\(\)"
         with pytest.raises(TypeError, match=rf"{called} got an unexpected .*'device'"):
             getattr(source, name)(device="cpu")
+
+
+def test_a_number_for_the_lanes():
+    storage = storage_for(num_envs=2)
+    with pytest.raises(ValueError, match=r"distinct numbers in 0\.\.1, got 0: pass \[0\]\.$"):
+        storage.end_episodes(lanes=0)
+    with pytest.raises(ValueError, match=r"distinct numbers in 0\.\.1, got 2\.$"):
+        storage.end_episodes(lanes=2)
+
+
+class TestSampleUnits:
+    @pytest.mark.parametrize("boundary", ["pad", "fit", "cross"])
+    @pytest.mark.parametrize("kind", [PackedStorage, LazyTensorStorage])
+    def test_a_sequence_that_no_lane_can_hold(self, boundary, kind):
+        unit = EpisodeSequence(8, burn_in=2, bootstrap=1, boundary=boundary)
+        told = "sequence of sample_unit must fit into a lane, which holds 4 steps, got 11: .*larger"
+        for buffer in (ReplayStorage, TensorDictReplayBuffer):
+            with pytest.raises(ValueError, match=told):
+                buffer(storage=kind(8), writer=EpisodeWriter(2), sample_unit=unit)
+        spaces = ENV.observation_space, ENV.action_space
+        with pytest.raises(ValueError, match=told):
+            UniformReplayStorage(*spaces, storage_size=8, num_envs=2, sample_unit=unit)
+        UniformReplayStorage(*spaces, storage_size=22, num_envs=2, sample_unit=unit)
+
+    def test_they_are_read_as_they_were_given(self):
+        unit = EpisodeSequence(3)
+        assert storage_for(sample_unit=unit).sample_unit is unit
+        assert storage_for().sample_unit is None
+
+
+class TestServices:
+    """What is said where the storage is made, before a process is started for it."""
+
+    @pytest.mark.parametrize("kind", [UniformReplayStorage, ReplayStorage])
+    def test_that_storages_do_not_support(self, kind):
+        with pytest.raises(ValueError, match=r"service_backend must be one of \('direct', 'ray'\)"):
+            kind(service_backend="rai")
+        with pytest.raises(ValueError, match=r"got 'thread'"):
+            kind(service_backend="thread")
+
+    @pytest.mark.parametrize("service", [{}, {"service_backend": "ray"}])
+    def test_options_by_another_name(self, service):
+        spaces = ENV.observation_space, ENV.action_space
+        where = {"remote_config": {"num_cpus": 0}}
+        with pytest.raises(TypeError, match="do you mean service_backend_options"):
+            UniformReplayStorage(*spaces, service_backend_option=where, **service)
+        with pytest.raises(
+            TypeError, match=r"there are .*service_backend, service_backend_options"
+        ):
+            UniformReplayStorage.from_env(ENV, xyz=where, **service)
+        with pytest.raises(TypeError, match="do you mean service_backend_options"):
+            storage_for(service_backend_option=where, **service)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "told"),
+        [
+            ({"nstep": 3}, TypeError, "no option 'nstep': it is called n_step"),
+            ({"eta": 2}, ValueError, "eta must be in"),
+            ({"on_gap": "x"}, ValueError, "on_gap must be one of"),
+            ({"autoreset_mode": "x"}, ValueError, "autoreset_mode must be"),
+            ({"extra_fields": {"action": (torch.float32, ())}}, ValueError, "extra_fields must be"),
+            ({"goal_selection_strategy": "x"}, ValueError, "goal_selection_strategy must be"),
+            ({"num_goals": -1}, ValueError, "num_goals must be"),
+            ({"num_envs": 200}, ValueError, "must be at least num_envs=200; got 120"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_options_that_do_not_fit(self, options, error, told):
+        with pytest.raises(error, match=told):
+            storage_for(**options)
+        with pytest.raises(error, match=told):
+            storage_for(service_backend="ray", **options)
+
+    def test_parts_that_do_not_fit(self):
+        with pytest.raises(TypeError, match="storage must be a TorchRL Storage"):
+            ReplayStorage(storage=5, service_backend="ray")
+        with pytest.raises(TypeError, match="'storage'. It is made of parts"):
+            ReplayStorage(service_backend="ray")
+        with pytest.raises(TypeError, match="no option 'buffer_size'"):
+            ReplayStorage(storage=PackedStorage, buffer_size=5, service_backend="ray")
 
 
 def test_a_size_that_is_a_float():

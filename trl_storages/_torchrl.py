@@ -9,6 +9,7 @@ Imported below:
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `TensorGuards`: compares dtypes, shapes, strides and devices of several tensors in one call.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
+- `RayClient`, `DistributedClient`: what other processes call a storage in a Ray actor by.
 
 Attributes that subclasses here read or override, with the class that owns them:
 """
@@ -19,9 +20,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 from torch._C._dynamo.guards import TensorGuards
+from torchrl.data.replay_buffers.ray_buffer import _LazyDistributedReplayClient as DistributedClient
+from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient as RayClient
 
 __all__ = [
     "PRIVATE_ATTRIBUTES",
+    "DistributedClient",
+    "RayClient",
     "TensorGuards",
     "dispatch_td_nn_modules",
     "new_tensordict",
@@ -37,7 +42,7 @@ PRIVATE_ATTRIBUTES = {
             "_rng _collate_fn _consume_after_n_samples _batch_size _iterator _prefetch "
             "_prefetch_cap _prefetch_queue _futures_lock _clear_prefetch_queue_locked "
             "_capture_prefetch_state _restore_prefetch_queue_locked _start_distributed_service "
-            "_ServiceClass"
+            "_ServiceClass _getattr _setattr"
         ),
         "RayReplayBuffer": "_rb _service_cls",
         "TensorStorage": (

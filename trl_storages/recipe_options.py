@@ -154,7 +154,7 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
         TypeError: an option is unknown (the message says what to write instead) or has the wrong type.
         ValueError: an option is out of range, or has no effect without another one.
     """
-    names = [*signature(made).parameters]
+    names = [*signature(made).parameters, "service_backend", "service_backend_options"]
     if useless := [name for name in given if name in OPTIONS and name not in names]:
         raise TypeError(
             f"{made.__name__} has no option {useless[0]!r}: it draws whole episodes uniformly, and "

@@ -16,7 +16,7 @@ import torch
 from gymnasium import Space
 from gymnasium.spaces import Dict
 from gymnasium.vector import VectorEnv
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorSpec
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
@@ -166,7 +166,7 @@ class UniformReplayStorage(ReplayStorage):
             arguments.instance(name, space, (Space, TensorSpec), what=what)
             if isinstance(space, Dict) and not space.spaces:
                 raise ValueError(f"{name} must have an entry, got {space}.")
-        num_envs, info_keys, path = given["num_envs"], given["info_keys"], given["path"]
+        num_envs, info_keys = given["num_envs"], given["info_keys"]
         if (storage_size := given["storage_size"]) < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
@@ -186,7 +186,42 @@ class UniformReplayStorage(ReplayStorage):
         observations = keys.continued_keys([key for key in fields if key not in infos])
         infos += [key for key in further if key != keys.REWARD]
         fields |= further
-        capacity = storage_size // num_envs * num_envs
+        self._make_rows(
+            given,
+            stored,
+            goals,
+            writer=EpisodeWriter(
+                num_envs,
+                keys=list(stored),
+                on_gap=given["on_gap"],
+                observation_keys=observations,
+            ),
+            recorder=GymRecorder(
+                num_envs,
+                fields=fields,
+                choices=choices_of(action_space),
+                autoreset_mode=given["autoreset_mode"],
+                info_keys=infos,
+            ),
+        )
+
+    def _make_rows(
+        self,
+        given: dict[str, Any],
+        stored: dict[NestedKey, Any],
+        goals: tuple[HERSampler, GoalRelabel] | None,
+        **parts: Any,
+    ) -> None:
+        """Makes the rows, and what draws them, of options that have been checked.
+
+        Args:
+            given: as in `_build`.
+            stored: the fields of a row; see `PackedStorage`.
+            goals: as in `_build`.
+            **parts: writer and recorder.
+        """
+        path = given["path"]
+        capacity = given["storage_size"] // given["num_envs"] * given["num_envs"]
         exponents = {name: given[name] for name in ("alpha", "beta", "eps", "normalize")}
         sampler: Sampler = PERSampler(capacity, **exponents) if given["alpha"] else UniformSampler()
         if given["eta"] != 1:
@@ -211,25 +246,13 @@ class UniformReplayStorage(ReplayStorage):
             ReplayStorage.__init__(
                 self,
                 storage=storage,
-                writer=EpisodeWriter(
-                    num_envs,
-                    keys=list(stored),
-                    on_gap=given["on_gap"],
-                    observation_keys=observations,
-                ),
                 sampler=sampler,
                 transform=Compose(*transforms) if transforms else None,
                 batch_size=given["batch_size"],
                 sample_unit=given["sample_unit"],
                 prefetch=given["prefetch"] or None,
                 generator=generator,
-                recorder=GymRecorder(
-                    num_envs,
-                    fields=fields,
-                    choices=choices_of(action_space),
-                    autoreset_mode=given["autoreset_mode"],
-                    info_keys=infos,
-                ),
+                **parts,
             )
 
     @classmethod

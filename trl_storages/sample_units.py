@@ -146,7 +146,8 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             batch: as sampled, `[B * S]`, or `[B, S]`.
             values: V, `[B, length + bootstrap]`, of the observations of the rows after the burn-in. For
                 double Q-learning: the target network's values of the online network's greedy actions.
-            discount: γ in [0, 1], as in the n-step returns.
+            discount: γ in [0, 1]. With n-step returns it must be theirs, `storage.discount`: R_t is
+                summed with that one already, and a batch does not hold it.
 
         Returns:
             y, `[B, length]`; and a mask, `[B, length]`, False where V is unknown or the row itself is

@@ -129,11 +129,19 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
     """Checks the samplers and sample units of all buffers that a storage is part of.
 
     Raises:
-        ValueError: as `check_part`.
+        ValueError: as `check_part`; or a sequence is longer than a lane.
     """
     for buffer in _buffers(storage):
         check_part(buffer._sampler, num_envs, storage)
-        check_part(buffer._sample_unit, num_envs, storage)
+        unit = buffer._sample_unit
+        check_part(unit, num_envs, storage)
+        num_steps, room = getattr(unit, "num_steps", 1), storage.max_size // num_envs
+        if num_steps > room:
+            raise ValueError(
+                f"a sequence of sample_unit must fit into a lane, which holds {room} steps, got "
+                f"{num_steps}: the rest would always be padding. Make storage_size larger, or the "
+                "sequence shorter."
+            )
 
 
 def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> None:

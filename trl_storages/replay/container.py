@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -18,7 +19,15 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch.utils.data import DataLoader
 from torchrl import torchrl_logger
-from torchrl.data import ReplayBuffer, Storage, TensorDictReplayBuffer, Trajectory, Writer
+from torchrl.data import (
+    RayReplayBuffer,
+    ReplayBuffer,
+    Storage,
+    TensorDictReplayBuffer,
+    Trajectory,
+    Writer,
+)
+from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
@@ -42,7 +51,7 @@ from trl_storages.replay.options import (
     checked,
 )
 from trl_storages.replay.parameters import Parameter
-from trl_storages.replay.remote import RayHandle, in_actor
+from trl_storages.replay.remote import BACKENDS, Draft, RayHandle, StorageType, in_actor
 from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
     check_state,
@@ -68,7 +77,9 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type: ignore[misc]
+class ReplayStorage(  # type: ignore[misc]
+    BatchSource, SealedStorage, TensorDictReplayBuffer, metaclass=StorageType
+):
     """A `TensorDictReplayBuffer` whose transforms see the sampler's entries and the storage.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
@@ -160,6 +171,10 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         given["writer"] = EpisodeWriter if writer is None else writer
         del given["recorder"]
         containers.check_own_parts(storage, **own)
+        self._assemble(given, recorder)
+
+    def _assemble(self, given: dict[str, Any], recorder: GymRecorder | None) -> None:
+        """Puts parts together that have been checked each by itself."""
         # TorchRL would delay initialization if given a `transform_factory`.
         super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
@@ -242,8 +257,14 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
         cls, service_backend: str, *args: Any, service_backend_options: Any = None, **options: Any
     ) -> RayHandle:
         # TorchRL's handle lacks the methods of this class.
-        arguments.choice("service_backend", service_backend, ("direct", "ray"))
+        arguments.choice("service_backend", service_backend, BACKENDS)
         where = service_backend_options or {}
+        # Checked here first: an actor takes long to start, and wraps its errors in its own. A user's own
+        # constructor may use the storage, so that only the actor can run it.
+        if cls.__init__.__module__.partition(".")[0] == "trl_storages":
+            of_handle = signature(RayReplayBuffer.__init__).parameters
+            own = {name: value for name, value in options.items() if name not in of_handle}
+            type(cls.__name__, (Draft, cls), {})(*args, **own)
         return RayHandle(*args, where=where, replay_buffer_cls=cls, **options)
 
     @classmethod
@@ -261,6 +282,11 @@ class ReplayStorage(BatchSource, SealedStorage, TensorDictReplayBuffer):  # type
                 remote_config["num_gpus"] = 0.2
         arguments.mapping("remote_config", remote_config, "a dict as in ray.remote, or None")
         return super(ReplayStorage, in_actor(cls)).as_remote(remote_config)  # type: ignore[misc]
+
+    @property
+    def sample_unit(self) -> SampleUnit | None:
+        """Expands drawn rows, such as `EpisodeSequence`; None draws single rows."""
+        return self._sample_unit
 
     @property
     def episodes(self) -> EpisodeIndex:

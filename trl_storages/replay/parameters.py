@@ -11,7 +11,7 @@ from trl_storages.samplers import layers_of
 from trl_storages.signatures import Setting
 from trl_storages.transforms import parts_of
 
-__all__ = ["Parameter", "parameters_of"]
+__all__ = ["PARAMETERS", "Parameter", "parameters_of"]
 
 Value = TypeVar("Value")
 
@@ -33,6 +33,9 @@ _MADE_WITH = {
     "num_goals": _RELABELLING,
     "strategy": _RELABELLING,
 }
+
+#: The names of all parameters.
+PARAMETERS = [*_MADE_WITH]
 
 
 class Parameter(Generic[Value]):

@@ -8,23 +8,84 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import RayReplayBuffer
+from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
 
+from trl_storages import arguments
+from trl_storages._torchrl import DistributedClient, RayClient
 from trl_storages.callers import warn_caller
-from trl_storages.other_names import METHOD_NAMES
-from trl_storages.replay.parameters import Parameter, parameters_of
+from trl_storages.other_names import METHOD_NAMES, meant
+from trl_storages.replay.parameters import PARAMETERS, parameters_of
 
-__all__ = ["RayHandle", "in_actor"]
+__all__ = ["BACKENDS", "Draft", "RayHandle", "StorageType", "in_actor"]
+
+#: Where a storage can be: in this process, or in an actor.
+BACKENDS = ("direct", "ray")
 
 # None without Ray: TorchRL then says what to install.
 ray: Any = import_module("ray") if find_spec("ray") else None
 
 
-class RayHandle(RayReplayBuffer):  # type: ignore[misc]
+class StorageType(type(TensorDictReplayBuffer)):  # type: ignore[misc]
+    """Refuses services that storages do not support; TorchRL's message would list all of its own."""
+
+    # Hidden from type checkers, which would not look at the constructors.
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, service_backend: str | None = None, **options: Any) -> Any:
+            backend = arguments.optional(
+                arguments.choice, "service_backend", service_backend, BACKENDS
+            )
+            return super().__call__(*args, service_backend=backend, **options)
+
+
+class Draft:
+    """Makes the constructor of a storage check its arguments only, without rows."""
+
+    def _make_rows(self, *args: Any, **parts: Any) -> None:
+        pass
+
+    def _assemble(self, *args: Any) -> None:
+        pass
+
+
+class _WithParameters:
+    """The attributes of a handle or a client: those of the storage that can be set."""
+
+    _actor: Any
+    _kind: str
+    # Set by TorchRL's constructors.
+    has_gpu = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PARAMETERS:
+            return ray.get(self._actor._getattr.remote(name))
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in PARAMETERS:
+            ray.get(self._actor._setattr.remote(name, value))
+        elif name[0] == "_" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            raise AttributeError(
+                f"the {self._kind} of a storage has no attribute {name!r} to set; "
+                f"{meant(name, PARAMETERS)}"
+            )
+
+
+class _Client(_WithParameters, RayClient):  # type: ignore[misc]
+    _kind = "client"
+
+
+class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[misc]
+    _kind = "client"
+
+
+class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     """The handle of a storage in a Ray actor, with all of its methods and parameters.
 
     Passed to another process it arrives as a client, which can't end the actor.
@@ -33,6 +94,8 @@ class RayHandle(RayReplayBuffer):  # type: ignore[misc]
         TypeError: an option of the service is unknown.
         ray.exceptions.RayActorError: the storage can't be made; the message says why.
     """
+
+    _kind = "handle"
 
     def __init__(self, *args: Any, where: Mapping[str, Any], **options: Any) -> None:
         if unknown := {*where} - {"ray_init_config", "remote_config"}:
@@ -49,6 +112,17 @@ class RayHandle(RayReplayBuffer):  # type: ignore[misc]
             self.shutdown()
             raise
 
+    @property
+    def _actor(self) -> Any:  # type: ignore[override]
+        return self._rb
+
+    def client(self) -> Any:
+        """Returns a handle that can be passed to other processes and can't end the actor."""
+        client = super().client()
+        is_ray = isinstance(client, RayClient)
+        client.__class__ = _Client if is_ray else _DistributedClient
+        return client
+
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
@@ -61,8 +135,8 @@ class RayHandle(RayReplayBuffer):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         if name[0] == "_":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        if self._is_parameter(name):
-            return ray.get(self._rb.parameters.remote())[name]
+        if name in PARAMETERS:
+            return super().__getattr__(name)
         method = getattr(self._service_cls, name, None)
         if name != "parameters" and not callable(method):
             reason = "it has methods and parameters only" if method else "nor has the storage"
@@ -70,15 +144,6 @@ class RayHandle(RayReplayBuffer):  # type: ignore[misc]
                 reason = f"it is {METHOD_NAMES[name]} here"
             raise AttributeError(f"the handle of a storage has no attribute {name!r}: {reason}.")
         return lambda *args, **named: ray.get(getattr(self._rb, name).remote(*args, **named))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name[0] != "_" and self._is_parameter(name):
-            ray.get(self._rb.parameters.remote(**{name: value}))
-        else:
-            super().__setattr__(name, value)
-
-    def _is_parameter(self, name: str) -> bool:
-        return isinstance(getattr(self._service_cls, name, None), Parameter)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _as_it_is, (self.client(),)
@@ -110,7 +175,7 @@ def in_actor(storage_class: type) -> type:
       each lane must then belong to one process;
     - `add` and `record`, which write single steps, raise;
     - batches are sent as one block of memory;
-    - `parameters` replaces attribute access, as clients only have methods.
+    - `parameters` sets several parameters in one call.
 
     Args:
         storage_class: a `ReplayStorage`.
@@ -188,8 +253,6 @@ class _InActor:
 
     def parameters(self, **values: Any) -> dict[str, Any]:
         """Sets parameters of the parts, and returns all parameters.
-
-        Assigning on a client, as in `client.beta = 1`, would only set an attribute of the client.
 
         Args:
             **values: new values, as in `storage.beta = value` on a local storage.

@@ -48,8 +48,10 @@ def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
         or len(set(values)) != len(values)
         or not all(0 <= lane < num_envs for lane in values)
     ):
+        is_number = ids.ndim == 0 and values and 0 <= values[0] < num_envs
+        hint = f": pass [{values[0]}]" if is_number else ""
         raise ValueError(
-            f"lanes must be a list of distinct numbers in 0..{num_envs - 1}, got {lanes}."
+            f"lanes must be a list of distinct numbers in 0..{num_envs - 1}, got {lanes}{hint}."
         )
     return values
 
