@@ -247,13 +247,11 @@ class TestActors:
             replay.beta = -1
         with pytest.raises(RuntimeError, match="an iterator, which can't leave its process"):
             replay.batches(3)
-        with pytest.raises(AttributeError, match="no part with n_step, .*: make it with n_step=3"):
+        with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):
             replay.n_step  # noqa: B018
-        with pytest.raises(AttributeError, match="no part with n_step, .*: make it with n_step=3"):
+        with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):
             replay.n_step = 3
-        with pytest.raises(
-            AttributeError, match="the handle .* 'nstep' to set; it is called n_step"
-        ):
+        with pytest.raises(AttributeError, match=r"handle .* 'nstep' to set; it is called n_step"):
             replay.nstep = 3
         with pytest.raises(AttributeError, match="'episodes': it has methods and parameters only"):
             replay.episodes  # noqa: B018
@@ -268,14 +266,15 @@ class TestActors:
             UniformReplayStorage, *SPACES, storage_size=60, alpha=0.6, transport=transport
         )
 
+        def why_not(client, name):
+            try:
+                setattr(client, name, 3)
+            except AttributeError as error:
+                return str(error)
+
         def use(client):
             client.beta = 0.8
-            told = []
-            for name in ("n_step", "nstep"):
-                try:
-                    setattr(client, name, 3)
-                except AttributeError as error:
-                    told.append(str(error))
+            told = [why_not(client, name) for name in ("n_step", "nstep")]
             return client.beta, hasattr(client, "n_step"), told
 
         beta, is_there, told = ray.get(ray.remote(num_cpus=0)(use).remote(replay))

@@ -32,6 +32,7 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages.callers import warn_caller
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage
 
@@ -128,8 +129,10 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
 def check_buffers(storage: Storage, num_envs: int) -> None:
     """Checks the samplers and sample units of all buffers that a storage is part of.
 
+    Warns of sequences that are longer than a lane.
+
     Raises:
-        ValueError: as `check_part`; or a sequence is longer than a lane.
+        ValueError: as `check_part`.
     """
     for buffer in _buffers(storage):
         check_part(buffer._sampler, num_envs, storage)
@@ -137,10 +140,10 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
         check_part(unit, num_envs, storage)
         num_steps, room = getattr(unit, "num_steps", 1), storage.max_size // num_envs
         if num_steps > room:
-            raise ValueError(
-                f"a sequence of sample_unit must fit into a lane, which holds {room} steps, got "
-                f"{num_steps}: the rest would always be padding. Make storage_size larger, or the "
-                "sequence shorter."
+            warn_caller(
+                f"a sequence of sample_unit has {num_steps} steps, and a lane of the storage holds "
+                f"{room}: the rest will always be padding. Make the storage larger, or the sequence "
+                "shorter."
             )
 
 

@@ -77,8 +77,11 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(  # type: ignore[misc]
-    BatchSource, SealedStorage, TensorDictReplayBuffer, metaclass=StorageType
+class ReplayStorage(
+    BatchSource,
+    SealedStorage,
+    TensorDictReplayBuffer,  # type: ignore[misc]
+    metaclass=StorageType,
 ):
     """A `TensorDictReplayBuffer` whose transforms see the sampler's entries and the storage.
 

@@ -36,6 +36,7 @@ class StorageType(type(TensorDictReplayBuffer)):  # type: ignore[misc]
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, service_backend: str | None = None, **options: Any) -> Any:
+            """Makes a storage, or the handle of one."""
             backend = arguments.optional(
                 arguments.choice, "service_backend", service_backend, BACKENDS
             )
@@ -113,7 +114,7 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
             raise
 
     @property
-    def _actor(self) -> Any:  # type: ignore[override]
+    def _actor(self) -> Any:
         return self._rb
 
     def client(self) -> Any:
