@@ -217,10 +217,13 @@ class StacksOnDisk(StacksBesidePlain):
             return buffer.episodes.slots_by_age(ranks.reshape(-1)).view(shape)
 
         self.assert_alike(lambda buffer: buffer.storage.get(slots(buffer)))
-        self.assert_alike(lambda buffer: buffer[keys[0]])
+        # Values, which are no slots, whatever their dtype.
+        self.assert_alike(lambda buffer: TensorDict({"value": buffer[keys[0]]}))
         for key in keys:
             self.assert_alike(
-                lambda buffer, key=key: buffer.storage.read(slots(buffer), [key])[key]
+                lambda buffer, key=key: TensorDict(
+                    {"value": buffer.storage.read(slots(buffer), [key])[key]}
+                )
             )
 
     @rule(way=st.sampled_from(["dumps", "state_dict"]), into_memory=st.booleans())

@@ -29,6 +29,9 @@ from trl_storages.interrupts import finish
 from trl_storages.rows import tensors_of
 from trl_storages.writing import writer
 
+# Batches are made by hand, without a draw that stamps them.
+pytestmark = pytest.mark.filterwarnings("ignore:the batch lacks 'priority_stamp'")
+
 Write = Callable[[], object]
 SIZE = 24
 # Lines at which each write is interrupted; all of them with HYPOTHESIS_PROFILE=search.
