@@ -58,7 +58,6 @@ def batches(history, sampler, unit, device="cpu"):
     return drawn
 
 
-@pytest.mark.filterwarnings("ignore:a sequence of sample_unit has")
 @pytest.mark.requirement("backends")
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)], ids=["rows", "sequences"])

@@ -232,7 +232,6 @@ def test_a_batch_of_sequences(storage):
     assert torch.equal(valid, inside)
 
 
-@pytest.mark.filterwarnings("ignore:a sequence of sample_unit has")
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 @at_each_boundary
 def test_a_sequence_has_one_goal(history, boundary):
@@ -407,7 +406,6 @@ def test_without_priorities_nobody_needs_to_know():
         buffer.update_priority(anchors, torch.rand(6))
 
 
-@pytest.mark.filterwarnings("ignore:a sequence of sample_unit has")
 @at_each_boundary
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 def test_every_row_is_folded_within_its_own_episode(history, boundary):
