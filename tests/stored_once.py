@@ -375,17 +375,14 @@ class BesidePlain(RuleBasedStateMachine):
 
     def new_buffer(self, *, once: bool) -> ReplayStorage:
         sampler, transforms, unit = self.combination(self.capacity)
-        with warnings.catch_warnings():
-            # Small lanes are wanted here.
-            warnings.filterwarnings("ignore", "a sequence of sample_unit")
-            return ReplayStorage(
-                storage=self.new_storage(self.capacity, once=once),
-                writer=EpisodeWriter(self.num_envs, on_gap=self.on_gap),
-                sampler=sampler,
-                transform=Compose(*transforms) if transforms else None,
-                sample_unit=unit,
-                generator=torch.Generator().manual_seed(self.seed),
-            )
+        return ReplayStorage(
+            storage=self.new_storage(self.capacity, once=once),
+            writer=EpisodeWriter(self.num_envs, on_gap=self.on_gap),
+            sampler=sampler,
+            transform=Compose(*transforms) if transforms else None,
+            sample_unit=unit,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
 
     def ask(self, question: Callable[[ReplayStorage], Any]) -> list[Any]:
         """Asks both, who answer, warn and raise alike; returns the answers."""
