@@ -366,7 +366,7 @@ class TestErrors:
 class TestSomebodyWritesTheGoals:
     """A mask that claims goals nobody wrote would be believed."""
 
-    WITHOUT = r"HERSampler draws must be written by a transform, got \[.*GoalRelabel\(reward_fn\)"
+    WITHOUT = r"HERSampler draws must be written by a transform, got .*GoalRelabel\(reward_fn\)"
 
     def storage(self, sampler, **options):
         storage = ReplayStorage(storage=PackedStorage(30), sampler=sampler, batch_size=8, **options)

@@ -139,7 +139,8 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
         unit = buffer._sample_unit
         check_part(unit, num_envs, storage)
         num_steps, room = getattr(unit, "num_steps", 1), storage.max_size // num_envs
-        if num_steps > room:
+        # Lanes without room for one row are refused elsewhere.
+        if num_steps > room > 0:
             warn_caller(
                 f"a sequence of sample_unit has {num_steps} steps, and a lane of the storage holds "
                 f"{room}: the rest will always be padding. Make the storage larger, or the sequence "
