@@ -50,7 +50,7 @@ from trl_storages.replay.options import (
     OPTIONS,
     checked,
 )
-from trl_storages.replay.parameters import Parameter
+from trl_storages.replay.parameters import Parameter, parameters_of
 from trl_storages.replay.remote import BACKENDS, Draft, RayHandle, StorageType, in_actor
 from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
@@ -901,10 +901,9 @@ class ReplayStorage(
     def _parameters(self) -> dict[str, Any]:
         """Returns the parameters that the parts have."""
         found = {}
-        for name, member in vars(ReplayStorage).items():
-            if isinstance(member, Parameter):
-                with suppress(AttributeError):
-                    found[name] = getattr(self, name)
+        for name in parameters_of(self):
+            with suppress(AttributeError):  # parts of one class may differ
+                found[name] = getattr(self, name)
         return {**found, "batch_size": self.batch_size}
 
     def register_save_hook(self, hook: Any) -> NoReturn:
