@@ -51,7 +51,7 @@ from trl_storages.replay.options import (
     checked,
 )
 from trl_storages.replay.parameters import Parameter, parameters_of
-from trl_storages.replay.remote import BACKENDS, Draft, RayHandle, StorageType, in_actor
+from trl_storages.replay.remote import Draft, RayHandle, StorageType, in_actor
 from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
     check_state,
@@ -260,7 +260,6 @@ class ReplayStorage(
         cls, service_backend: str, *args: Any, service_backend_options: Any = None, **options: Any
     ) -> RayHandle:
         # TorchRL's handle lacks the methods of this class.
-        arguments.choice("service_backend", service_backend, BACKENDS)
         where = service_backend_options or {}
         # Checked here first: an actor takes long to start, and wraps its errors in its own. A user's own
         # constructor may use the storage, so that only the actor can run it.
@@ -892,7 +891,9 @@ class ReplayStorage(
         load_state(self, state, progress=progress)
         after = self._parameters()
         if changed := [
-            f"{key}={after[key]} (was {before[key]})" for key in after if after[key] != before[key]
+            f"{key}={after[key]} (was {before.get(key)})"
+            for key in after
+            if after[key] != before.get(key)
         ]:
             torchrl_logger.info(
                 f"{path} restored {', '.join(changed)}: set them again if unwanted."

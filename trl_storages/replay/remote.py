@@ -20,10 +20,10 @@ from trl_storages.callers import warn_caller
 from trl_storages.other_names import METHOD_NAMES, meant
 from trl_storages.replay.parameters import PARAMETERS, parameters_of
 
-__all__ = ["BACKENDS", "Draft", "RayHandle", "StorageType", "in_actor"]
+__all__ = ["Draft", "RayHandle", "StorageType", "in_actor"]
 
 #: Where a storage can be: in this process, or in an actor.
-BACKENDS = ("direct", "ray")
+_BACKENDS = ("direct", "ray")
 
 # None without Ray: TorchRL then says what to install.
 ray: Any = import_module("ray") if find_spec("ray") else None
@@ -38,7 +38,7 @@ class StorageType(type(TensorDictReplayBuffer)):  # type: ignore[misc]
         def __call__(cls, *args: Any, service_backend: str | None = None, **options: Any) -> Any:
             """Makes a storage, or the handle of one."""
             backend = arguments.optional(
-                arguments.choice, "service_backend", service_backend, BACKENDS
+                arguments.choice, "service_backend", service_backend, _BACKENDS
             )
             return super().__call__(*args, service_backend=backend, **options)
 
