@@ -23,7 +23,7 @@ NEW_ROWS = 400
 # Works on observations that are one array.
 FLAT = (
     *("n_step", "priorities", "recent", "pixels", "pixels_n_step"),
-    *("flat", "flat_plain", "stacks", "stacks_plain"),
+    *("flat", "flat_flawed", "flat_plain", "stacks", "stacks_flawed", "stacks_plain"),
 )
 
 Contestant = tuple[str, str]  # peer, work

@@ -9,6 +9,8 @@ from tests.benchmarks.tables import (
     format_cold_start,
     format_machine,
     format_memory,
+    format_modes,
+    format_nbytes,
     format_plain,
     format_ratio,
 )
@@ -102,6 +104,7 @@ def format_all(report: Report) -> Iterator[str]:
     yield NOTES
     yield from format_sizes(report)
     yield from format_rest(report)
+    yield from format_once(report)
     yield from format_cold_start([r for r in report.results if r.threads == 1])
     if report.memory:
         yield ""
@@ -310,3 +313,26 @@ def format_rest(report: Report) -> Iterator[str]:
             == (ours.section, ours.work, ours.rows, ours.batch_size)
         ]
         yield row_of(f"| {WORKS[ours.work]} | {ours.batch_size:,} | ", ours, same, peers)
+
+
+def format_once(report: Report) -> Iterator[str]:
+    """Gives what rows take that store each observation once, in bytes and in microseconds a batch."""
+    results = [r for r in report.results if r.row_nbytes and r.threads == 1]
+    peers = peers_of(results)
+    if not results:
+        return
+    yield ""
+    yield from head(f"| bytes a transition, and to draw {results[0].batch_size:,} | | ", peers)
+    for work in [work for work in WORKS if any(result.work == work for result in results)]:
+        columns = ["ours", *peers]
+        sizes = [format_nbytes(results, peer, work) for peer in columns]
+        found = [pick(results, work=work, peer=peer) for peer in columns]
+        times = [f"{it.median:,.0f}" if it else "" for it in found]
+        yield f"| {WORKS[work]} | bytes | " + " | ".join(sizes) + " |"
+        yield "|  | microseconds | " + " | ".join(times) + " |"
+    yield ""
+    yield "Each library in the mode that takes the least memory and gives every row as it was written;"
+    yield "modes that are wrong at the ends of episodes have lines of their own:"
+    yield ""
+    yield from (f"- {line.strip()}" for line in format_modes(peers))
+    yield ""

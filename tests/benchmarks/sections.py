@@ -217,7 +217,7 @@ def stored_once(plan: Plan) -> Iterator[Result]:
         # What is written between draws begins an episode, and ends one.
         size = rows + 2 * EPISODE_LENGTH
         columns = flat_columns(goal_columns(size)) if work == "flat" else stacked_columns(size)
-        contestants = who(plan, work, own=(f"{work}_plain", work))
+        contestants = who(plan, work, f"{work}_flawed", own=(f"{work}_plain", work))
         # What a library loads with its first batch is no memory of its rows.
         few = contest_of(contestants, EPISODE_LENGTH, plan, columns=take_rows(columns, 0, 150))
         for turn in few.turns(16).values():

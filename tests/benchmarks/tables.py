@@ -1,11 +1,19 @@
 """A run as lines of text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 from tests.benchmarks.targets import MODES, WORKS, Measured, outcomes
 
-__all__ = ["format_cold_start", "format_machine", "format_memory", "format_plain", "format_report"]
+__all__ = [
+    "format_cold_start",
+    "format_machine",
+    "format_memory",
+    "format_modes",
+    "format_nbytes",
+    "format_plain",
+    "format_report",
+]
 
 WIDTH = 19
 TITLES = {
@@ -89,25 +97,35 @@ def format_section(results: list[Result]) -> Iterator[str]:
 def format_bytes(results: list[Result]) -> Iterator[str]:
     """Gives a line for each of our works: what a transition takes here, and with the others."""
     peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    for ours in results:
-        if ours.peer != "ours" or not ours.row_nbytes:
-            continue
-        cells = []
-        for peer in peers:
-            found = pick(results, peer=peer, work=ours.work)
-            many = "-" if found is None else f"{found.row_nbytes:,.0f}"
-            if found is not None and found is not ours:
-                many += f" ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)"
-            cells.append(f"{many:>{WIDTH}}")
-        title = f"  bytes a transition, {WORKS[ours.work]}"
-        yield f"{title:<69}" + "".join(cells)
+    for work in [work for work in WORKS if any(r.work == work and r.row_nbytes for r in results)]:
+        cells = [format_nbytes(results, peer, work) for peer in peers]
+        title = f"  bytes a transition, {WORKS[work]}"
+        yield f"{title:<69}" + "".join(f"{cell or '-':>{WIDTH}}" for cell in cells)
     if any(result.row_nbytes for result in results):
-        for peer in peers:
-            if peer in MODES:
-                mode, flaw = MODES[peer]
-                yield f"  {TITLES[peer]}: {mode}" + (
-                    f"; not a working mode: {flaw}" if flaw else ""
-                )
+        yield from format_modes(peers)
+
+
+def format_nbytes(results: list[Result], peer: str, work: str) -> str:
+    """Gives what a transition takes, and how many times as much as here; nothing if not measured."""
+    found = pick(results, peer=peer, work=work)
+    if found is None or not found.row_nbytes:
+        return ""
+    many = f"{found.row_nbytes:,.0f}"
+    # Who stores once is compared with what stores once here.
+    ours = pick(results, peer="ours", work=work) or pick(
+        results, peer="ours", work=work.removesuffix("_flawed")
+    )
+    if ours is None or peer == "ours":
+        return many
+    return f"{many} ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)"
+
+
+def format_modes(peers: Iterable[str]) -> Iterator[str]:
+    """Says in which mode each library stores observations, a line each."""
+    for peer in peers:
+        if peer in MODES:
+            mode, flawed = MODES[peer]
+            yield f"  {TITLES[peer]}: {mode}" + (f"; wrong at ends: {flawed}" if flawed else "")
 
 
 def format_line(

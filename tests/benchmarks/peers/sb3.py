@@ -217,7 +217,7 @@ class NStep(Flat):
         )
 
 
-class Once(Flat):
+class Flawed(Flat):
     """Its memory option, which has no true last observation of episodes that a time limit ends."""
 
     def __init__(self, columns: Columns, capacity: int):
@@ -239,8 +239,10 @@ class Once(Flat):
 
 
 WORKS = {
-    "flat": Once,
-    "stacks": Once,
+    "flat": Flat,
+    "flat_flawed": Flawed,
+    "stacks": Flat,
+    "stacks_flawed": Flawed,
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,

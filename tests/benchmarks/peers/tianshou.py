@@ -127,7 +127,7 @@ class Prioritized(Uniform):
         return batch
 
 
-class FlatOnce(Uniform):
+class Flawed(Uniform):
     """Flat observations: the next one is that of the following row, at the end of the row itself."""
 
     options: ClassVar[dict[str, Any]] = {"ignore_obs_next": True}
@@ -138,7 +138,7 @@ class FlatOnce(Uniform):
             self.write(self.prepare(row))
 
 
-class StacksOnce(FlatOnce):
+class FlawedStacks(Flawed):
     """Stacked frames, of which rows hold the newest one."""
 
     options: ClassVar[dict[str, Any]] = {
@@ -149,8 +149,10 @@ class StacksOnce(FlatOnce):
 
 
 WORKS = {
-    "flat": FlatOnce,
-    "stacks": StacksOnce,
+    "flat": Uniform,
+    "flat_flawed": Flawed,
+    "stacks": Uniform,
+    "stacks_flawed": FlawedStacks,
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,

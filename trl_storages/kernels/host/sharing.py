@@ -50,6 +50,9 @@ _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _ADDRESS, _STRIDE, _START, _SIZE = range(4)
 _NO_SPANS, _NO_CHOICE = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
+_Array = np.ndarray
+# What a loop over rows takes first, see `_pick`.
+_Tables = tuple[_Array, _Array, _Array, _Array, _Array, int, int, int, int, int]
 # The index of the first cursor in a table of commits.
 _FIRST_CURSOR = 2
 
@@ -85,8 +88,8 @@ class SharedTable(RowTable):
         self._next_bytes = sharing.shared_words * _WORD
         self._moved = np.array([self._next_bytes, 0, 0, 0])
         self.before = self.array, self._headers, self._values, self._next_bytes
-        # The array of the ring's lanes, and what `_cursors` returns for it.
-        self._counted: tuple[Any, Any] = (None, None)
+        # The array of the ring's lanes, and what `_tables` returns for it.
+        self._prepared: tuple[Any, Any] = (None, None)
         # The sources of the rows written last, their headers, and the sources of what is stored: a step
         # is written from the same block each time.
         self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
@@ -100,11 +103,11 @@ class SharedTable(RowTable):
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Copies whole rows as they are read; see `RowTable.pick`."""
-        shape = (*slots.shape, self._num_words)
-        out = new_batch(shape, pin_memory=pin_memory)
-        lenders, lent = (slots, _NO_SPANS) if following is None else (following, spans)
+        out = new_batch((*slots.shape, self._num_words), pin_memory=pin_memory)
+        if following is None:
+            following, spans = slots, _NO_SPANS
         to = out.data_ptr(), self._num_words * _WORD
-        self._copy_seen(slots, lenders, lent, 0, self._next_bytes, True, *to)
+        self._copy_seen(slots, following, spans, 0, self._next_bytes, True, *to)
         return out
 
     def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
@@ -121,32 +124,32 @@ class SharedTable(RowTable):
             lenders: `[*B]`, the rows whose next values are copied.
             *what: what to copy and where to, as `_pick` takes it.
         """
-        flat, lent = slots.numpy().reshape(-1), lenders.numpy().reshape(-1)
-        table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
-        if (wrong := _pick(*table, self._next_bytes, flat, lent, *what)) >= 0:
+        flat = slots.numpy().reshape(-1)
+        lent = flat if lenders is slots else lenders.numpy().reshape(-1)
+        if (wrong := _pick(*self._tables, self._next_bytes, flat, lent, *what)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
     def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
         """Returns where the values of rows under `next` are; see `RowTable.next_values`."""
         found = np.empty(len(slots), np.int64)
-        table = self.array, self._headers, self._values, *self._cursors, self._ring.ring_steps
-        has_tips = _locate(*table, slots.numpy(), found)
+        has_tips = _locate(*self._tables, slots.numpy(), found)
         # Once the next row is committed the tip may be reused.
         return found, has_tips and self._commits is not None
 
     @property
-    def _cursors(self) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:
-        """Where the valid cursors are, as `_cursor` takes it, and E."""
-        known, commits = self._ring._arrays[2], self._commits
-        # Cached: reshaping an array takes longer than linking a row.
-        if self._counted[0] is not known:
-            num_lanes, size = known.shape
-            where: Any = known.reshape(-1), _NO_CHOICE, CURSOR, 0, size, num_lanes
+    def _tables(self) -> _Tables:
+        """The rows and the side table, where the valid cursors are, as `_cursor` takes it, E and R."""
+        lanes, commits = self._ring._arrays[2], self._commits
+        # Cached: a batch is read with caches that other code has filled.
+        if self._prepared[0] is not lanes:
+            num_lanes, size = lanes.shape
+            where: Any = lanes.reshape(-1), _NO_CHOICE, CURSOR, 0, size
             if commits is not None:
                 tables, size = commits._tables.reshape(-1), commits._tables.shape[1]
-                where = tables, commits._selector, _FIRST_CURSOR, size, 1, num_lanes
-            self._counted = known, where
-        return self._counted[1]
+                where = tables, commits._selector, _FIRST_CURSOR, size, 1
+            rows = self.array, self._headers, self._values
+            self._prepared = lanes, (*rows, *where, num_lanes, self._ring.ring_steps)
+        return self._prepared[1]
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
         """Links rows that are about to be written to the rows before them; see `RowTable.sources`."""
@@ -155,15 +158,12 @@ class SharedTable(RowTable):
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
         _, headers, sources = self._known
         _link(
+            *self._tables[:-2],
             ring._arrays[2],
             ring.ring_steps,
             *given,
             rows.sources,
             rows.is_compact,
-            *self._cursors[:-1],
-            self.array,
-            self._headers,
-            self._values,
             *self._side,
             self._sharing.num_shared,
             self._sharing.shared_bytes,
@@ -442,6 +442,14 @@ def _free_tip(headers: Any, lane: int, num_lanes: int, committed: int, room: int
 
 @compiled
 def _link(
+    table: Any,
+    headers: Any,
+    values: Any,
+    tables: Any,
+    selector: Any,
+    first_cursor: int,
+    table_size: int,
+    stride: int,
     lanes: Any,
     room: int,
     written: Any,
@@ -452,14 +460,6 @@ def _link(
     end_stride: int,
     sources: Any,
     is_compact: bool,
-    tables: Any,
-    selector: Any,
-    first_cursor: int,
-    table_size: int,
-    stride: int,
-    table: Any,
-    headers: Any,
-    values: Any,
     free: Any,
     counts: Any,
     held: Any,
@@ -472,6 +472,14 @@ def _link(
     Runs before the rows are written, and may be repeated before they are committed.
 
     Args:
+        table: as in `_pick`, like those up to `stride`.
+        headers: as in `_pick`.
+        values: as in `_pick`.
+        tables: as in `_pick`.
+        selector: as in `_pick`.
+        first_cursor: as in `_pick`.
+        table_size: as in `_pick`.
+        stride: as in `_pick`.
         lanes: of the index before the write.
         room: R.
         written: `[L]` the lanes.
@@ -482,14 +490,6 @@ def _link(
         end_stride: bytes to the next flag.
         sources: `[f, 4]` of the rows as read: m next values, the m observations they equal, others.
         is_compact: whether next values are unknown, and a row continues unless its episode ends.
-        tables: as in `_cursor`.
-        selector: as in `_cursor`.
-        first_cursor: as in `_cursor`.
-        table_size: as in `_cursor`.
-        stride: as in `_cursor`.
-        table: `[N, *]`.
-        headers: `[N]` of these rows.
-        values: of the side table.
         free: of the side table.
         counts: of the side table.
         held: `lanes` of the side table.
