@@ -266,7 +266,8 @@ def test_wrong_mixtures(strategy, message):
 
 
 def test_the_state_holds_the_mixture():
-    sampler = HERSampler(MIXTURE, math.inf, discount=0.8)
+    sampler = HERSampler(MIXTURE, math.inf)
+    sampler.discount = 0.8
     other = HERSampler()
     other.load_state_dict(sampler.state_dict())
     assert (other.strategy, other.num_goals, other.discount) == (MIXTURE, math.inf, 0.8)

@@ -285,6 +285,24 @@ class TestActors:
             "the client of a storage has no attribute 'nstep' to set; it is called n_step here."
         )
 
+    @pytest.mark.parametrize("transport", ["ray", "distributed"])
+    def test_a_client_answers_what_the_storage_lacks(self, on_ray, transport):
+        replay = on_ray(UniformReplayStorage, *SPACES, storage_size=60, transport=transport)
+        client = replay.client()
+        reasons = {
+            "is_full": "it has methods and parameters only",
+            "clear": "it is empty here",
+            "nothing": "nor has the storage",
+        }
+        for name, reason in reasons.items():
+            with pytest.raises(AttributeError, match=f"client .* {name!r}: {reason}"):
+                getattr(client, name)
+        if transport == "ray":
+            assert client.validate() is None
+        else:
+            with pytest.raises(AttributeError, match=r"'validate' with .*: it writes, samples"):
+                client.validate()
+
     def test_two_write_and_two_sample(self, on_ray, workers):
         options = {"reward_fn": reward, "storage_size": 300, "num_envs": 2, "batch_size": 64}
         options |= {"alpha": 0.6, "eta": 0.99, "c_min": 50, "share_next": True}

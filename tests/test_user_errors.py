@@ -476,7 +476,7 @@ class TestFirstTries:
         storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path)
         loop(storage, gymnasium.make("CartPole-v1"), 3)
         storage.close()
-        with refused(ValueError, "written in 1 lanes already, got num_envs=2"):
+        with refused(ValueError, "was made with num_envs=1, got 2: pass the one"):
             UniformReplayStorage(*CART, storage_size=8, path=tmp_path, num_envs=2)
         assert not said
 
@@ -1051,7 +1051,48 @@ def test_a_discount_without_n_step_does_nothing():
     with pytest.raises(ValueError, match=r"discount does nothing without n_step.* loss has"):
         UniformReplayStorage(*spaces, discount=0.9)
     UniformReplayStorage(*spaces, discount=0.9, n_step=1)
-    storage_for(discount=0.9, goal_selection_strategy="geometric")
+
+
+def test_goals_that_are_not_geometric_are_not_discounted():
+    with pytest.raises(ValueError, match="discount does nothing with strategy='future': only geom"):
+        HERSampler("future", discount=0.9)
+    with pytest.raises(ValueError, match="discount does nothing without n_step"):
+        storage_for(discount=0.9)
+    mixture = {"future": 0.5, "geometric": 0.5}
+    assert HERSampler(mixture, discount=0.9).discount == 0.9
+    assert storage_for(discount=0.9, goal_selection_strategy=mixture).sampler.discount == 0.9
+    folded = storage_for(discount=0.9, n_step=2)
+    folded.strategy = "geometric"
+    assert folded.sampler.discount == 0.9
+
+
+def test_a_size_that_the_environments_do_not_share_equally_is_told():
+    spaces = Box(-9, 9, (1,)), Discrete(2)
+    with pytest.warns(UserWarning, match="storage_size=11 is not .* num_envs=3: 9 transitions are"):
+        storage = UniformReplayStorage(*spaces, storage_size=11, num_envs=3)
+    assert storage.episodes.capacity == 9
+    UniformReplayStorage(*spaces, num_envs=3)
+
+
+def test_a_directory_of_stacks_is_reopened_with_frame_stack(tmp_path):
+    spaces, options = (Box(0, 255, (4, 8, 8), np.uint8), Discrete(2)), {"storage_size": 20}
+    storage = UniformReplayStorage(*spaces, **options, frame_stack=4, path=tmp_path)
+    storage.record(np.zeros((4, 8, 8), "u1"), 0, 0.0, True, False, {}, np.zeros((4, 8, 8), "u1"))
+    storage.close()
+    with refused(
+        ValueError, r"as FrameStack\(num_frames=4.*got uint8 \[4, 8, 8\];.*frame_stack they"
+    ):
+        UniformReplayStorage(*spaces, **options, path=tmp_path)
+    assert len(UniformReplayStorage(*spaces, **options, frame_stack=4, path=tmp_path)) == 1
+
+
+def test_one_of_a_kind_is_singular():
+    storage = storage_for()
+    loop(storage, ENV, 1)
+    assert str(storage.explain(storage.sample(1))).startswith("1 sample of 1 row stored")
+    assert str(GoalRelabel(gym_reward(ENV)).audit(storage)).endswith("on all 1 row.")
+    with pytest.raises(ValueError, match="a batch for 1 lane must be"):
+        storage.extend(torch.stack([storage[:], storage[:]]), lanes=[0])
 
 
 def test_parameters_that_a_dump_replaces_are_reported(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 
 __all__ = [
     "choice",
+    "counted",
     "device",
     "directory",
     "flag",
@@ -392,6 +393,15 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "iuf"
     return False
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words.
+
+    >>> counted(1, "row"), counted(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def shown(value: Any) -> str:

@@ -142,13 +142,16 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any]:
+def chosen(
+    made: type, given: RowOptions, defaults: RowOptions, *, discounts_goals: bool = False
+) -> dict[str, Any]:
     """Returns all options, with defaults filled in and checked.
 
     Args:
         made: the class being constructed.
         given: the options that were passed.
         defaults: the class's own defaults.
+        discounts_goals: whether `discount` has an effect without `n_step` too.
 
     Raises:
         TypeError: an option is unknown (the message says what to write instead) or has the wrong type.
@@ -170,8 +173,8 @@ def chosen(made: type, given: RowOptions, defaults: RowOptions) -> dict[str, Any
     checks = {name: option.check for name, option in OPTIONS.items()}
     every = checked(made.__name__, every, checks, names)
     for name, (switch, off) in _NEEDED.items():
-        if name == "discount" and "goal_selection_strategy" in names:
-            continue  # Geometric goals are discounted too.
+        if name == "discount" and discounts_goals:
+            continue
         # No error if the caller explicitly turned the other one off.
         if name in given and switch not in given and every[switch] == off:
             raise ValueError(

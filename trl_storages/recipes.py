@@ -24,8 +24,16 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
+from trl_storages.callers import warn_caller
 from trl_storages.gym import GymRecorder, choices_of, transition_fields
-from trl_storages.recipe_options import EnvOptions, Options, RowOptions, chosen, with_options
+from trl_storages.recipe_options import (
+    OPTIONS,
+    EnvOptions,
+    Options,
+    RowOptions,
+    chosen,
+    with_options,
+)
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 from trl_storages.rows import PackedStorage, stacked_observations
@@ -66,7 +74,7 @@ class UniformReplayStorage(ReplayStorage):
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments.
+        storage_size: total number of transitions, over all environments: a multiple of `num_envs`.
         num_envs: E, number of environments recorded in parallel, over all workers.
         batch_size: B, transitions per batch.
         device: device of the batches. The rows are there too, unless `path` is given.
@@ -171,6 +179,11 @@ class UniformReplayStorage(ReplayStorage):
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
                 f"num_envs={num_envs}; got {storage_size}."
+            )
+        if (rest := storage_size % num_envs) and storage_size != OPTIONS["storage_size"].default:
+            warn_caller(
+                f"storage_size={storage_size} is not a multiple of num_envs={num_envs}: "
+                f"{storage_size - rest} transitions are kept, equally many of each environment."
             )
         fields = transition_fields(observation_space, action_space, info_keys)
         # The layout of infos without a space is fixed by the first write.
@@ -486,7 +499,8 @@ class HERReplayStorage(UniformReplayStorage):
         num_goals: float = 4,
         **options: Unpack[Options],
     ) -> None:
-        given = chosen(type(self), options, self._defaults)
+        _, shares = check_strategy("goal_selection_strategy", goal_selection_strategy)
+        given = chosen(type(self), options, self._defaults, discounts_goals="geometric" in shares)
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
@@ -496,7 +510,7 @@ class HERReplayStorage(UniformReplayStorage):
             )
         what = "(achieved_goal, desired_goal, transition)"
         arguments.function("reward_fn", reward_fn, what, takes=3)
-        check_strategy("goal_selection_strategy", goal_selection_strategy)
-        sampler = HERSampler(goal_selection_strategy, num_goals, discount=given["discount"])
+        sampler = HERSampler(goal_selection_strategy, num_goals)
+        sampler.discount = given["discount"]
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"])
         self._build(observation_space, action_space, given, (sampler, relabel))

@@ -15,6 +15,7 @@ from tensordict import NestedKey, TensorDict
 from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
+from trl_storages.arguments import counted
 from trl_storages.arrays import Transitions
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field
 from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
@@ -126,7 +127,8 @@ def filled(
     if size // num_envs < longest_episode:
         raise ValueError(
             f"an episode must fit into the storage, and the longest has {longest_episode} steps; got "
-            f"storage_size={size} for {num_envs} lanes. Make it larger, or leave it out to hold all."
+            f"storage_size={size} for {counted(num_envs, 'lane')}. Make it larger, or leave it out to "
+            "hold all."
         )
     fields = transitions.fields
     observation_keys, action_keys = transitions.observation_keys, transitions.action_keys

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torchrl.data.utils import numpy_to_torch_dtype_dict
 
-__all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor", "environments"]
+from trl_storages.arguments import counted
+
+__all__ = ["NUMPY_TO_TORCH", "TORCH_TO_NUMPY", "Column", "as_tensor"]
 
 #: TorchRL's table, with the unsigned integers that it lacks.
 NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
@@ -155,12 +157,12 @@ class Column:
                 layers = [got[0], *got[2:]]
                 remedy = f"value.transpose(0, 1), for a field of the shape {layers} each"
             return ValueError(
-                f"{name} must hold {environments(self._num_envs)} in its first dimension, got {got}, as "
-                f"torch's recurrent networks return their states: pass {remedy}"
+                f"{name} must hold {counted(self._num_envs, 'environment')} in its first dimension, got "
+                f"{got}, as torch's recurrent networks return their states: pass {remedy}"
             )
         if got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
             return ValueError(
-                f"{name} must hold {environments(self._num_envs)}, got {got[0]}; "
+                f"{name} must hold {counted(self._num_envs, 'environment')}, got {got[0]}; "
                 f"make the storage with num_envs={got[0]}"
             )
         remedy = ""
@@ -170,18 +172,9 @@ class Column:
                 "single_action_space"
             )
         return ValueError(
-            f"{name} must have the shape {list(self._vector)} ({environments(self._num_envs)}, "
+            f"{name} must have the shape {list(self._vector)} ({counted(self._num_envs, 'environment')}, "
             f"then {shape} each), got {got}{remedy}"
         )
-
-
-def environments(number: int) -> str:
-    """Returns a number of environments in words.
-
-    >>> environments(1), environments(2)
-    ('1 environment', '2 environments')
-    """
-    return f"{number} environment" + "s" * (number != 1)
 
 
 def _share(array: NDArray[Any]) -> torch.Tensor:

@@ -16,7 +16,8 @@ from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from trl_storages import arguments
-from trl_storages.gym.columns import Column, environments
+from trl_storages.arguments import counted
+from trl_storages.gym.columns import Column
 from trl_storages.gym.desk import Desk
 from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
 from trl_storages.gym.infos import info_values
@@ -334,7 +335,9 @@ class GymRecorder(SavedPart):
                 )
             return False
         if not is_mapping and len(infos) != self.num_envs:
-            raise ValueError(f"infos must hold {environments(self.num_envs)}, got {len(infos)}")
+            raise ValueError(
+                f"infos must hold {counted(self.num_envs, 'environment')}, got {len(infos)}"
+            )
         return True
 
     def _reset_already(self, done: Any) -> list[int]:

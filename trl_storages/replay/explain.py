@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import keys
+from trl_storages.arguments import counted
 from trl_storages.ring import EpisodeIndex
 
 __all__ = ["Explanation", "explain"]
@@ -57,7 +58,7 @@ class Explanation:
         return len(self.columns["slot"])
 
     def _title(self) -> str:
-        title = f"{len(self)} samples of {self.num_rows} rows stored"
+        title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
         return title
@@ -201,5 +202,5 @@ def _cell(value: float | list[Any]) -> str:
 def _goal(relabelled: bool, slot: int, age: int, same_episode: bool, offset: int) -> str:
     if not relabelled:
         return "own"
-    where = f"{offset:+d} steps" if same_episode else "other episode"
+    where = f"{offset:+d} step" + "s" * (abs(offset) != 1) if same_episode else "other episode"
     return f"{where}, slot {slot}, age {age}"

@@ -58,13 +58,27 @@ class _WithParameters:
 
     _actor: Any
     _kind: str
+    # The class of the storage.
+    _service_cls: type
     # Set by TorchRL's constructors.
     has_gpu = False
 
     def __getattr__(self, name: str) -> Any:
         if name in PARAMETERS:
             return ray.get(self._actor._getattr.remote(name))
+        if name[0] != "_":
+            self._check_method(name)
         return super().__getattr__(name)  # type: ignore[misc]
+
+    def _check_method(self, name: str) -> None:
+        """Raises an AttributeError unless the storage has a method of that name."""
+        method = getattr(self._service_cls, name, None)
+        if name == "parameters" or callable(method):
+            return
+        reason = "it has methods and parameters only" if method else "nor has the storage"
+        if name in METHOD_NAMES:
+            reason = f"it is {METHOD_NAMES[name]} here"
+        raise AttributeError(f"the {self._kind} of a storage has no attribute {name!r}: {reason}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PARAMETERS:
@@ -84,6 +98,14 @@ class _Client(_WithParameters, RayClient):  # type: ignore[misc]
 
 class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[misc]
     _kind = "client"
+
+    def _check_method(self, name: str) -> None:
+        super()._check_method(name)
+        raise AttributeError(
+            f"the client of a storage has no attribute {name!r} with transport='distributed': it "
+            "writes, samples, reports priorities and sets parameters. Call the handle, or leave "
+            "transport out."
+        )
 
 
 class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
@@ -122,6 +144,7 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
         client = super().client()
         is_ray = isinstance(client, RayClient)
         client.__class__ = _Client if is_ray else _DistributedClient
+        client._service_cls = self._service_cls
         return client
 
     def update_tensordict_priority(
@@ -138,12 +161,7 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         if name in PARAMETERS:
             return super().__getattr__(name)
-        method = getattr(self._service_cls, name, None)
-        if name != "parameters" and not callable(method):
-            reason = "it has methods and parameters only" if method else "nor has the storage"
-            if name in METHOD_NAMES:
-                reason = f"it is {METHOD_NAMES[name]} here"
-            raise AttributeError(f"the handle of a storage has no attribute {name!r}: {reason}.")
+        self._check_method(name)
         return lambda *args, **named: ray.get(getattr(self._rb, name).remote(*args, **named))
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:

@@ -73,5 +73,6 @@ class DeclaredFields:
         }
         if not wanted or None in wanted.values():
             return not wanted
-        stacks = stacks_of(wanted).items() <= layout.stacks.items()
-        return stacks and Layout(wanted).described == known
+        open_keys = {unravel_key(key) for key, field in self.fields.items() if field is None}
+        stacks = {key: stack for key, stack in layout.stacks.items() if key not in open_keys}
+        return stacks_of(wanted) == stacks and Layout(wanted).described == known

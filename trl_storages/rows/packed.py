@@ -222,8 +222,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if not self._declared.are_of(found.layout):
             raise ValueError(
                 f"the rows in {directory} are of other fields: "
-                f"{found.layout.unlike(self._declared.fields)}. Pass the spaces and keys they were made "
-                "with, or another directory."
+                f"{found.layout.unlike(self._declared.fields)}. Pass the spaces, keys and "
+                "frame_stack they were made with, or another directory."
             )
         if (found.layout.framed.sharing is not None) != self.share_next:
             raise ValueError(

@@ -34,6 +34,7 @@ GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "cur
 #: Strategy (a name or an enum member) -> its share of the relabelled transitions.
 GoalMixture = Mapping[Any, float]
 
+_DISCOUNT = 0.99
 # Tolerance for the sum of the shares.
 _NEAR = 1e-6
 
@@ -76,13 +77,13 @@ class HERSampler(WrappingSampler):
     Args:
         strategy: where goals come from: a name in any case, an enum member, or a mixture of names.
         num_goals: k, relabelled transitions per one left as stored; 0 relabels none, `math.inf` all.
-        discount: γ of "geometric" goals, in [0, 1]; 1 is equivalent to "final".
+        discount: γ of "geometric" goals, in [0, 1]; 1 is equivalent to "final". No other goals have one.
         goal_key: which goal of the batch is drawn.
         base: the sampler that draws the anchors; None draws uniformly.
 
     Raises:
         ValueError: the strategy is unknown, the shares of a mixture do not sum to 1, `num_goals` is
-            negative or not whole, or `base` draws the same goal.
+            negative or not whole, `discount` has no effect, or `base` draws the same goal.
         TypeError: `base` draws slices.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
@@ -110,7 +111,7 @@ class HERSampler(WrappingSampler):
         strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         *,
-        discount: float = 0.99,
+        discount: float = _DISCOUNT,
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
@@ -120,6 +121,11 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         self.discount = discount
+        if "geometric" not in self._names and discount != _DISCOUNT:
+            raise ValueError(
+                f"discount does nothing with strategy={strategy!r}: only geometric goals are discounted. "
+                "Leave it out, or draw goals from 'geometric'."
+            )
         # Cache of the last batch's goal kinds, which the next batch usually shares.
         self._made: tuple[tuple[Any, ...], torch.Tensor] | None = None
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments, keys
+from trl_storages.arguments import counted
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, read_fields
@@ -329,9 +330,12 @@ class RelabelAudit:
 
     def __str__(self) -> str:
         if self.passed:
-            return f"reward_fn agrees with the stored rewards on all {self.num_rows} rows."
+            return (
+                f"reward_fn agrees with the stored rewards on all {counted(self.num_rows, 'row')}."
+            )
         lines = [
-            f"reward_fn differs from the stored reward on {len(self.slots)} of {self.num_rows} rows:"
+            f"reward_fn differs from the stored reward on {len(self.slots)} of "
+            f"{counted(self.num_rows, 'row')}:"
         ]
         worst = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)[:5]
         lines += [

@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorStorage
 
+from trl_storages.arguments import counted
 from trl_storages.keys import DONE, MASK, done_beside
 from trl_storages.rows import Layout
 
@@ -99,8 +100,8 @@ def num_steps_of(
             f"write data.transpose(0, 1) if its last dimension is that of the lanes; or {remedy}"
         )
     raise ValueError(
-        f"a batch for {num_lanes} lanes must be [{num_lanes}, T] (time last) or [{num_lanes}] (one "
-        f"step of each), got {list(batch_size)}; {remedy}."
+        f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or [{num_lanes}] "
+        f"(one step of each), got {list(batch_size)}; {remedy}."
     )
 
 

@@ -165,8 +165,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             index = storage.episodes
         if index is not None and index.num_envs != self.num_envs:
             raise ValueError(
-                f"the storage is written in {index.num_envs} lanes already, got num_envs="
-                f"{self.num_envs}."
+                f"the storage was made with num_envs={index.num_envs}, got {self.num_envs}: pass the one "
+                "that it was made with, or make another."
             )
         super().register_storage(storage)
         self._num_registered += 1
