@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.multiprocessing
+import torchrl
 from hypothesis import HealthCheck, settings
 from on_gpu import waiting_raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
 torch.set_num_threads(1)
+# TorchRL's environments and collectors return to this number when they are closed.
+torchrl._THREAD_POOL_INIT = 1
 # The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 

@@ -1,6 +1,10 @@
 """What the README and the guides show runs, and the README's commands are there for `.ci/run` to take."""
 
+import ast
+import builtins
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium
@@ -128,9 +132,31 @@ def test_what_a_batch_holds_is_listed():
 
 
 @pytest.mark.parametrize(
-    ("page", "first"), [("parts.md", "nn.GRU("), ("several_machines.md", "def play(replay")]
+    ("page", "line", "at_most"),
+    [
+        ("parts.md", "loss = SACLoss(", 40),
+        ("coming_from.md", "loss_module = SACLoss(", 40),
+        ("parts.md", "offline = from_arrays(", 40),
+        ("parts.md", "nn.GRU(", 35),
+        ("on_disk.md", "FrameStackObservation(", 40),
+        ("several_machines.md", "def play(replay", 35),
+    ],
+    ids=["SAC", "TorchRL's SAC", "offline", "recurrent", "pixels", "Ray"],
 )
-def test_programs_to_take_over_are_short(page, first):
+def test_programs_to_take_over_are_whole_and_short(page, line, at_most):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "tutorials" / page).read_text(), re.DOTALL)
-    (program,) = [block for block in blocks if first in block]
-    assert len([line for line in program.splitlines() if line.strip()]) <= 35
+    (program,) = [block for block in blocks if line in block]
+    assert program.startswith(("import ", "from "))
+    assert len([each for each in program.splitlines() if each.strip()]) <= at_most
+    ruff = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length=100", "-"]
+    formatted = subprocess.run(ruff, input=program, capture_output=True, text=True, check=True)
+    assert formatted.stdout == program
+    known = {*dir(builtins)}
+    for node in ast.walk(ast.parse(program)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                known.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                known |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
+    used = {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
+    assert used <= known, "a program needs nothing from other blocks"
