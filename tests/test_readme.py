@@ -32,7 +32,8 @@ KEPT_ON_GPU = KEPT.with_name("cuda.json")
     [README, *(guide for guide in GUIDES if guide.name not in ELSEWHERE)],
     ids=lambda page: page.stem,
 )
-def test_python_blocks_run_one_after_another(page):
+def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     check_md_file(page, memory=True)
 
 
@@ -154,7 +155,9 @@ def test_programs_to_take_over_are_whole_and_short(page, line, at_most):
     known = {*dir(builtins)}
     for node in ast.walk(ast.parse(program)):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+            case (
+                ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name)
+            ):
                 known.add(name)
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 known |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
