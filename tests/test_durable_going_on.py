@@ -185,7 +185,7 @@ class TestOtherLanes:
         storage = self.build(tmp_path, 2)
         Loop().write(3, storage)
         storage.close()
-        with pytest.raises(ValueError, match="in 2 lanes"):
+        with pytest.raises(ValueError, match="num_envs=2, got 3: pass"):
             self.build(tmp_path, 3)
         self.build(tmp_path, 2).validate()
 
