@@ -39,15 +39,17 @@ def test_whole_rows(kernels, shape, num_words):
 @BACKENDS
 @pytest.mark.parametrize("num_rows", [0, 40])
 @pytest.mark.parametrize("spans", [[], [(0, 8, 8)], [(3, 9, 1), (8, 1200, 30), (8, 40, 30)]])
-def test_rows_that_others_lend_some_bytes(kernels, num_rows, spans):
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_rows_that_others_lend_some_bytes(kernels, num_rows, spans, everywhere):
     rows, slots = random_rows(0, 20, 300), random_slots(1, (num_rows,), 20)
     out = random_rows(2, num_rows, 200)
     before = bits(out).numpy().copy()
     spans = np.array([(*span, 1600) for span in spans], np.int64).reshape(-1, 4)
-    kernels.RowTable(rows).copy_into(out, slots, spans)
+    where = None if everywhere else random_slots(3, (num_rows,), 20) < 0
+    kernels.RowTable(rows).copy_into(out, slots, spans, where)
     for row in range(num_rows):
         expected = before[row]
-        for start, to, size, _ in spans:
+        for start, to, size, _ in spans if everywhere or where[row] else []:
             expected[to : to + size] = bits(rows)[slots[row], start : start + size]
         np.testing.assert_array_equal(bits(out)[row].numpy(), expected)
 

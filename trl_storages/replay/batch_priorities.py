@@ -53,8 +53,10 @@ def drawn_priorities(
             "temporal-difference errors."
         )
     anchor = data.get(keys.ANCHOR_INDEX, None)
-    for key in (keys.INDEX,) if anchor is None else (keys.VALIDITY_MASK, keys.LEARNING_MASK):
-        if data.get(key, None) is None:
+    named = (keys.INDEX,) if anchor is None else (keys.VALIDITY_MASK, keys.LEARNING_MASK)
+    saying = [data.get(key, None) for key in named]
+    for key, entry in zip(named, saying, strict=True):
+        if entry is None:
             raise KeyError(
                 f"the batch lacks its entry {key!r}, which says what was drawn; its keys are "
                 f"{sorted(map(str, data.keys()))}: pass it with all that sample() put into it."
@@ -76,12 +78,12 @@ def drawn_priorities(
         )
     num_sequences, given = rows.numel() // num_steps, priority.shape
     is_one_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
-    if not is_one_each:
+    if not is_one_each and given != rows:
         for shape in {rows, torch.Size([rows.numel()])}:
             _check_not_broadcast(priority, shape, name)
     priority = priority.detach().reshape(-1)
     if anchor is None:
-        slots = data.get(keys.INDEX)
+        [slots] = saying
     else:
         slots = anchor.reshape(-1, num_steps)[:, 0]
         stamp = None if stamp is None else stamp.reshape(-1, num_steps)[:, 0]
@@ -101,7 +103,8 @@ def drawn_priorities(
     priority = _one_each(priority, rows.numel(), reduction)
     if anchor is None:
         return slots, priority, stamp
-    learnt = (data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)).reshape(-1)
+    valid, learning = saying
+    learnt = (valid & learning).reshape(-1)
     return slots, torch.where(learnt, priority, 0).reshape(-1, num_steps).amax(1), stamp
 
 

@@ -6,7 +6,7 @@ Letters: B samples, N rows.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,21 @@ from trl_storages._torchrl import set_entry
 from trl_storages.kernels.memory import on_device
 from trl_storages.keys import next_key
 from trl_storages.rows.layout import Layout
-from trl_storages.rows.packed import PackedStorage
+from trl_storages.rows.packed import PackedStorage, Taken
 from trl_storages.rows.views import nest
 
 __all__ = [
     "BatchedFields",
+    "Copied",
     "FollowingFields",
     "SingleFields",
     "StoredFields",
     "read_fields",
     "stored_fields",
 ]
+
+#: A field, `[B]` int64 the other rows that it is read from, and `[B]` bool for which rows.
+Copied = tuple[NestedKey, torch.Tensor, torch.Tensor]
 
 # Shorter rows are gathered whole on first access, which costs about as much as one field.
 _SHORT = 4096  # bytes
@@ -85,6 +89,10 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         """Returns all fields in new memory, with `entries` added or replacing them."""
 
+    def take(self, targets: Sequence[NestedKey], copied: Copied) -> bool:
+        """Fills fields with a field of other rows from now on; returns False if they can't be."""
+        return False
+
     def packed(self) -> tuple[Layout, torch.Tensor] | None:
         """Returns the layout and the `[*B, W]` int64 rows if they are gathered whole, else None."""
         return None
@@ -94,6 +102,7 @@ class _WholeRows(StoredFields):
     """Packed rows, gathered whole on the first access to a field."""
 
     _block: torch.Tensor | None = None
+    _taken: Taken | None = None
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         layout, block = self.packed()
@@ -104,8 +113,18 @@ class _WholeRows(StoredFields):
 
     def packed(self) -> tuple[Layout, torch.Tensor]:
         if self._block is None:
-            self._block = self.storage.gather(self.slots, self.following)
+            self._block = self.storage.gather(self.slots, self.following, self._taken)
         return self.storage.layout, self._block
+
+    def take(self, targets: Sequence[NestedKey], copied: Copied) -> bool:
+        source, slots, where = copied
+        wanted = (source, *targets)
+        spans = self.storage.layout.spans_to[wanted]
+        if spans is None or self._taken is not None or slots.device != self.slots.device:
+            return False
+        self._taken, self._block = (slots, spans, where), None
+        self.clear()
+        return True
 
     def follow(self, slots: torch.Tensor) -> None:
         self.following, self._block = slots, None

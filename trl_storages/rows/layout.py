@@ -180,6 +180,9 @@ class Layout:
             self._stored_views = Views(stored, self.stored_nbytes)
         #: The places of fields, by their keys.
         self.places_of = _PlacesOf(self)
+        #: The spans with which `RowTable.copy_into` copies a field into others, by their keys; None if
+        #: they are not fields of one dtype and shape, or are stacks.
+        self.spans_to = _SpansTo(self)
 
     @cached_property
     def rooted(self) -> np.ndarray:
@@ -491,6 +494,23 @@ class _PlacesOf(dict[tuple[NestedKey, ...], tuple[dict[NestedKey, Place], list[N
         stacks = [key for key in keys if key in self._layout.stacks]
         fields = [self._layout.framed.field(key) for key in keys if key not in stacks]
         self[keys] = {it.key: (it.start_byte, it.dtype, it.shape) for it in fields}, stacks
+        return self[keys]
+
+
+class _SpansTo(dict[tuple[NestedKey, ...], "np.ndarray | None"]):
+    """The spans that copy a field of framed rows into fields of whole rows, by all their keys."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def __missing__(self, keys: tuple[NestedKey, ...]) -> np.ndarray | None:
+        layout, self[keys] = self._layout, None
+        if all(key in layout for key in keys) and layout.stacks.keys().isdisjoint(keys):
+            first, *rest = map(layout.field, keys)
+            if all((it.dtype, it.shape) == (first.dtype, first.shape) for it in rest):
+                start, size = layout.framed.field(keys[0]).start_byte, first.num_bytes
+                spans = [(start, it.start_byte, size, layout.row_nbytes) for it in rest]
+                self[keys] = np.array(spans)
         return self[keys]
 
 

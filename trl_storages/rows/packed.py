@@ -13,6 +13,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import LazyTensorStorage, Storage
@@ -45,7 +46,10 @@ from trl_storages.signatures import answers_names, shown
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
 
-__all__ = ["PackedStorage", "check_writable"]
+__all__ = ["PackedStorage", "Taken", "check_writable"]
+
+#: `[B]` int64 other rows, the spans that are copied from them, and `[B]` bool for which rows.
+Taken = tuple[torch.Tensor, np.ndarray, torch.Tensor]
 
 _NO_SHARED_LAYOUT = (
     "the layout of rows must be fixed before other processes write them: make the storage for the spaces "
@@ -598,19 +602,23 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         slots = torch.arange(size, device=self.device)[index]
         return self.layout.tensordict(self.gather(slots.reshape(-1))).reshape(slots.shape)  # type: ignore
 
-    def gather(self, slots: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(
+        self, slots: torch.Tensor, following: torch.Tensor | None = None, taken: Taken | None = None
+    ) -> torch.Tensor:
         """Gathers rows on the device of batches.
 
         Args:
             slots: `[*B]` int64.
             following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows
                 themselves.
+            taken: fields that come from other rows, as `RowTable.copy_into` takes them: these rows, the
+                spans to copy, and where.
 
         Returns:
             `[*B, W]` int64 in new memory.
         """
         if self.files is not None:
-            self.files.note(slots, following)
+            self.files.note(slots, following, None if taken is None else taken[0])
         table: RowTable = self.table  # type: ignore[assignment]
         is_sent_away = self.is_sent_away
         is_pinned = is_sent_away and self.device.type == "cpu" and sendable(self.out_device)  # type: ignore[arg-type]
@@ -619,6 +627,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         else:
             spans = self.layout.following  # type: ignore[union-attr]
             block = table.pick(slots, following, spans, pin_memory=is_pinned)
+        if taken is not None:
+            table.copy_into(block, *taken)
         return on_device(block, self.out_device) if is_sent_away else block  # type: ignore[arg-type]
 
     def read(

@@ -16,6 +16,7 @@ from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.rows.fields import (
     BatchedFields,
+    Copied,
     FollowingFields,
     SingleFields,
     StoredFields,
@@ -50,8 +51,10 @@ class RowView:
     Attributes:
         slots: `[*B]` int64 slots of the rows, on the device of the storage.
         device: where entries are.
+        copied: the definitions of entries that the gather of these rows copies, see `define`.
     """
 
+    copied: _Definitions = _AS_STORED
     # The rows that supply the entries under `next`, if they are others, and the definitions before that.
     _following: FollowingFields | None = None
     _followed: _Definitions = _AS_STORED
@@ -94,7 +97,7 @@ class RowView:
         if entry is not None:
             return entry
         definition = self._defined.get(key)
-        if definition is None:
+        if definition is None or self.copied.get(key) is definition:
             return self._stored[key]
         rule, before, _ = definition
         if rule is None:
@@ -109,6 +112,7 @@ class RowView:
         else:
             seen = RowView(self._stored, None, before)
             seen._following, seen._followed = following, self._followed
+            seen.copied = self.copied
         for found, value in rule(seen, key).items():
             # Keep what was set or defined since, and what other rows supply.
             if self._defined.get(found) is definition and (
@@ -130,7 +134,12 @@ class RowView:
         return tuple(dict.fromkeys((*self._stored.names(), *self._defined, *self._entries)))
 
     def define(
-        self, keys: Collection[NestedKey], rule: Rule, *, reads: Collection[NestedKey] = ()
+        self,
+        keys: Sequence[NestedKey],
+        rule: Rule,
+        *,
+        reads: Collection[NestedKey] = (),
+        copied: Copied | None = None,
     ) -> None:
         """Defines entries by a rule, for these rows and for further ones.
 
@@ -140,8 +149,13 @@ class RowView:
                 entry, and others if they come for free. The rows are these, or further ones `[n, B]`,
                 to which values `[B]` of the samples broadcast.
             reads: entries that the rule reads, so that those of further rows are gathered in one call.
+            copied: which entry of which other rows the rule copies, and where, if it does no more: then
+                the gather of these rows may copy it.
         """
-        definition = rule, self._defined, _stored_for(reads, self._defined) if reads else ()
+        definition = rule, self._defined, reads
+        # Entries that were defined before may be computed from these as they are stored.
+        if copied is not None and not self._defined and self._stored.take(keys, copied):
+            self.copied = dict.fromkeys(keys, definition)
         self._defined = defined = {**self._defined}
         for key in keys:
             defined[key] = definition
@@ -241,11 +255,12 @@ class RowView:
         self._stored.batch, self._entries = batch, {}
 
 
-def _stored_for(keys: Collection[NestedKey], defined: _Definitions) -> Collection[NestedKey]:
+def _stored_for(keys: Collection[NestedKey], defined: _Definitions) -> dict[NestedKey, None]:
     """Returns the stored fields that are read for entries under such rules."""
     found: dict[NestedKey, None] = {}
     for key in keys:
-        found.update(dict.fromkeys(defined[key][2] if key in defined else (key,)))
+        _, before, reads = defined.get(key, (None, defined, None))
+        found.update({key: None} if reads is None else _stored_for(reads, before))
     return found
 
 

@@ -74,7 +74,8 @@ class Views:
             parts = rows.view(dtype).split_with_sizes(sizes, -1)
             views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
         for place, shape in self._shapes:
-            views[place] = views[place].view(rows.shape[:-1] + shape)
+            # Several ints are parsed faster than a size.
+            views[place] = views[place].view(*rows.shape[:-1], *shape)
         for place, field in self._stacked:
             views[place] = field.as_stacks(views[place], rows.shape[:-1])
         return dict(zip(self._keys, views, strict=True))

@@ -187,8 +187,10 @@ class HERSampler(WrappingSampler):
             noise = noise[: index.shape[0]]
         kinds = self._kinds(noise)
         steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
-        goals, mask = episodes.ring.goals(index.to(noise.device), noise, kinds, self._names, steps)
-        info[self._index_key], info[self._mask_key] = goals.to(index.device), mask.to(index.device)
+        if index.device != noise.device:
+            index = on_device(index, noise.device)
+        goals = episodes.ring.goals(index, noise, kinds, self._names, steps)
+        info[self._index_key], info[self._mask_key] = goals
         return index, info
 
     def _kinds(self, noise: torch.Tensor) -> torch.Tensor:

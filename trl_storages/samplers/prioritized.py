@@ -289,18 +289,18 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         if stamp is not None:
             arguments.tensor("stamp", stamp)
         self._settle(storage)
-        slots, priority = (
-            on_device(slots, self.device),
-            on_device(priority, self.device, torch.float32),
-        )
+        # The table may have moved to the storage's device.
+        device = self.device
+        slots, priority = on_device(slots, device), on_device(priority, device, torch.float32)
         if priority.numel() == 1:
             priority = priority.reshape(1).expand(slots.numel())
         for name, given in (("priority", priority), ("stamp", stamp)):
             if given is not None and given.numel() != slots.numel():
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
-            stamp = on_device(stamp, self.device).reshape(-1)
-        self._marked, self._unanswered = None, -math.inf
+            stamp = on_device(stamp, device).reshape(-1)
+        # `Sealed.__setattr__` would take longer.
+        self.__dict__.update(_marked=None, _unanswered=-math.inf)
         self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:

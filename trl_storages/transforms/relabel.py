@@ -159,8 +159,6 @@ class GoalRelabel(ReplayTransform):
                 f"draws; pass sampler=HERSampler({of_key}...) to the ReplayStorage, with the HERSampler "
                 "of other goals, if there is one, as base= of it."
             ) from None
-        achieved = self.next_achieved_goal_key
-        goals = rows.at(index, (achieved,))[achieved]
         written, following = self._written
         stored = self._written
         if self.goal_key is not None and written not in rows:
@@ -168,24 +166,58 @@ class GoalRelabel(ReplayTransform):
             stored = self._desired
         before = dict(zip(self._written, stored, strict=True))
         has_next = stored[1] in rows
-        is_drawn = mask.view(-1, *(1,) * (goals.ndim - 1))
-        relabelled = partial(_relabelled, goals, is_drawn, before)
-        rows.define(self._written if has_next else (written,), relabelled)
+        others, achieved = rows.at(index), self.next_achieved_goal_key
+        targets = self._written if has_next else (written,)
+        copied = (achieved, index, mask) if stored is self._written else None
+        rows.define(targets, partial(self._goals, others, mask, before), copied=copied)
         if not has_next:
             # Without a stored next goal, the goal is constant.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
-            reads = self.next_achieved_goal_key, self.reward_key, *self.info_keys
-            rows.define((self.reward_key,), partial(self._rewards, goals, mask), reads=reads)
+            reads = achieved, self.reward_key, *self.info_keys
+            rows.define((self.reward_key,), partial(self._rewards, others, mask), reads=reads)
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
-            reads = self.next_achieved_goal_key, self.truncated_key, *flags, *self.info_keys
-            rows.define(flags, partial(self._flags, goals, mask), reads=reads)
+            reads = achieved, self.truncated_key, *flags, *self.info_keys
+            rows.define(flags, partial(self._flags, others, mask), reads=reads)
+
+    def _goals(
+        self,
+        others: RowView,
+        mask: torch.Tensor,
+        before: Mapping[NestedKey, NestedKey],
+        seen: RowView,
+        key: NestedKey,
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Returns desired goals `[*n, B, *G]`, replaced by those that others achieved where drawn.
+
+        Args:
+            others: `[B]` the rows whose achieved goals are drawn.
+            mask: `[B]` bool, where they are.
+            before: key -> the entry that holds the goals that are not replaced.
+            seen: the rows.
+            key: of the goals.
+        """
+        goals, stored = others[self.next_achieved_goal_key], seen[before[key]]
+        if goals.dtype is not stored.dtype:
+            if goals.is_floating_point() and not stored.is_floating_point():
+                raise TypeError(
+                    "the desired goal must be floating, as the achieved goal is "
+                    f"({goals.dtype}), got {stored.dtype}: goals that were reached would be truncated."
+                )
+            goals = goals.to(stored.dtype)
+        shape = stored.shape[stored.ndim - goals.ndim + 1 :]
+        if goals.shape[1:] != shape:
+            raise ValueError(
+                f"the achieved goal must have the desired goal's shape {list(shape)}, got "
+                f"{list(goals.shape[1:])}."
+            )
+        return {key: torch.where(mask.view(-1, *(1,) * len(shape)), goals, stored)}
 
     def _rewards(
-        self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, key: NestedKey
+        self, others: RowView, mask: torch.Tensor, seen: RowView, key: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        computed = self._ask("reward_fn", seen, goals, seen.slots.shape)
+        computed = self._ask("reward_fn", seen, self._drawn(others, seen), seen.slots.shape)
         stored = _one_a_row(seen, key)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
@@ -193,9 +225,9 @@ class GoalRelabel(ReplayTransform):
         return {key: torch.where(mask.unsqueeze(-1), computed, stored)}
 
     def _flags(
-        self, goals: torch.Tensor, mask: torch.Tensor, seen: RowView, _: NestedKey
+        self, others: RowView, mask: torch.Tensor, seen: RowView, _: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        terminated = self._ask("terminated_fn", seen, goals, seen.slots.shape)
+        terminated = self._ask("terminated_fn", seen, self._drawn(others, seen), seen.slots.shape)
         if terminated.dtype is not torch.bool:
             # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
@@ -205,6 +237,11 @@ class GoalRelabel(ReplayTransform):
         done, mask = terminated | seen[self.truncated_key], mask.unsqueeze(-1)
         flags = {self.terminated_key: terminated, self.done_key: done}
         return {key: torch.where(mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()}
+
+    def _drawn(self, others: RowView, seen: RowView) -> torch.Tensor:
+        """Returns goals `[B, *G]`, the drawn ones where there are any."""
+        written, achieved = self._written[0], self.next_achieved_goal_key
+        return seen[written] if written in seen.copied else others[achieved]
 
     def _ask(
         self,
@@ -358,39 +395,6 @@ def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) ->
     """
     goals = rows[relabel.next_desired_goal_key]
     return relabel._ask("reward_fn", rows, goals, goals.shape[:1])
-
-
-def _relabelled(
-    goals: torch.Tensor,
-    is_drawn: torch.Tensor,
-    before: Mapping[NestedKey, NestedKey],
-    seen: RowView,
-    key: NestedKey,
-) -> dict[NestedKey, torch.Tensor]:
-    """Returns desired goals `[*n, B, *G]`, replaced by the drawn goals `[B, *G]` where `is_drawn`.
-
-    Args:
-        goals: as drawn.
-        is_drawn: `[B, *]` bool.
-        before: key -> the entry that holds the goals that are not replaced.
-        seen: the rows.
-        key: of the goals.
-    """
-    stored = seen[before[key]]
-    if goals.dtype is not stored.dtype:
-        if goals.is_floating_point() and not stored.is_floating_point():
-            raise TypeError(
-                "the desired goal must be floating, as the achieved goal is "
-                f"({goals.dtype}), got {stored.dtype}: goals that were reached would be truncated."
-            )
-        goals = goals.to(stored.dtype)
-    shape = stored.shape[stored.ndim - goals.ndim + 1 :]
-    if goals.shape[1:] != shape:
-        raise ValueError(
-            f"the achieved goal must have the desired goal's shape {list(shape)}, got "
-            f"{list(goals.shape[1:])}."
-        )
-    return {key: torch.where(is_drawn, goals, stored)}
 
 
 def _repeated(entry: torch.Tensor, seen: RowView) -> torch.Tensor:

@@ -74,12 +74,19 @@ class RowTable:
         # Flattened: a row of no bytes has no stride that a view of another dtype could use.
         return picked.reshape(-1).view(dtype).view((*slots.shape, *shape))
 
-    def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
+    def copy_into(
+        self,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        where: torch.Tensor | None = None,
+    ) -> None:
         """Copies bytes of rows to given places; see `kernels.host.rows.RowTable`."""
         into = out.view(torch.uint8)
         for start, to, size, _ in spans.tolist():
             found = self._pick_field(slots, start, torch.uint8, torch.Size([size]))
-            into[:, to : to + size] = found
+            target = into[:, to : to + size]
+            target.copy_(found if where is None else torch.where(where.unsqueeze(1), found, target))
 
     def _counted(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns slots `[B]` counted from the first row; invalid ones stay invalid."""

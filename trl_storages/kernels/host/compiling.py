@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core.caching import FunctionCache
@@ -25,7 +26,9 @@ from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = [
     "LINE",
+    "addressable",
     "are_same_bytes",
+    "array_at",
     "compiled",
     "copy_bytes",
     "fenced",
@@ -91,6 +94,15 @@ def inlined(function: _Loop) -> _Loop:
     return _njit(inline="always")(function)
 
 
+def addressable(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Returns values contiguously, as loops read them from `data_ptr()` on, by `array_at`.
+
+    Making an array of a tensor takes longer than many a loop over it.
+    """
+    is_plain = values.dtype is dtype and values.is_contiguous()
+    return values if is_plain else values.to(dtype).contiguous()
+
+
 @cache
 def _warn_of_no_cache() -> None:
     """Warns once per process."""
@@ -102,6 +114,11 @@ def _warn_of_no_cache() -> None:
 
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+
+    def array_at(address: int, size: int, dtype: Any) -> Any:
+        """Returns the elements of a dtype that begin at an address."""
+        num_bytes = int(size) * np.dtype(dtype).itemsize
+        return np.frombuffer((ctypes.c_char * num_bytes).from_address(int(address)), dtype, size)
 
     def prefetch(array: Any, byte: int) -> None:
         """Does nothing: interpreted loops are too slow to wait for memory."""
@@ -137,6 +154,20 @@ else:
         function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
         # A read, kept in all cache levels, of data.
         builder.call(function, [address, _INT(0), _INT(3), _INT(1)])
+
+    @intrinsic
+    def _pointer(typing_context: Any, address: Any) -> Any:
+        """An address as a pointer."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], _POINTER)
+
+        return types.voidptr(types.int64), generate
+
+    @_njit(inline="always")  # type: ignore[untyped-decorator]
+    def array_at(address: int, size: int, dtype: Any) -> Any:
+        """Returns the elements of a dtype that begin at an address."""
+        return numba.carray(_pointer(address), size, dtype)  # type: ignore[attr-defined, call-arg]
 
     @intrinsic
     def prefetch(typing_context: Any, array: Any, byte: Any) -> Any:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled
+from trl_storages.kernels.host.compiling import addressable, array_at, compiled
 from trl_storages.kernels.tables import ABSENT
 
 __all__ = ["RawPriorities"]
@@ -69,15 +69,13 @@ class RawPriorities:
         Returns:
             `[B]` int64 slots, -1 for ignored ones, and whether the report was rejected.
         """
-        written = np.empty(slots.shape[0], dtype=np.int64)
-        wrong = _report_rows(
-            *self._arrays,
-            slots.numpy(),
-            priorities.numpy(),
-            None if generations is None else generations.numpy(),
-            written,
-        )
-        return torch.from_numpy(written), wrong
+        slots, priorities = addressable(slots), addressable(priorities, torch.float32)
+        written, stamps = torch.empty_like(slots), 0
+        if generations is not None:
+            generations = addressable(generations, torch.int32)
+            stamps = generations.data_ptr()
+        batch = slots.numel(), slots.data_ptr(), priorities.data_ptr(), stamps, written.data_ptr()
+        return written, _report_rows(*self._arrays, *batch)
 
 
 @compiled
@@ -106,12 +104,15 @@ def _report_rows(
     old: np.ndarray,
     old_generations: np.ndarray,
     largest: np.ndarray,
-    slots: np.ndarray,
-    new: np.ndarray,
-    generations: np.ndarray | None,
-    written: np.ndarray,
+    size: int,
+    slots_at: int,
+    new_at: int,
+    generations_at: int,
+    written_at: int,
 ) -> bool:
     """Updates the priorities of rows, and returns whether the report was rejected."""
+    slots, written = array_at(slots_at, size, np.int64), array_at(written_at, size, np.int64)
+    new, generations = array_at(new_at, size, np.float32), array_at(generations_at, size, np.int32)
     wrong = False
     for i in range(slots.shape[0]):
         # NaN fails both comparisons.
@@ -119,7 +120,7 @@ def _report_rows(
     for i in range(slots.shape[0]):
         slot = slots[i]
         there = not wrong and slot >= 0 and old[slot] < ABSENT
-        if there and generations is not None:
+        if there and generations_at:
             there = old_generations[slot] == generations[i]
         written[i] = slot if there else -1
         if there:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.host.compiling import addressable, array_at, compiled, inlined, prefetch
 from trl_storages.kernels.host.writing import Before, Given, NewRows, append_steps, find_gaps
 from trl_storages.kernels.tables import (
     BOUNDARIES,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Ring"]
 
 _SPAN_BYTES = 24
+# Cached views of the tables.
+_VIEWS = ("_arrays", "_ring")
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
 # Samples to prefetch ahead, about the latency of memory.
@@ -61,18 +63,19 @@ class Ring(RingTables):
         """The tables as the loops take them."""
         return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy()
 
-    @property
+    @cached_property
     def _ring(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         return (*self._arrays, self.ring_steps)
 
     def share_memory_(self) -> None:
         """Moves the tables to memory shared with other processes."""
         super().share_memory_()
-        self.__dict__.pop("_arrays", None)
+        for name in _VIEWS:
+            self.__dict__.pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # The views would be pickled as copies.
-        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+        return {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
 
     def given(self, rows: NewRows, block: Block) -> Given:
         """Returns the steps to be written, as the loops take them."""
@@ -184,11 +187,12 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots.
         """
-        numbers = noise.contiguous().numpy()
-        slots = np.empty(numbers.shape, np.int64)
+        noise = addressable(noise)
+        slots, size = torch.empty_like(noise), noise.numel()
         num_newest = self.capacity if window is None else int(window)
-        _draw(self._arrays[2], self.ring_steps, numbers, num_newest, slots)
-        return torch.from_numpy(slots)
+        known = self._arrays[2], self.ring_steps
+        _draw(*known, noise.data_ptr(), size, num_newest, slots.data_ptr())
+        return slots
 
     def goals(
         self,
@@ -212,12 +216,16 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
-        anchors = slots.contiguous().numpy()
-        goals, mask = np.empty(anchors.shape, np.int64), np.empty(anchors.shape, bool)
-        numbers, drawn_as = noise.contiguous().numpy(), kinds.contiguous().numpy()
+        slots, noise, kinds = (
+            addressable(slots),
+            addressable(noise),
+            addressable(kinds, torch.uint8),
+        )
+        goals, mask = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
         onward = _NO_STEPS if steps is None else steps.numpy()
-        _goals(self._ring, anchors, numbers, onward, drawn_as, goals, mask)
-        return torch.from_numpy(goals), torch.from_numpy(mask)
+        batch = [it.data_ptr() for it in (slots, noise, kinds, goals, mask)]
+        _goals(self._ring, slots.numel(), onward, *batch)
+        return goals, mask
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns each row with those that follow it in its episode.
@@ -230,11 +238,11 @@ class Ring(RingTables):
             `[n, B]` int64 slots, the row itself first; past the end of the episode, its last row is
             repeated. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        anchors = slots.contiguous().numpy()
-        windows = np.empty((num_rows, len(anchors)), np.int64)
-        lengths = np.empty(anchors.shape, np.int64)
-        _windows(self._ring, anchors, windows, lengths)
-        return torch.from_numpy(windows), torch.from_numpy(lengths)
+        slots = addressable(slots)
+        windows, lengths = slots.new_empty(num_rows, slots.numel()), torch.empty_like(slots)
+        batch = [it.data_ptr() for it in (slots, windows, lengths)]
+        _windows(self._ring, slots.numel(), num_rows, *batch)
+        return windows, lengths
 
     def sequences(
         self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
@@ -273,9 +281,10 @@ class Ring(RingTables):
         Returns:
             `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, some of them empty.
         """
-        starts, stops = np.empty((2, 2 * self.num_envs), np.int64)
-        _newest_ranges(self._arrays[2], self.ring_steps, int(window), lane_leaves, starts, stops)
-        return torch.from_numpy(starts), torch.from_numpy(stops)
+        starts, stops = (torch.empty(2 * self.num_envs, dtype=torch.int64) for _ in range(2))
+        ranges = starts.data_ptr(), stops.data_ptr()
+        _newest_ranges(self._arrays[2], self.ring_steps, int(window), lane_leaves, *ranges)
+        return starts, stops
 
 
 @inlined
@@ -361,7 +370,8 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
 
 
 @compiled
-def _draw(lanes: Any, room: int, noise: Any, num_newest: int, slots: Any) -> None:
+def _draw(lanes: Any, room: int, noise_at: int, size: int, num_newest: int, slots_at: int) -> None:
+    noise, slots = array_at(noise_at, size, np.int64), array_at(slots_at, size, np.int64)
     num_rows = 0
     for lane in range(len(lanes)):
         num_rows += lanes[lane, CURSOR] - lanes[lane, TAIL]
@@ -415,8 +425,18 @@ def _shift(slot: int, steps: int, num_lanes: int, num_slots: int) -> int:
 
 @compiled
 def _goals(
-    ring: Any, slots: Any, noise: Any, steps: Any, kinds: Any, goals: Any, mask: Any
+    ring: Any,
+    size: int,
+    steps: Any,
+    slots_at: int,
+    noise_at: int,
+    kinds_at: int,
+    goals_at: int,
+    mask_at: int,
 ) -> None:
+    slots, noise = array_at(slots_at, size, np.int64), array_at(noise_at, size, np.int64)
+    kinds, goals = array_at(kinds_at, size, np.uint8), array_at(goals_at, size, np.int64)
+    mask = array_at(mask_at, size, np.bool_)
     episode, _, lanes, room = ring
     num_lanes, num_slots = len(lanes), len(episode)
     first, last, oldest = _bounds(ring, slots)
@@ -425,7 +445,7 @@ def _goals(
         mask[i] = kinds[i] > 0
         any_random |= kinds[i] == _RANDOM
     if any_random:
-        _draw(lanes, room, noise, num_slots, goals)
+        _draw(lanes, room, noise_at, size, num_slots, goals_at)
     for i in range(len(slots)):
         kind, begin, end = kinds[i], max(first[i], oldest[i]), last[i]
         if kind == _RANDOM:
@@ -443,12 +463,16 @@ def _goals(
 
 
 @compiled
-def _windows(ring: Any, slots: Any, windows: Any, lengths: Any) -> None:
-    num_lanes, num_slots, num_rows = len(ring[2]), len(ring[0]), len(windows)
+def _windows(
+    ring: Any, size: int, num_rows: int, slots_at: int, windows_at: int, lengths_at: int
+) -> None:
+    slots, lengths = array_at(slots_at, size, np.int64), array_at(lengths_at, size, np.int64)
+    windows = array_at(windows_at, num_rows * size, np.int64)
+    num_lanes, num_slots = len(ring[2]), len(ring[0])
     _, last, _ = _bounds(ring, slots)
     for i in range(len(slots)):
         for j in range(num_rows):
-            windows[j, i] = _shift(slots[i], min(j, last[i]), num_lanes, num_slots)
+            windows[j * size + i] = _shift(slots[i], min(j, last[i]), num_lanes, num_slots)
         lengths[i] = min(num_rows, last[i] + 1)
 
 
@@ -483,9 +507,11 @@ def _sequences(
 
 @compiled
 def _newest_ranges(
-    lanes: Any, room: int, window: int, lane_leaves: int, starts: Any, stops: Any
+    lanes: Any, room: int, window: int, lane_leaves: int, starts_at: int, stops_at: int
 ) -> None:
     num_lanes = len(lanes)
+    starts = array_at(starts_at, 2 * num_lanes, np.int64)
+    stops = array_at(stops_at, 2 * num_lanes, np.int64)
     order, first_age, first_rank, fill, num_rows = _by_age(lanes)
     level = _level(first_rank, window)
     sharing, left = num_lanes - level, window - first_rank[level]

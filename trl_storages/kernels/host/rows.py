@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import LINE, compiled, copy_bytes, prefetch
+from trl_storages.kernels.host.compiling import (
+    LINE,
+    addressable,
+    array_at,
+    compiled,
+    copy_bytes,
+    is_set,
+    prefetch,
+)
 from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
 from trl_storages.kernels.memory import new_batch
 
@@ -107,7 +115,13 @@ class RowTable:
             self._copy(slots, np.array(spans), 0)
         return found
 
-    def copy_into(self, out: torch.Tensor, slots: torch.Tensor, spans: np.ndarray) -> None:
+    def copy_into(
+        self,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        spans: np.ndarray,
+        where: torch.Tensor | None = None,
+    ) -> None:
         """Copies bytes of rows to given places.
 
         Args:
@@ -115,17 +129,21 @@ class RowTable:
             slots: `[B]` int64; negative ones count from the end.
             spans: `[n, 4]` int64: the first byte in a row, the first byte in a row of `out`, how many
                 bytes, and the bytes from one row of `out` to the next.
+            where: `[B]` bool, which rows to copy; None copies all.
 
         Raises:
             IndexError: a slot is outside of the rows.
         """
-        self._copy(slots, spans, out.data_ptr())
+        if where is not None:
+            where = addressable(where, torch.bool)
+        self._copy(slots, spans, out.data_ptr(), 0 if where is None else where.data_ptr())
 
-    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
-        """Copies bytes of rows to an address, as `copy_into` does."""
-        flat = slots.numpy().reshape(-1)
-        if (wrong := _pick(self.array, flat, spans, out)) >= 0:
-            raise not_found(flat[wrong], len(self.array))
+    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int, where: int = 0) -> None:
+        """Copies bytes of rows to an address, as `copy_into` does; `where` is an address, or 0."""
+        slots = addressable(slots)
+        wrong = _pick(self.array, slots.data_ptr(), slots.numel(), spans, out, where)
+        if wrong >= 0:
+            raise not_found(int(slots.view(-1)[wrong]), len(self.array))
 
     def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
         """Returns where the values of rows under `next` are.
@@ -181,8 +199,9 @@ def fold(
     if rewards.dtype is not torch.float32 or dtype is not torch.float32:
         rewards = rewards.double()
     out = torch.empty(rewards.shape[1], dtype=rewards.dtype)
-    _fold(rewards.contiguous().numpy(), length.numpy(), weights.numpy(), out.numpy())
-    return out.to(dtype)
+    length, weights = addressable(length), addressable(weights, torch.float64)
+    _fold(rewards.contiguous().numpy(), length.data_ptr(), weights.data_ptr(), out.numpy())
+    return out if out.dtype is dtype else out.to(dtype)
 
 
 def not_found(slot: int, num_rows: int) -> IndexError:
@@ -191,8 +210,11 @@ def not_found(slot: int, num_rows: int) -> IndexError:
 
 
 @compiled
-def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> int:
+def _pick(
+    table: np.ndarray, slots_at: int, num_slots: int, spans: np.ndarray, out: int, where: int
+) -> int:
     """Copies bytes of each row; returns the position of the first invalid slot, or -1."""
+    slots = array_at(slots_at, num_slots, np.int64)
     address, num_rows, row_bytes = table.ctypes.data, table.shape[0], table.shape[1] * _WORD
     if spans.shape[0] == 0:
         return -1
@@ -211,6 +233,8 @@ def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
                 prefetch(table, first + byte)
             # The last byte may be in one more line.
             prefetch(table, first + high - 1)
+        if where and not is_set(where + i):
+            continue
         slot = slots[i]
         if slot < 0:
             slot += num_rows
@@ -224,8 +248,10 @@ def _pick(table: np.ndarray, slots: np.ndarray, spans: np.ndarray, out: int) -> 
 
 
 @compiled
-def _fold(rewards: np.ndarray, length: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
-    for b in range(length.shape[0]):
+def _fold(rewards: np.ndarray, length_at: int, weights_at: int, out: np.ndarray) -> None:
+    length = array_at(length_at, rewards.shape[1], np.int64)
+    weights = array_at(weights_at, rewards.shape[0], np.float64)
+    for b in range(rewards.shape[1]):
         total = 0.0
         for i in range(length[b]):
             total += weights[i] * rewards[i, b]

@@ -107,14 +107,14 @@ class SharedTable(RowTable):
         if following is None:
             following, spans = slots, _NO_SPANS
         to = out.data_ptr(), self._num_words * _WORD
-        self._copy_seen(slots, following, spans, 0, self._next_bytes, True, *to)
+        self._copy_seen(slots, following, spans, 0, self._next_bytes, True, *to, 0)
         return out
 
-    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int) -> None:
+    def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int, where: int = 0) -> None:
         is_own = spans[:, 0] >= self._next_bytes
-        super()._copy(slots, spans[is_own] - self._moved, out)
+        super()._copy(slots, spans[is_own] - self._moved, out, where)
         for start, to, size, pitch in spans[~is_own].tolist():
-            self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch)
+            self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch, where)
 
     def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor, *what: Any) -> None:
         """Copies bytes of next values, optionally followed by those of the stored row.
@@ -277,6 +277,7 @@ def _pick(
     with_own: bool,
     out: int,
     pitch: int,
+    where: int,
 ) -> int:
     """Copies rows as they are read.
 
@@ -301,6 +302,7 @@ def _pick(
         with_own: whether to append the stored row itself.
         out: an address.
         pitch: bytes from one row to the next at `out`.
+        where: address of `[B]` bool, which rows to copy; 0 copies all.
 
     Returns:
         the position of the first invalid slot, or -1.
@@ -321,6 +323,8 @@ def _pick(
             _ask_for(table, after + start, size)
             if with_own:
                 _ask_for(table, slots[ahead] * row_bytes, row_bytes)
+        if where and not is_set(where + i):
+            continue
         slot, lender = slots[i], lenders[i]
         slot = slot + num_rows if slot < 0 else slot
         lender = lender + num_rows if lender < 0 else lender

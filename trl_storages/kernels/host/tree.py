@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.host.compiling import addressable, array_at, compiled, inlined, prefetch
 from trl_storages.kernels.tables import FAN_OUT, level_starts
 
 __all__ = ["SumTree"]
 
 _INFINITY = np.inf
-_NO_LEAVES = np.zeros(0, np.int64)
 
 
 class SumTree:
@@ -72,7 +71,9 @@ class SumTree:
             slots: `[B]` int64; negative ones are ignored.
             weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
-        new = slots.numpy(), self.num_lanes, self.lane_leaves, weights.numpy()
+        slots, weights = addressable(slots), addressable(weights, torch.float64)
+        batch = slots.data_ptr(), slots.numel(), weights.data_ptr(), weights.numel()
+        new = *batch, self.num_lanes, self.lane_leaves
         _set_leaves(self._sums, self._starts, *new, False)
         if self._least is not None:
             _set_leaves(self._least, self._starts, *new, True)
@@ -123,13 +124,16 @@ class SumTree:
         Returns:
             `[B]` int64 slots and `[B]` float64 their weights. Some slot must have a positive weight.
         """
-        slots, weights = np.empty(noise.shape[0], dtype=np.int64), np.empty(noise.shape[0])
-        first = last = _NO_LEAVES
+        noise = addressable(noise)
+        slots, weights = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.float64)
+        ranges = 0, 0, 0
         if start is not None and stop is not None:
-            first, last = start.numpy(), stop.numpy()
-        ranges, lanes = (first, last), (self.num_lanes, self.lane_leaves)
-        _draw(self._sums, self._starts, *ranges, *lanes, noise.numpy(), slots, weights)
-        return torch.from_numpy(slots), torch.from_numpy(weights)
+            start, stop = addressable(start), addressable(stop)
+            ranges = start.numel(), start.data_ptr(), stop.data_ptr()
+        lanes = self.num_lanes, self.lane_leaves
+        batch = [it.data_ptr() for it in (noise, slots, weights)]
+        _draw(self._sums, self._starts, *ranges, *lanes, noise.numel(), *batch)
+        return slots, weights
 
     def keep_least(self, keep: bool) -> None:
         """Starts or stops tracking the least weight below each node, which `least` needs.
@@ -257,20 +261,26 @@ def _find_edges(
 def _draw(
     sums: np.ndarray,
     starts: np.ndarray,
-    first: np.ndarray,
-    last: np.ndarray,
+    num_ranges: int,
+    first_at: int,
+    last_at: int,
     num_lanes: int,
     lane_leaves: int,
-    noise: np.ndarray,
-    slots: np.ndarray,
-    weights: np.ndarray,
+    batch: int,
+    noise_at: int,
+    slots_at: int,
+    weights_at: int,
 ) -> None:
     """Draws `[B]` slots within `[R]` ranges, or from all leaves if there are none, and their weights.
 
     Goes level by level over the whole batch, so that the reads of a level do not wait for one another.
     """
+    noise, slots = array_at(noise_at, batch, np.int64), array_at(slots_at, batch, np.int64)
+    weights = array_at(weights_at, batch, np.float64)
+    first = array_at(first_at, num_ranges, np.int64)
+    last = array_at(last_at, num_ranges, np.int64)
     nodes, parts, totals = _find_edges(sums, starts, first, last)
-    batch, depth, num_ranges = noise.shape[0], nodes.shape[1], nodes.shape[2]
+    depth = nodes.shape[1]
     ends = np.empty(num_ranges)
     total, highest = 0.0 if num_ranges else sums[0], 0
     for r in range(num_ranges):
@@ -342,13 +352,17 @@ def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: boo
 def _set_leaves(
     nodes: np.ndarray,
     starts: np.ndarray,
-    slots: np.ndarray,
+    slots_at: int,
+    num_slots: int,
+    weights_at: int,
+    num_weights: int,
     num_lanes: int,
     lane_leaves: int,
-    weights: np.ndarray,
     is_least: bool,
 ) -> None:
     """Sets the weights of slots, and recomputes the nodes above their leaves."""
+    slots = array_at(slots_at, num_slots, np.int64)
+    weights = array_at(weights_at, num_weights, np.float64)
     depth = starts.shape[0] - 2
     changed = np.empty(slots.shape[0], dtype=np.int64)
     count, last = 0, weights.shape[0] - 1
