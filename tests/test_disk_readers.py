@@ -279,7 +279,7 @@ class TestFollowing:
         storage, history = filled(tmp_path, num_lanes=4, num_steps=5)
         reader = reader_of(tmp_path)
         table, calls = reader.storage.table, []
-        kind, cursors = type(table), type(table)._cursors.fget
+        kind, cursors = type(table), type(table)._tables.fget
 
         def overtaken(own):
             if own is table and not calls:
@@ -287,7 +287,7 @@ class TestFollowing:
                 write(storage, history, 1)
             return cursors(own)
 
-        monkeypatch.setattr(kind, "_cursors", property(overtaken))
+        monkeypatch.setattr(kind, "_tables", property(overtaken))
         assert not is_torn(reader[:]).any()
         assert calls
 

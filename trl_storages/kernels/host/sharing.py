@@ -126,13 +126,13 @@ class SharedTable(RowTable):
         """
         flat = slots.numpy().reshape(-1)
         lent = flat if lenders is slots else lenders.numpy().reshape(-1)
-        if (wrong := _pick(*self._tables, self._next_bytes, flat, lent, *what)) >= 0:
+        if (wrong := _pick(self._tables, self._next_bytes, flat, lent, *what)) >= 0:
             raise not_found(flat[wrong], len(self.array))
 
     def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
         """Returns where the values of rows under `next` are; see `RowTable.next_values`."""
         found = np.empty(len(slots), np.int64)
-        has_tips = _locate(*self._tables, slots.numpy(), found)
+        has_tips = _locate(self._tables, slots.numpy(), found)
         # Once the next row is committed the tip may be reused.
         return found, has_tips and self._commits is not None
 
@@ -158,7 +158,7 @@ class SharedTable(RowTable):
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
         _, headers, sources = self._known
         _link(
-            *self._tables[:-2],
+            self._tables,
             ring._arrays[2],
             ring.ring_steps,
             *given,
@@ -230,9 +230,21 @@ def _tip_of(header: int, lane: int, num_lanes: int) -> int:
 
 
 @inlined
-def _cursor(lane: int, tables: Any, selector: Any, first: int, table_size: int, stride: int) -> int:
+def _cursor(tables: Any, lane: int) -> int:
     """Returns how many steps of a lane are valid, from the table that the selector picks."""
-    return tables[(selector[0] & 1) * table_size + first + lane * stride]
+    _, _, _, counted, selector, first, table_size, stride, _, _ = tables
+    return counted[(selector[0] & 1) * table_size + first + lane * stride]
+
+
+@inlined
+def _committed(tables: Any) -> Any:
+    """Returns how many steps of each lane are valid, and the slots of the rows after them."""
+    num_lanes, room = tables[8], tables[9]
+    cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
+    for lane in range(num_lanes):
+        cursors[lane] = _cursor(tables, lane)
+        heads[lane] = cursors[lane] % room * num_lanes + lane
+    return cursors, heads
 
 
 @inlined
@@ -258,16 +270,7 @@ def _known_next(table: Any, headers: Any, values: Any, follower: int) -> Any:
 
 @compiled
 def _pick(
-    table: Any,
-    headers: Any,
-    values: Any,
     tables: Any,
-    selector: Any,
-    first_cursor: int,
-    table_size: int,
-    stride: int,
-    num_lanes: int,
-    room: int,
     moved: int,
     slots: Any,
     lenders: Any,
@@ -282,16 +285,7 @@ def _pick(
     """Copies rows as they are read.
 
     Args:
-        table: `[N, *]`.
-        headers: `[N]` of these rows.
-        values: `[*, *]` of the side table.
-        tables: as in `_cursor`.
-        selector: as in `_cursor`.
-        first_cursor: as in `_cursor`.
-        table_size: as in `_cursor`.
-        stride: as in `_cursor`.
-        num_lanes: E.
-        room: R.
+        tables: `SharedTable._tables`.
         moved: offset in bytes of the stored fields in a row as read.
         slots: `[B]`.
         lenders: `[B]` the rows whose next values are copied.
@@ -307,14 +301,12 @@ def _pick(
     Returns:
         the position of the first invalid slot, or -1.
     """
+    table, headers, values, _, _, _, _, _, num_lanes, room = tables
     num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     header_start = headers.ctypes.data - address
     own_bytes, num_slots = row_bytes if with_own else 0, room * num_lanes
-    cursors, heads = np.empty(num_lanes, np.int64), np.empty(num_lanes, np.int64)
-    for lane in range(num_lanes):
-        cursors[lane] = _cursor(lane, tables, selector, first_cursor, table_size, stride)
-        heads[lane] = cursors[lane] % room * num_lanes + lane
+    cursors, heads = _committed(tables)
     for i in range(slots.shape[0]):
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
@@ -339,8 +331,7 @@ def _pick(
             copy_bytes(to, side + entry * entry_bytes + start, size)
             fenced()
             # Once the next row is committed the tip may be reused: read those next values again.
-            now = _cursor(lane, tables, selector, first_cursor, table_size, stride)
-            is_newest = now == cursors[lane]
+            is_newest = _cursor(tables, lane) == cursors[lane]
         if not is_newest:
             copy_bytes(to, _known_next(table, headers, values, follower) + start, size)
         if with_own:
@@ -354,43 +345,23 @@ def _pick(
 
 @compiled
 def _locate(
-    table: Any,
-    headers: Any,
-    values: Any,
     tables: Any,
-    selector: Any,
-    first_cursor: int,
-    table_size: int,
-    stride: int,
-    num_lanes: int,
-    room: int,
     slots: Any,
     found: Any,
 ) -> bool:
     """Finds the next values of rows.
 
     Args:
-        table: as in `_pick`, like those up to `slots`.
-        headers: as in `_pick`.
-        values: as in `_pick`.
-        tables: as in `_pick`.
-        selector: as in `_pick`.
-        first_cursor: as in `_pick`.
-        table_size: as in `_pick`.
-        stride: as in `_pick`.
-        num_lanes: as in `_pick`.
-        room: as in `_pick`.
+        tables: `SharedTable._tables`.
         slots: `[B]`.
         found: `[B]` output, their addresses; anything for invalid slots.
 
     Returns:
         whether some are tips.
     """
+    table, headers, values, _, _, _, _, _, num_lanes, room = tables
     num_rows, num_slots, has_tips = table.shape[0], room * num_lanes, False
-    heads = np.empty(num_lanes, np.int64)
-    for lane in range(num_lanes):
-        cursor = _cursor(lane, tables, selector, first_cursor, table_size, stride)
-        heads[lane] = cursor % room * num_lanes + lane
+    _, heads = _committed(tables)
     for i in range(slots.shape[0]):
         ahead = slots[min(i + _AHEAD, slots.shape[0] - 1)] + num_lanes
         prefetch(headers, _wrapped(ahead, num_slots) * headers.strides[0])
@@ -446,14 +417,7 @@ def _free_tip(headers: Any, lane: int, num_lanes: int, committed: int, room: int
 
 @compiled
 def _link(
-    table: Any,
-    headers: Any,
-    values: Any,
     tables: Any,
-    selector: Any,
-    first_cursor: int,
-    table_size: int,
-    stride: int,
     lanes: Any,
     room: int,
     written: Any,
@@ -476,14 +440,7 @@ def _link(
     Runs before the rows are written, and may be repeated before they are committed.
 
     Args:
-        table: as in `_pick`, like those up to `stride`.
-        headers: as in `_pick`.
-        values: as in `_pick`.
-        tables: as in `_pick`.
-        selector: as in `_pick`.
-        first_cursor: as in `_pick`.
-        table_size: as in `_pick`.
-        stride: as in `_pick`.
+        tables: `SharedTable._tables`.
         lanes: of the index before the write.
         room: R.
         written: `[L]` the lanes.
@@ -501,13 +458,14 @@ def _link(
         shared_bytes: bytes of the values of these fields.
         new: `[n]` output, the headers of the new rows.
     """
+    table, headers, values, _, _, _, _, _, _, _ = tables
     num_lanes = len(lanes)
     # Of more than R steps, only the last R are kept.
     first = max(num_steps - room, 0)
     for i in range(len(written)):
         lane, cursor = written[i], lanes[written[i], CURSOR]
         start = (cursor + first) % room
-        committed = _cursor(lane, tables, selector, first_cursor, table_size, stride)
+        committed = _cursor(tables, lane)
         tip = _free_tip(headers, lane, num_lanes, committed, room, held)
         if committed > cursor:
             # These rows are committed already, and are not changed.
