@@ -272,3 +272,38 @@ def test_rows_are_freed_with_their_batch(n_step, has_next_goal, ends):
         assert seen.pop()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_what_comes_before_the_goals_sees_the_stored_ones(n_step, is_set):
+    """Whether it is computed at once, or when the drawn goals have been copied into the batch."""
+
+    def stored_goals(seen, key):
+        return {key: seen["desired_goal"] + 1}
+
+    class Before(ReplayTransform):
+        def replay(self, rows):
+            if is_set:
+                rows["before"] = stored_goals(rows, "before")["before"]
+            else:
+                rows.define(["before"], stored_goals)
+
+    storage = ReplayStorage(
+        storage=PackedStorage(40),
+        sampler=HERSampler(),
+        transform=Compose(Before(), GoalRelabel(distance_reward), NStep(n_step)),
+        batch_size=64,
+    )
+    steps = torch.arange(20)
+    storage.extend(goal_transitions(torch.zeros_like(steps), steps, steps % 5 == 4))
+    batch = storage.sample()
+    stored = storage[batch["index"]]
+    torch.testing.assert_close(batch["before"], stored["desired_goal"] + 1)
+    goals = storage[batch["goal_index"]]["next", "achieved_goal"]
+    mask = batch["her_mask"].unsqueeze(1)
+    assert mask.any()
+    assert not mask.all()
+    torch.testing.assert_close(
+        batch["desired_goal"], torch.where(mask, goals, stored["desired_goal"])
+    )
