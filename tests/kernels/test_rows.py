@@ -37,6 +37,15 @@ def test_whole_rows(kernels, shape, num_words):
 
 
 @BACKENDS
+def test_slots_of_other_dtypes_and_strides(kernels):
+    rows, slots = random_rows(0, 20, 3), random_slots(1, (4, 6), 20)
+    table = kernels.RowTable(rows)
+    assert torch.equal(table.pick(slots.int()), rows[slots])
+    assert torch.equal(table.pick(slots.T), rows[slots.T])
+    assert torch.equal(table.pick(slots[:, 1::2]), rows[slots[:, 1::2]])
+
+
+@BACKENDS
 @pytest.mark.parametrize("num_rows", [0, 40])
 @pytest.mark.parametrize("spans", [[], [(0, 8, 8)], [(3, 9, 1), (8, 1200, 30), (8, 40, 30)]])
 @pytest.mark.parametrize("everywhere", [True, False])
