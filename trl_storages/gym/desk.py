@@ -26,8 +26,9 @@ __all__ = ["Desk"]
 # A dtype that matches no array.
 _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
-# The number of values before observations and actions: two flags and the reward.
-_OUTCOMES = 3
+_BYTES = {False: b"\0", True: b"\1"}
+# Columns of up to so many bytes are joined, and copied at once.
+_MOST_JOINED = 1024
 
 
 class Desk:
@@ -57,16 +58,29 @@ class Desk:
         known = Layout(layout.fields)
         if rows is not None and rows.described == known.described:
             known = rows
+        # In the order in which `put` copies them.
+        keys = [DONE, *(key for key, *_ in layout.places)]
+        joined = [
+            key
+            for key in keys
+            if known.field(key).stack is None
+            and num_envs * known.field(key).num_bytes <= _MOST_JOINED
+        ]
         #: The rows of a step.
-        self.block = block = StepBlock(known, num_envs, device)
+        self.block = block = StepBlock(known, num_envs, device, joined)
         columns = block.columns
         #: `[E, 1]` which episodes end.
         self.ends = columns[DONE]
-        self._flags = [columns[key] for key in (TERMINATED, TRUNCATED)]
-        # The target of each value of a step.
-        self._targets = [_Target.of(block, is_vector, *place) for place in layout.places]
-        self._columns = [it.column for it in self._targets]
-        self._kinds = [it.kind for it in self._targets[_OUTCOMES:]]
+        # The columns that are copied one by one, and their positions.
+        self._single = [
+            (at, _target_of(block, is_vector, key))
+            for at, key in enumerate(keys)
+            if not block.is_on_host or key not in joined
+        ]
+        targets = [_Target.of(block, is_vector, *place) for place in layout.places]
+        self._takes_numbers = block.is_on_host and not is_vector
+        self._outcomes, self._targets = targets[:3], targets[3:]
+        self._kinds = [it.kind for it in self._targets]
         # What `check` looks at.
         self._choices, self._has_warned = choices if block.is_on_host else {}, False
         self._actions = [
@@ -77,11 +91,14 @@ class Desk:
         has_numbers = block.is_on_host and columns[REWARD].dtype.kind == "f"
         self._rewards = _each(columns[REWARD]) if has_numbers else []
 
-    def put(self, values: list[Any]) -> bool:
+    def put(self, terminated: Any, truncated: Any, reward: Any, others: Sequence[Any]) -> bool:
         """Copies the values of a step to their columns.
 
         Args:
-            values: in the order of the layout's places; those that need conversion are replaced.
+            terminated: the flags of terminal states.
+            truncated: the flags of truncated episodes.
+            reward: the rewards.
+            others: observations, actions and next observations, in the order of the layout's places.
 
         Returns:
             whether an episode ends.
@@ -89,35 +106,35 @@ class Desk:
         Raises:
             TypeError, ValueError: as `Column.read`.
         """
-        targets = self._targets
-        # Observations and actions usually have the right kind, and are checked all at once.
-        if self._are_alike(values):
-            targets = targets[:_OUTCOMES]
-        for at, (_, (dtype, shape), dtypes, numbers, read) in enumerate(targets):
-            value = values[at]
-            kind = type(value)
-            if kind not in numbers and not (
-                kind is np.ndarray
-                and (value.dtype is dtype or value.dtype in dtypes)
-                and value.shape == shape
-            ):
-                values[at] = read(value)
-        for column, value in zip(self._columns, values, strict=True):
-            column[...] = value
-        terminated, truncated = self._flags
-        if len(self.ends) == 1:
-            # For a single flag, Python is faster than NumPy.
-            self.ends[...] = is_end = terminated.item() or truncated.item()
-            return bool(is_end)
-        if self.block.is_on_host:
+        # They usually have the right kinds, and are checked all at once.
+        if not self._are_alike(others):
+            others = [it.fitted(value) for it, value in zip(self._targets, others, strict=True)]
+        is_terminal, is_truncated, rewarded = self._outcomes
+        if self._takes_numbers:
+            # For single numbers, Python is faster than NumPy.
+            if type(terminated) not in is_terminal.numbers:
+                terminated = is_terminal.read(terminated).item()
+            if type(truncated) not in is_truncated.numbers:
+                truncated = is_truncated.read(truncated).item()
+            is_number = type(reward) in rewarded.numbers
+            reward = rewarded.kind[0].type(reward) if is_number else rewarded.read(reward)
+            is_end = bool(terminated or truncated)
+            values = [_BYTES[is_end], _BYTES[terminated], _BYTES[truncated], reward, *others]
+        else:
+            terminated, truncated = is_terminal.fitted(terminated), is_truncated.fitted(truncated)
+            ends = terminated | truncated
+            values = [ends, terminated, truncated, rewarded.fitted(reward), *others]
             # NumPy's count_nonzero takes a tenth of the time of any().
-            return bool(np.count_nonzero(np.logical_or(terminated, truncated, out=self.ends)))
-        return bool(torch.logical_or(terminated, truncated, out=self.ends).any())
+            is_end = bool(np.count_nonzero(ends) if self.block.is_on_host else ends.any())
+        for at, column in self._single:
+            column[...], values[at] = values[at], b""
+        self.block.put_joined(values)
+        return is_end
 
     def _are_alike(self, values: Sequence[Any]) -> bool:
-        """Whether all observations and actions are arrays of exactly the right dtypes and shapes."""
+        """Whether all values are arrays of exactly the right dtypes and shapes."""
         try:
-            return [*map(_kind_of, values[_OUTCOMES:])] == self._kinds
+            return [*map(_kind_of, values)] == self._kinds
         except AttributeError:
             return False
 
@@ -168,7 +185,6 @@ class Desk:
 class _Target(NamedTuple):
     """The column of a value of a step, and which values are copied there as they are."""
 
-    column: Any
     kind: tuple[Any, tuple[int, ...]]
     """Dtype and shape of arrays."""
     dtypes: frozenset[Any]
@@ -189,22 +205,36 @@ class _Target(NamedTuple):
         label: str,
     ) -> _Target:
         """Returns the target of one of a layout's places."""
-        into = block.columns[key]
-        if block.is_on_host and not is_vector:
-            into = into[0, ...]
-        if block.is_on_host and key in (REWARD, TERMINATED, TRUNCATED):
-            into = into[..., 0]
-        shape = tuple(into.shape)
+        shape = tuple(_target_of(block, is_vector, key).shape)
 
         def read(value: Any) -> Any:
             found = column.read(value, argument, label, is_vector)
             return (as_array(found) if block.is_on_host else found).reshape(shape)
 
         # Tensors always go through `read`, as they may require gradients.
-        dtype = (column.numpy_dtype or _NONE) if block.is_on_host else _NONE
-        dtypes = column.real_dtypes if block.is_on_host else frozenset()
-        numbers = frozenset() if is_vector else column.numbers
-        return cls(into, (dtype, shape), dtypes, numbers, read)
+        if not block.is_on_host:
+            return cls((_NONE, shape), frozenset(), frozenset(), read)
+        dtype = column.numpy_dtype or _NONE
+        return cls((dtype, shape), column.real_dtypes, column.numbers, read)
+
+    def fitted(self, value: Any) -> Any:
+        """Returns a value as the column takes it."""
+        if type(value) is np.ndarray and value.shape == self.kind[1]:
+            if value.dtype == self.kind[0]:
+                return value
+            if value.dtype in self.dtypes:
+                return value.astype(self.kind[0])
+        return self.read(value)
+
+
+def _target_of(block: StepBlock, is_vector: bool, key: NestedKey) -> Any:
+    """Returns the column of a field in the shape of the values that it takes."""
+    into = block.columns[key]
+    if block.is_on_host and not is_vector:
+        into = into[0, ...]
+    if block.is_on_host and key in (REWARD, DONE, TERMINATED, TRUNCATED):
+        into = into[..., 0]
+    return into
 
 
 def _each(column: NDArray[Any]) -> list[NDArray[Any]]:

@@ -180,16 +180,13 @@ class GymRecorder(SavedPart):
             found = self._infos(infos, lanes, self._reset_already(flags), is_vector)
             layout = self._plan(observations, actions, found, is_vector)
         values = [
-            terminateds,
-            truncateds,
-            rewards,
             *layout.observations.read(observations, "observations"),
             *layout.actions.read(actions, "actions"),
             *layout.observations.read(next_observations, "next_observations"),
         ]
-        desk = self._desk_for(layout, rows, values[3], is_vector)
+        desk = self._desk_for(layout, rows, values[0], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
-        is_end = desk.put(values)
+        is_end = desk.put(terminateds, truncateds, rewards, values)
         if goes_on is not None:
             block.lanes = None
             lanes = np.flatnonzero(~(ended & goes_on(block.tensordict()))).tolist()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "rows_of_flags", "stage"]
 
+# The alignment of columns as tensors.
+_ALIGNED = 16
 # Dtypes that NumPy lacks, with integers of the same size that carry their bits.
 _UNKNOWN_TO_NUMPY = {
     torch.bfloat16: torch.int16,
@@ -99,55 +101,97 @@ def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> Ne
 
 
 class StepBlock:
-    """One step of E environments as rows, to be filled field by field.
+    """One step of E environments, to be filled column by column, from which rows are written.
 
     Args:
         layout: of a row.
         num_envs: E.
         device: where the values are.
+        joined: keys of columns without stacks that are adjacent on the CPU, in this order, so that
+            `put_joined` fills them in one copy.
     """
 
-    def __init__(self, layout: Layout, num_envs: int, device: torch.device) -> None:
-        self.layout, self.device = layout, device
-        self._words = torch.zeros(num_envs, layout.num_words, dtype=torch.int64, device=device)
-        #: Key -> `[E, *shape]`.
-        self.views = layout.views(self._words)
-        #: The same for assignment: arrays on the CPU, tensors elsewhere.
-        self.columns: dict[NestedKey, Any] = self.views
+    def __init__(
+        self, layout: Layout, num_envs: int, device: torch.device, joined: Sequence[NestedKey]
+    ) -> None:
+        self.layout = layout
         #: Whether the columns are arrays.
         self.is_on_host = device.type == "cpu"
-        if self.is_on_host:
-            # Assignment to an array takes a fifth of the time.
-            self.columns = {key: as_array(view) for key, view in self.views.items()}
         #: The L environments that made a transition; None for all of them.
         self.lanes: list[int] | None = None
-        self._rows_here = self._rows(device)
+        joined = joined if self.is_on_host else ()
+        sizes, starts, end = {it.key: num_envs * it.num_bytes for it in layout.fields}, {}, 0
+        for key in (*joined, *(key for key in layout.keys if key not in joined)):
+            starts[key] = end if key in joined else -(-end // _ALIGNED) * _ALIGNED
+            end = starts[key] + sizes[key]
+        # The last byte is the zero of bytes that belong to no field.
+        self._bytes = torch.zeros(end + 1, dtype=torch.uint8, device=device)
+        self._fields = [self._bytes[starts[key] :][: sizes[key]] for key in layout.keys]
+        self._done = self._bytes[starts[DONE] :][:num_envs].view(torch.bool).view(num_envs, 1)
+        #: Key -> `[E, *shape]`, for assignment: arrays on the CPU, tensors elsewhere.
+        self.columns: dict[NestedKey, Any] = {}
+        for field, values in zip(layout.fields, self._fields, strict=True):
+            key, batch = field.key, torch.Size([num_envs])
+            if key in joined:
+                # They need not be aligned, as tensors must be.
+                dtype, at = as_array(torch.empty(0, dtype=field.dtype)).dtype, starts[key]
+                memory = self._bytes.numpy()
+                self.columns[key] = np.ndarray(batch + field.shape, dtype, memory, at)
+            else:
+                seen = field.seen(values.view(field.dtype), batch)
+                self.columns[key] = as_array(seen) if self.is_on_host else seen
+        self._joined = memoryview(b"")
+        if joined:
+            self._joined = memoryview(self._bytes.numpy())[: sum(sizes[key] for key in joined)]
+        # Where each byte of the rows is.
+        where = np.full((num_envs, layout.row_nbytes), end)
+        for key, (first, size) in zip(layout.keys, layout.places.tolist(), strict=True):
+            steps = np.arange(starts[key], starts[key] + sizes[key])
+            where[:, first : first + size] = steps.reshape(num_envs, size)
+        self._where = torch.from_numpy(where).to(device)
+        # The rows, if they are read from the columns when they are written.
+        self._rows: NewRows | None = None
+        if (new_rows := backend(device).NewRows).reads_fields:
+            size = num_envs, layout.num_words
+            rows = new_rows(self._fields, layout.places, *size, self._done, device)
+            self._rows = framed_rows(layout, rows)
 
     def put(self, key: NestedKey, values: torch.Tensor, which: Any = ...) -> None:
         """Sets the values of a field, for some environments."""
         self.columns[key][which] = as_array(values) if self.is_on_host else values
 
+    def put_joined(self, values: Sequence[Any]) -> None:
+        """Sets all values of the joined columns: bytes, and arrays of exactly their dtypes."""
+        try:
+            self._joined[:] = b"".join(values)
+        except TypeError:
+            # Some are not contiguous.
+            arrays = [it if isinstance(it, bytes) else np.asarray(it).tobytes() for it in values]
+            self._joined[:] = b"".join(arrays)
+
     def rows(self, device: torch.device) -> NewRows:
-        """Returns the rows of the block, with the values that it has when they are written.
+        """Returns the rows of the block, usually with the values that it has when they are written.
 
         Args:
             device: of the storage that the rows go to.
         """
-        if device == self.device and self.lanes is None:
-            return self._rows_here
-        return self._rows(device)
+        if self.lanes is None and self._rows is not None and device.type == "cpu":
+            return self._rows
+        new_rows, done = backend(device).NewRows, self._done[self._which]
+        rows = new_rows.of_block(self._words(), self.layout.places, done, device)
+        return framed_rows(self.layout, rows)
 
     def tensordict(self) -> TensorDict:
         """Returns the transitions as a TensorDict `[L]` in new memory."""
-        words = self._words.clone() if self.lanes is None else self._words[self.lanes]
-        return self.layout.tensordict(words)
+        return self.layout.tensordict(self._words())
 
-    def _rows(self, device: torch.device) -> NewRows:
-        words, done = self._words, self.views[DONE]
-        if self.lanes is not None:
-            words, done = words[self.lanes], done[self.lanes]
-        rows = backend(device).NewRows.of_block(words, self.layout.places, done, device)
-        return framed_rows(self.layout, rows)
+    def _words(self) -> torch.Tensor:
+        """Returns a copy of the rows `[L, W]`."""
+        return self._bytes[self._where[self._which]].view(torch.int64)
+
+    @property
+    def _which(self) -> Any:
+        return slice(None) if self.lanes is None else self.lanes
 
 
 def as_array(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
