@@ -373,8 +373,8 @@ def test_a_late_gap_is_told_at_the_next_write():
 
     storage = make()
     storage.extend(stream(0)[0])
-    storage.writer.gaps._late = DeferredError(torch.device("cpu"))
-    storage.writer.gaps._late.note(torch.tensor(True))
+    storage.writer.gaps.late = DeferredError(torch.device("cpu"))
+    storage.writer.gaps.late.note(torch.tensor(True))
     with pytest.warns(UserWarning, match=r"was written[\s\S]*end_episodes"):
         storage.extend(stream(3)[0])
     storage.extend(stream(0)[0])

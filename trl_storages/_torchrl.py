@@ -47,7 +47,7 @@ PRIVATE_ATTRIBUTES = {
         "RayReplayBuffer": "_rb _service_cls",
         "TensorStorage": (
             "_storage _len _len_value _init _empty _rand_given_ndim _set_last_cursor "
-            "_last_cursor _last_cursor_index_value _mutation_revision_value _attached_entities "
+            "_last_cursor _last_cursor_index_value _mutation_revision_value _attached_entities_list "
             "_bump_mutation_revision"
         ),
         "RoundRobinWriter": (

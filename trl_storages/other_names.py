@@ -161,6 +161,7 @@ def says_its_order(method: Method) -> Method:
                 raise
             raise TypeError(f"{method.__name__} {wrong}") from error
 
+    checked.says_its_order = True  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
 

@@ -173,7 +173,7 @@ class SealedStorage(Sealed):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for name, member in vars(cls).copy().items():
-            if name[0] != "_" and isfunction(member):
+            if name[0] != "_" and isfunction(member) and not hasattr(member, "says_its_order"):
                 setattr(cls, name, answers_names(member))
             elif name[0] != "_" and isinstance(member, classmethod):
                 setattr(cls, name, classmethod(answers_names(member.__func__)))

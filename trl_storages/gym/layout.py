@@ -99,7 +99,7 @@ class TreeReader:
         if type(values) is not dict or len(values) != len(self._names):
             self._check(values, argument)
         try:
-            found = [*map(values.__getitem__, self._names)]
+            found = [values[name] for name in self._names]
         except KeyError:
             self._check(values, argument)
             raise

@@ -104,6 +104,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     episodes: EpisodeIndex | None = None
     #: The files of the rows; None while they are in memory.
     files: RowFiles | None = None
+    #: How many steps a lane can be written while they are compared with the rows before them: a write
+    #: that is repeated must still find these.
+    most_compared = 0
+    # TorchRL counts here how often slots were written, if a writer tracks it.
+    _slot_generations: torch.Tensor | None = None
 
     @answers_names
     def __init__(
@@ -241,6 +246,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Uses files for the rows from now on."""
         self.scratch_dir = source.path
         self.files = RowFiles(source, self.episodes, self._adopt_words, fetch_every)  # type: ignore[arg-type]
+        self._compare()
 
     def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
         """Reads rows that another process may be writing, from now on."""
@@ -364,6 +370,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 past = self.stacks.past
             self.stacks = Stacks(layout, self.episodes, rows, past)  # type: ignore[arg-type]
         self.initialized = True
+        self._compare()
+
+    def _compare(self) -> None:
+        """Sets how many steps can be compared as they are written."""
+        if not self.initialized or self.episodes is None or self.stacks is not None:
+            return
+        most = self.episodes.steps_per_lane - 1
+        if self.directory is not None:
+            most = self.directory.description.most_steps
+        self.most_compared = most if self.table.finds_gaps else 0  # type: ignore[union-attr]
 
     def keep_episodes(self, episodes: EpisodeIndex) -> None:
         """Takes the episode index from the `EpisodeWriter` that writes the rows.
@@ -371,6 +387,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         Allocates the rows if all fields are declared.
         """
         self.episodes = episodes
+        self._compare()
         if self._sharing_process is not None:
             episodes.share_memory_()
         if not self.initialized and self._declared.are_complete:
@@ -427,17 +444,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         layout, fields = self.fit(tensors_of(data), batch_size, nested=nested)
         rows = self.new_rows(layout, fields, batch_size)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
-
-    def finds_gaps(self, num_steps: int) -> bool:
-        """Whether rows can be compared with the rows before them while `num_steps` a lane are written.
-
-        A write that is repeated must still find the rows that it compares with.
-        """
-        if not self.initialized or self.stacks is not None or not self.table.finds_gaps:  # type: ignore[union-attr]
-            return False
-        if self.files is not None:
-            return num_steps <= self.files.directory.description.most_steps  # type: ignore[union-attr]
-        return num_steps < self.episodes.steps_per_lane  # type: ignore[union-attr]
 
     def check_in_memory(self) -> None:
         """Raises a RuntimeError if rows can't be changed in place: in a directory, or with stacks."""
@@ -550,12 +556,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def _last_cursor(self, value: Any) -> None:
         """Ignores what TorchRL sets: the getter derives it."""
 
-    def _bump_mutation_revision(self) -> None:
-        # Taking the lock costs more than writing a row.
-        if self._sharing_process is None:
-            self._mutation_revision_value.get_obj().value += 1
-        else:
-            super()._bump_mutation_revision()
+    @property
+    def _mutation_revision(self) -> int:
+        """Counts changes of rows for TorchRL: the steps that were written, and all else."""
+        others: int = self._mutation_revision_value.value
+        return others + (0 if self.episodes is None else int(self.episodes.host_steps.sum()))
 
     def _slots(self, cursor: Any) -> tuple[torch.Tensor, torch.Size]:
         """Returns the slots `[n]` that `cursor` names, and the shape in which it names them."""
@@ -573,6 +578,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
     def forget_links(self, num_slots: int) -> None:
         """Clears what the rows in the first slots share with the rows after them, with `share_next`."""
+        # The index counts its steps anew.
+        self._mutation_revision_value.value += int(self.episodes.host_steps.sum())  # type: ignore[union-attr]
         if self._side is not None:
             self.table.clear(num_slots)  # type: ignore[union-attr]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torchrl.data import RoundRobinWriter, Storage
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.rows import PackedStorage
@@ -74,9 +75,11 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
         return found
 
     def _mark_update_entities(self, index: torch.Tensor) -> None:
-        # As in TorchRL, without its support for compiled writers.
-        for entity in self._storage._attached_entities:
-            entity.mark_update(index)
+        # As in TorchRL, without its support for compiled writers, and the calls that do nothing.
+        for entity in self._storage._attached_entities_list:
+            sampler = getattr(entity, "_sampler", None)
+            if type(sampler).mark_update is not Sampler.mark_update:
+                entity.mark_update(index)
 
     def _count(self, lanes: Lanes = None) -> None:
         """Updates the counters of a storage after rows were written to some lanes."""

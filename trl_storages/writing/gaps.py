@@ -67,8 +67,8 @@ class GapWatch:
         self.has_warned = False
         #: Whether to warn of torn episodes, until that is done once.
         self.warns_of_tears = self.on_gap == "warn"
-        # Gaps in rows on a GPU, reported at a later write.
-        self._late: DeferredError | None = None
+        #: Gaps in rows on a GPU, reported at a later write; None before the first.
+        self.late: DeferredError | None = None
         # Cache: the compared fields of the last layout.
         self._pairs: tuple[Layout, np.ndarray] | None = None
 
@@ -178,9 +178,9 @@ class GapWatch:
         """
         device = gaps[0][0].device
         if device.type != "cpu":
-            self._late = self._late or DeferredError(device)
+            self.late = self.late or DeferredError(device)
             for gap, _ in gaps:
-                self._late.note(gap.any())
+                self.late.note(gap.any())
             return
         found = []
         for gap, lanes in gaps:
@@ -205,7 +205,7 @@ class GapWatch:
 
     def warn_late(self) -> None:
         """Warns of gaps in rows that were written to a GPU, as far as it has checked them."""
-        if self._late is not None and self.is_looking and self._late.pop():
+        if self.is_looking and self.late.pop():  # type: ignore[union-attr]
             self.has_warned = True
             warn_caller(
                 "a row that was written did not begin with the observation that the row before it in its "

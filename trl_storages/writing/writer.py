@@ -52,7 +52,7 @@ _NO_EPISODES = (
 Then = Callable[[torch.Tensor], object]
 
 
-_ONE_STEP = Block(1)
+_ONE_STEP = (Block(1),)
 _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
@@ -273,8 +273,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if self._last.rows is not rows:
             # Usually the rows are those of the last step.
             self._last = Steps(rows, block.layout)
-        one = _ONE_STEP if block.lanes is None else Block(1, block.lanes)
-        return self._write(self._last, [one], None, then)
+        one = _ONE_STEP if block.lanes is None else (Block(1, block.lanes),)
+        return self._write(self._last, one, None, then)
 
     def _is_routed(self, data: TensorDictBase, lanes: Lanes) -> bool:
         """Whether rows `[N]` are assigned to lanes by their trajectories alone."""
@@ -287,11 +287,13 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     def _prepare(self) -> None:
         """Completes what earlier writes left undone, and checks that the storage is writable."""
-        self.gaps.warn_late()
+        if self.gaps.late is not None:
+            self.gaps.warn_late()
         while self._untold:
             self._mark_update_entities(self._untold[-1])
             self._untold.pop()
-        check_writable(self._storage)
+        if not self._is_packed or self._storage.files is not None:
+            check_writable(self._storage)
 
     @property
     def _fields(self) -> Fields:
@@ -354,20 +356,17 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             then: called with the slots as part of the write.
         """
         storage, lanes, watch = self._storage, self._lanes, self.gaps
-        count = self._write_count_value.get_obj().value + steps.rows.num_rows
         if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
-        if is_one and storage.finds_gaps(blocks[0].num_steps):
+        if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._append_whole(
-                partial(self._append, steps, blocks, (), shape, count, then, pairs)
-            )
+            slots = self._append_whole(steps, blocks, (), pairs, shape, then)
             if slots is not None:
                 return slots
         gaps: list[Gaps] = []
@@ -383,24 +382,32 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        append = partial(self._append, steps, blocks, evicted, shape, count, then)
-        return self._append_whole(append)  # type: ignore[return-value]
+        return self._append_whole(steps, blocks, evicted, _NO_PAIRS, shape, then)  # type: ignore[return-value]
 
-    def _append_whole(self, append: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    def _append_whole(
+        self,
+        steps: Steps,
+        blocks: Sequence[Block],
+        evicted: Sequence[Evicted],
+        pairs: np.ndarray,
+        shape: torch.Size | None,
+        then: Then | None,
+    ) -> torch.Tensor | None:
         """Writes checked steps all or nothing, even if an interrupt comes in between."""
-        counters = self._storage.episodes.counters()
+        episodes = self._storage.episodes
+        what = steps, blocks, evicted, pairs, shape, then, self._write_count + steps.rows.num_rows
+        counters = episodes.counters()
         try:
-            return append()
+            return self._append(*what)
         except BaseException as error:
-            recount = partial(self._episodes.recount, counters)
-            if complete(error, lambda: (recount(), append())):
+            if complete(error, lambda: (episodes.recount(counters), self._append(*what))):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
-                self._untold.append(self._episodes.slots_after(counters))
+                self._untold.append(episodes.slots_after(counters))
             else:
                 # Roll back: a later commit would rely on marks that may be missing.
-                recount()
+                episodes.recount(counters)
                 self._storage.files.go_back()
                 self._take_up()
             raise
@@ -410,20 +417,21 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         steps: Steps,
         blocks: Sequence[Block],
         evicted: Sequence[Evicted],
+        pairs: np.ndarray,
         shape: torch.Size | None,
-        count: int,
         then: Then | None,
-        pairs: np.ndarray = _NO_PAIRS,
+        count: int,
     ) -> torch.Tensor | None:
         """Writes checked steps. Idempotent: it may be repeated from the beginning.
 
         Returns:
             the slots; None if there is a gap in the fields `pairs`. Nothing is written then.
         """
-        rows, storage, is_packed = steps.rows, self._storage, self._is_packed
-        episodes, directory = storage.episodes, storage.directory if is_packed else None
-        table = storage.table if is_packed else None
-        is_over, slots = False, None
+        rows, storage, lanes, is_packed = steps.rows, self._storage, self._lanes, self._is_packed
+        episodes, table, directory, slots = storage.episodes, None, None, None
+        if is_packed:
+            table = storage.table
+            directory = None if storage.files is None else storage.files.directory
         if len(blocks) > 1:
             slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         if directory is not None:
@@ -431,6 +439,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 directory.begin(episodes, block)
         for frames in evicted:
             storage.stacks.keep(frames)
+        is_over = False
         for block in blocks:
             if not is_packed:
                 self._put(steps, block)
@@ -438,22 +447,21 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if slots is None:
                 return None
             is_over = is_over or block.num_steps > episodes.steps_per_lane
-            self._lanes.note(steps, block, count)
+            lanes.note(steps, block, count)
         # Bypass the property: setting attributes is checked, which takes time.
         self._write_count_value.get_obj().value = count
         if directory is not None:
-            directory.seal(episodes, blocks, count, self._lanes.numbers)
-        if self._lanes.unsure is not None:
-            self._lanes.settle(blocks)
-        if is_packed:
-            storage._bump_mutation_revision()
-        else:
+            directory.seal(episodes, blocks, count, lanes.numbers)
+        if lanes.unsure is not None:
+            lanes.settle(blocks)
+        if not is_packed:
             self._count(blocks[-1].lanes)
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
             room = episodes.steps_per_lane
             marked = torch.cat([it.arranged(marked)[:, -room:].flatten() for it in blocks])
-        self._bump_generation(marked, marked)
+        if self._track_generations or getattr(storage, "_slot_generations", None) is not None:
+            self._bump_generation(marked, marked)
         # This alone tells TorchRL's prioritized samplers, and ours on another device, of new rows.
         self._mark_update_entities(marked)
         if shape is not None and len(shape) != 1:

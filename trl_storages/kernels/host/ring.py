@@ -143,12 +143,12 @@ class Ring(RingTables):
         given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
         found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
         if table is not None:
-            if len(pairs) and not table.is_plain:
+            to = table.array
+            if not table.is_plain:
                 # Before the rows are linked.
-                if self.find_gaps(rows, block, pairs, table) is not None:
+                if len(pairs) and self.find_gaps(rows, block, pairs, table) is not None:
                     return None
-                pairs = _NO_PAIRS
-            to, sources = table.array, table.sources(rows, self, given)
+                pairs, sources = _NO_PAIRS, table.sources(rows, self, given)
         most_live, room = self.steps_per_lane, self.ring_steps
         if append_steps(*self._arrays, most_live, room, *given, sources, pairs, to, found):
             return None

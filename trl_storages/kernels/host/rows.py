@@ -20,11 +20,10 @@ from trl_storages.kernels.host.compiling import (
     is_set,
     prefetch,
 )
-from trl_storages.kernels.host.writing import Before, Given, NewRows, put_rows
+from trl_storages.kernels.host.writing import Before, NewRows, put_rows
 from trl_storages.kernels.memory import new_batch
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.host.ring import Ring
     from trl_storages.kernels.tables import RingTables
 
 __all__ = ["RowTable", "fold", "not_found"]
@@ -157,19 +156,6 @@ class RowTable:
         """
         row_bytes = self.array.shape[1] * _WORD
         return self.array.ctypes.data + slots.numpy() % len(self.array) * row_bytes, False
-
-    def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
-        """Returns where the stored part of new rows is read from, and where it goes in a row.
-
-        Args:
-            rows: n of them.
-            ring: of the rows, in the state before the write.
-            given: the steps that they are, by `Ring.given`.
-
-        Returns:
-            `[*, 4]` int64, as `NewRows.sources`.
-        """
-        return rows.sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
         """Copies rows to their slots.

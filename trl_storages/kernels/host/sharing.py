@@ -152,7 +152,16 @@ class SharedTable(RowTable):
         return self._prepared[1]
 
     def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
-        """Links rows that are about to be written to the rows before them; see `RowTable.sources`."""
+        """Links new rows to the rows before them.
+
+        Args:
+            rows: n of them.
+            ring: of the rows, in the state before the write.
+            given: the steps that they are, by `Ring.given`.
+
+        Returns:
+            `[*, 4]` int64, as `NewRows.sources`, of the stored part of the rows.
+        """
         if rows.sources is not self._known[0]:
             headers = np.zeros(rows.num_rows, self._headers.dtype)
             self._known = rows.sources, headers, self._stored(rows.sources, headers)
