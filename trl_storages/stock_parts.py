@@ -173,7 +173,9 @@ def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> N
 
 
 def _buffers(storage: Storage) -> Iterator[ReplayBuffer]:
-    return (buffer for buffer in storage._attached_entities_list if isinstance(buffer, ReplayBuffer))
+    return (
+        buffer for buffer in storage._attached_entities_list if isinstance(buffer, ReplayBuffer)
+    )
 
 
 # Checks that depend on the rows: done at each draw.

@@ -142,7 +142,7 @@ class StepBlock:
                 self.columns[key] = as_array(seen) if self.is_on_host else seen
         self._joined = memoryview(b"")
         if joined:
-            self._joined = memoryview(self._bytes.numpy())[: sum(sizes[key] for key in joined)]
+            self._joined = self._bytes.numpy().data[: sum(sizes[key] for key in joined)]
         # Where each byte of the rows is.
         where = np.full((num_envs, layout.row_nbytes), end)
         for key, (first, size) in zip(layout.keys, layout.places.tolist(), strict=True):

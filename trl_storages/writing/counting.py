@@ -77,8 +77,8 @@ class CountingWriter(RoundRobinWriter):  # type: ignore[misc]
     def _mark_update_entities(self, index: torch.Tensor) -> None:
         # As in TorchRL, without its support for compiled writers, and the calls that do nothing.
         for entity in self._storage._attached_entities_list:
-            sampler = getattr(entity, "_sampler", None)
-            if type(sampler).mark_update is not Sampler.mark_update:
+            sampler = type(getattr(entity, "_sampler", None))
+            if getattr(sampler, "mark_update", None) is not Sampler.mark_update:
                 entity.mark_update(index)
 
     def _count(self, lanes: Lanes = None) -> None:

@@ -148,7 +148,7 @@ class Ring(RingTables):
                 # Before the rows are linked.
                 if len(pairs) and self.find_gaps(rows, block, pairs, table) is not None:
                     return None
-                pairs, sources = _NO_PAIRS, table.sources(rows, self, given)
+                pairs, sources = _NO_PAIRS, table.sources(rows, self, given)  # type: ignore[attr-defined]
         most_live, room = self.steps_per_lane, self.ring_steps
         if append_steps(*self._arrays, most_live, room, *given, sources, pairs, to, found):
             return None
