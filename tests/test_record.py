@@ -458,3 +458,44 @@ def test_the_values_of_a_single_environment(is_contiguous, options):
     if "info_keys" in options:
         assert rows["extra"].tolist() == list(range(10))
     storage.validate()
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 300])
+def test_large_and_small_values_of_one_step(num_envs):
+    """Large ones are copied one by one, and small ones at once, whatever their strides."""
+    kinds = {
+        "image": spaces.Box(0, 255, (40, 40), np.uint8),
+        "odd": spaces.Box(0, 255, (3,), np.uint8),
+        "speed": spaces.Box(-9, 9, (2,), np.float64),
+    }
+    storage = UniformReplayStorage(
+        spaces.Dict(kinds),
+        spaces.Discrete(5),
+        storage_size=2 * num_envs,
+        num_envs=num_envs,
+    )
+    random, seen = np.random.default_rng(0), []
+    lead = (num_envs,) if num_envs > 1 else ()
+
+    def observation():
+        return {
+            "image": random.integers(0, 255, (*lead, 40, 40), np.uint8).swapaxes(-1, -2),
+            "odd": random.integers(0, 255, (*lead, 3), np.uint8)[..., ::-1],
+            "speed": random.normal(size=(*lead, 4))[..., ::2],
+        }
+
+    flags = (np.zeros(lead, bool), np.ones(lead, bool))
+    for _ in range(2):
+        before, after = observation(), observation()
+        action, reward = random.integers(0, 5, lead), random.normal(size=lead)
+        slots = storage.record(before, action, reward, *flags, {}, after)
+        seen.append((slots, before, action, reward, after))
+    for slots, before, action, reward, after in seen:
+        rows = storage[slots] if lead else storage[slots][0]
+        for key in kinds:
+            assert np.array_equal(rows[key].numpy(), before[key])
+            assert np.array_equal(rows["next", key].numpy(), after[key])
+        assert np.array_equal(rows["action"].numpy(), action)
+        assert np.array_equal(rows["next", "reward"].numpy()[..., 0], np.float32(reward))
+        assert rows["next", "done"].all()
+        assert not rows["next", "terminated"].any()

@@ -27,8 +27,6 @@ __all__ = ["Desk"]
 _NONE = object()
 _kind_of = attrgetter("dtype", "shape")
 _BYTES = {False: b"\0", True: b"\1"}
-# Columns of up to so many bytes are joined, and copied at once.
-_MOST_JOINED = 1024
 
 
 class Desk:
@@ -60,23 +58,11 @@ class Desk:
             known = rows
         # In the order in which `put` copies them.
         keys = [DONE, *(key for key, *_ in layout.places)]
-        joined = [
-            key
-            for key in keys
-            if known.field(key).stack is None
-            and num_envs * known.field(key).num_bytes <= _MOST_JOINED
-        ]
         #: The rows of a step.
-        self.block = block = StepBlock(known, num_envs, device, joined)
+        self.block = block = StepBlock(known, num_envs, device, keys)
         columns = block.columns
         #: `[E, 1]` which episodes end.
         self.ends = columns[DONE]
-        # The columns that are copied one by one, and their positions.
-        self._single = [
-            (at, _target_of(block, is_vector, key))
-            for at, key in enumerate(keys)
-            if not block.is_on_host or key not in joined
-        ]
         targets = [_Target.of(block, is_vector, *place) for place in layout.places]
         self._takes_numbers = block.is_on_host and not is_vector
         self._outcomes, self._targets = targets[:3], targets[3:]
@@ -126,9 +112,7 @@ class Desk:
             values = [ends, terminated, truncated, rewarded.fitted(reward), *others]
             # NumPy's count_nonzero takes a tenth of the time of any().
             is_end = bool(np.count_nonzero(ends) if self.block.is_on_host else ends.any())
-        for at, column in self._single:
-            column[...], values[at] = values[at], b""
-        self.block.put_joined(values)
+        self.block.fill(values)
         return is_end
 
     def _are_alike(self, values: Sequence[Any]) -> bool:
@@ -205,7 +189,12 @@ class _Target(NamedTuple):
         label: str,
     ) -> _Target:
         """Returns the target of one of a layout's places."""
-        shape = tuple(_target_of(block, is_vector, key).shape)
+        into = block.columns[key]
+        if block.is_on_host and not is_vector:
+            into = into[0, ...]
+        if block.is_on_host and key in (REWARD, TERMINATED, TRUNCATED):
+            into = into[..., 0]
+        shape = tuple(into.shape)
 
         def read(value: Any) -> Any:
             found = column.read(value, argument, label, is_vector)
@@ -225,16 +214,6 @@ class _Target(NamedTuple):
             if value.dtype in self.dtypes:
                 return value.astype(self.kind[0])
         return self.read(value)
-
-
-def _target_of(block: StepBlock, is_vector: bool, key: NestedKey) -> Any:
-    """Returns the column of a field in the shape of the values that it takes."""
-    into = block.columns[key]
-    if block.is_on_host and not is_vector:
-        into = into[0, ...]
-    if block.is_on_host and key in (REWARD, DONE, TERMINATED, TRUNCATED):
-        into = into[..., 0]
-    return into
 
 
 def _each(column: NDArray[Any]) -> list[NDArray[Any]]:

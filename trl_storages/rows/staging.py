@@ -25,6 +25,8 @@ __all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "rows_of_flags", "sta
 
 # The alignment of columns as tensors.
 _ALIGNED = 16
+# Columns of up to so many bytes are joined.
+_MOST_JOINED = 1024
 # Dtypes that NumPy lacks, with integers of the same size that carry their bits.
 _UNKNOWN_TO_NUMPY = {
     torch.bfloat16: torch.int16,
@@ -107,20 +109,24 @@ class StepBlock:
         layout: of a row.
         num_envs: E.
         device: where the values are.
-        joined: keys of columns without stacks that are adjacent on the CPU, in this order, so that
-            `put_joined` fills them in one copy.
+        keys: of the columns that `fill` takes, in its order.
     """
 
     def __init__(
-        self, layout: Layout, num_envs: int, device: torch.device, joined: Sequence[NestedKey]
+        self, layout: Layout, num_envs: int, device: torch.device, keys: Sequence[NestedKey]
     ) -> None:
         self.layout = layout
         #: Whether the columns are arrays.
         self.is_on_host = device.type == "cpu"
         #: The L environments that made a transition; None for all of them.
         self.lanes: list[int] | None = None
-        joined = joined if self.is_on_host else ()
         sizes, starts, end = {it.key: num_envs * it.num_bytes for it in layout.fields}, {}, 0
+        # Small columns, and those of single numbers, are adjacent on the CPU, and filled in one copy.
+        joined = [
+            key
+            for key, field in ((key, layout.field(key)) for key in keys if self.is_on_host)
+            if field.size == 1 or (sizes[key] <= _MOST_JOINED and field.stack is None)
+        ]
         for key in (*joined, *(key for key in layout.keys if key not in joined)):
             starts[key] = end if key in joined else -(-end // _ALIGNED) * _ALIGNED
             end = starts[key] + sizes[key]
@@ -140,9 +146,10 @@ class StepBlock:
             else:
                 seen = field.seen(values.view(field.dtype), batch)
                 self.columns[key] = as_array(seen) if self.is_on_host else seen
-        self._joined = memoryview(b"")
+        self._joined: Any = bytearray()
         if joined:
             self._joined = self._bytes.numpy().data[: sum(sizes[key] for key in joined)]
+        self._single = [(at, self.columns[key]) for at, key in enumerate(keys) if key not in joined]
         # Where each byte of the rows is.
         where = np.full((num_envs, layout.row_nbytes), end)
         for key, (first, size) in zip(layout.keys, layout.places.tolist(), strict=True):
@@ -160,8 +167,14 @@ class StepBlock:
         """Sets the values of a field, for some environments."""
         self.columns[key][which] = as_array(values) if self.is_on_host else values
 
-    def put_joined(self, values: Sequence[Any]) -> None:
-        """Sets all values of the joined columns: bytes, and arrays of exactly their dtypes."""
+    def fill(self, values: list[Any]) -> None:
+        """Sets all values of some columns.
+
+        Args:
+            values: bytes, or arrays (tensors elsewhere than on the CPU) of exactly their dtypes; changed.
+        """
+        for at, column in self._single:
+            column[...], values[at] = values[at], b""
         try:
             self._joined[:] = b"".join(values)
         except TypeError:
