@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from disk.moments import parts_of
 from goal_data import goal_transitions
 from snapshots import files_of
 
@@ -35,9 +36,10 @@ def rows(tmp_path, request):
 @pytest.mark.parametrize("which", [2, -1])
 def test_priorities(rows, which):
     """Each has a check: what is damaged gets the largest priority."""
-    words = np.fromfile(rows / "priorities.1.bin", np.int64)
+    data = bytearray((rows / "rows.1.bin").read_bytes())
+    words = np.frombuffer(data, np.uint8)[parts_of(rows)["priorities"]].view(np.int64)
     words[which] ^= 1 << 20
-    words.tofile(rows / "priorities.1.bin")
+    (rows / "rows.1.bin").write_bytes(data)
     reader = ReplayStorage.open(rows, mode="r", sampler=PERSampler(SIZE))
     with pytest.warns(RuntimeWarning, match="priorities of .* are damaged"):
         storage = ReplayStorage.open(rows, sampler=PERSampler(SIZE))

@@ -18,7 +18,7 @@ import torch
 from damages import FILE_DAMAGES, json_damages
 from disk.acts import prioritise, write
 from disk.history import History
-from disk.moments import put_back
+from disk.moments import parts_of, put_back
 from disk.power import check_priorities
 from disk.rows import KINDS, abandon, found, make
 from gymnasium.spaces import Box, Discrete
@@ -116,14 +116,16 @@ DAMAGES = (flip, flip, flip, flip, cut, grow, zero_page, swap_pages, noise)
 
 
 def damage_at_random(path, history, rng, *, closed, mode):
-    """Damages a file of a directory, and asserts that it is refused or holds what was written."""
-    files = sorted(file for file in path.iterdir() if file.stat().st_size)
-    file = rng.choice(files)
+    """Damages a part of a file, and asserts that it is refused or holds what was written."""
+    parts = {"storage.json": slice(None), **parts_of(path)}
+    part = rng.choice(sorted(parts))
+    file = path / (part if part == "storage.json" else "rows.1.bin")
     data = bytearray(file.read_bytes())
-    how = rng.choice(DAMAGES)
-    how(data, rng)
+    damaged, how = data[parts[part]], rng.choice(DAMAGES)
+    how(damaged, rng)
+    data[parts[part]] = damaged
     file.write_bytes(data)
-    name, before = f"{how.__name__} {file.name}", files_of(path)
+    name, before = f"{how.__name__} {part}", files_of(path)
     with warnings.catch_warnings(record=True) as caught, within_seconds():
         warnings.simplefilter("always")
         try:
@@ -169,7 +171,8 @@ def made_originals(tmp_path_factory):
 
 def test_a_reader_keeps_the_largest_priority_of_the_rows_where_it_is_damaged(tmp_path):
     written(tmp_path / "rows")
-    path = tmp_path / "rows" / "priorities.1.bin"
+    # The last word is the largest one.
+    path = tmp_path / "rows" / "rows.1.bin"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
@@ -322,7 +325,7 @@ class TestDescription:
 
 
 class TestFiles:
-    NAMES = ("storage.json", "rows", "marks", "commits", "priorities", "lock")
+    NAMES = ("storage.json", "rows", "lock")
 
     def file(self, closed, name):
         return next(path for path in closed.iterdir() if path.name.startswith(name))
@@ -372,12 +375,7 @@ class TestFiles:
         """Where a description is written before it gets its name, and where a load writes."""
         outside = closed.parent / "outside"
         outside.write_bytes(b"untouched")
-        kinds = [path.name.split(".")[0] for path in closed.glob("*.bin")]
-        names = [
-            "storage.json.new",
-            *(f"{kind}.{number}.bin" for kind in kinds for number in (2, 3)),
-        ]
-        for name in names:
+        for name in ("storage.json.new", "rows.2.bin", "rows.3.bin"):
             if (closed / name).exists():
                 continue
             if what == "link":
@@ -397,25 +395,23 @@ class TestFiles:
             abandon(storage)
         assert outside.read_bytes() == b"untouched"
 
-    @pytest.mark.parametrize("name", ["rows", "marks", "commits", "priorities"])
     @pytest.mark.parametrize("change", [-8, -1, 1, 8, 4096])
-    def test_of_another_size(self, closed, name, change):
-        file = self.file(closed, name)
+    def test_of_another_size(self, closed, change):
+        file = self.file(closed, "rows")
         with file.open("r+b") as opened:
             opened.truncate(file.stat().st_size + change)
         for mode in ("r", "r+"):
-            with pytest.raises(ValueError, match=name):
+            with pytest.raises(ValueError, match=r"rows\.1\.bin"):
                 ReplayStorage.open(closed, mode=mode, sampler=PERSampler(SIZE))
 
-    @pytest.mark.parametrize("name", ["rows", "marks", "commits"])
-    def test_that_are_missing(self, closed, name):
-        self.file(closed, name).unlink()
-        refused(closed, FileNotFoundError, name)
+    def test_that_are_missing(self, closed):
+        self.file(closed, "rows").unlink()
+        refused(closed, FileNotFoundError, "rows.1.bin")
 
     def test_rows_are_looked_at_when_asked(self, closed, live):
         flipped = self.file(closed, "rows")
-        data = bytearray(flipped.read_bytes())
-        for at in range(0, len(data), 8):
+        data, rows = bytearray(flipped.read_bytes()), parts_of(closed)["rows"]
+        for at in range(rows.start, rows.stop, 8):
             data[at] ^= 1
         flipped.write_bytes(data)
         storage = ReplayStorage.open(closed)
@@ -430,8 +426,10 @@ class TestFiles:
     def test_a_number_of_commits_that_there_never_was(self, tmp_path, originals, number):
         files, history = originals[False]
         put_back(files, tmp_path / "rows")
-        file = self.file(tmp_path / "rows", "commits")
-        file.write_bytes(number.to_bytes(8, "little", signed=True) + file.read_bytes()[8:])
+        file, at = self.file(tmp_path / "rows", "rows"), parts_of(tmp_path / "rows")["commits"]
+        data = bytearray(file.read_bytes())
+        data[at.start : at.start + 8] = number.to_bytes(8, "little", signed=True)
+        file.write_bytes(data)
         with pytest.raises(ValueError, match="open it for writing"):
             ReplayStorage.open(tmp_path / "rows", mode="r")
         with pytest.warns(RuntimeWarning, match="was not closed"):

@@ -6,7 +6,7 @@ The disk is simulated: of everything that was written since a sync, chance decid
 import pytest
 from disk.acts import keep, write
 from disk.history import History
-from disk.moments import files_in, put_back
+from disk.moments import files_in, parts_of, put_back
 from disk.platter import Platter
 from disk.power import cut_at_random, opens_after_cut, syncs_seen
 from disk.rows import ALL_KINDS, abandon, found, make, stored_as
@@ -37,10 +37,11 @@ def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(
         history.flush()
         left = files_in(tmp_path / "rows")
         # The mark of the last row is that of one that was written over it.
-        left["marks.1.bin"] = left["marks.1.bin"][: 7 * 16] + bytes(
-            len(left["marks.1.bin"]) - 7 * 16
-        )
-        left["commits.1.bin"] = bytes(len(left["commits.1.bin"]))
+        parts = parts_of(tmp_path / "rows")
+        data = bytearray(left["rows.1.bin"])
+        zero(data, parts["marks"], 7 * 16)
+        zero(data, parts["commits"])
+        left["rows.1.bin"] = bytes(data)
         abandon(storage)
         put_back(left, tmp_path / "rows")
         with pytest.warns(RuntimeWarning, match="loss of power"):
@@ -51,8 +52,10 @@ def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(
             history = written(storage, history)
         now = files_in(tmp_path / "rows")
         abandon(storage)
-        for name in ("rows.1.bin", "marks.1.bin", "commits.1.bin"):
-            now[name] = left[name]
+        data = bytearray(now["rows.1.bin"])
+        for name in ("rows", "marks", "commits"):
+            data[parts[name]] = left["rows.1.bin"][parts[name]]
+        now["rows.1.bin"] = bytes(data)
         opens_after_cut(now, tmp_path / "cut", history, 5)
 
 
@@ -67,7 +70,9 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
     keep(history, 3).do(storage)
     left = files_in(tmp_path / "rows")
     # The mark of the last row is lost.
-    left["marks.1.bin"] = left["marks.1.bin"][: 8 * 16] + bytes(len(left["marks.1.bin"]) - 8 * 16)
+    parts, data = parts_of(tmp_path / "rows"), bytearray(left["rows.1.bin"])
+    zero(data, parts["marks"], 8 * 16)
+    left["rows.1.bin"] = bytes(data)
     abandon(storage)
     put_back(left, tmp_path / "rows")
     platter = Platter(tmp_path / "rows", 4096)
@@ -79,8 +84,15 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
         assert (history.tails, history.cursors) == ([0], [8])
         history = written(storage, history)
     platter.look()
-    opens_after_cut(platter.as_old_as_can_be("commits.1.bin"), tmp_path / "cut", history, 8)
+    cut = platter.as_old_as_can_be("rows.1.bin", parts["commits"])
+    opens_after_cut(cut, tmp_path / "cut", history, 8)
     platter.close()
+
+
+def zero(data, part, start=0):
+    """Zeroes a part of a file from a byte of it on."""
+    start += part.start
+    data[start : part.stop] = bytes(part.stop - start)
 
 
 def written(storage, history):

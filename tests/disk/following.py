@@ -198,15 +198,15 @@ def follow(
     writers = 0
     writer = _fork(_write, path, writers, state, board, num_readers)
     readers = [_fork(_open_and_read, path, number, board) for number in range(num_readers)]
-    happened = 0
+    happened, before = 0, 0
     every = [*range(num_readers + 1)]
     until = time.monotonic() + LONGEST
     while time.monotonic() < until:
         seen = [board.seen(reader) for reader in every]
         if any(one.failed for one in seen):
             break
-        if not board.words[Board.WRITTEN]:
-            # It forks its child before its first write, which waits for loops to be compiled.
+        if board.words[Board.WRITTEN] == before:
+            # Each writer is given the time for its first write, which waits for loops to be compiled.
             time.sleep(0.02)
             continue
         is_written = board.words[Board.WRITTEN] >= SIZE
@@ -223,6 +223,7 @@ def follow(
             os.kill(writer, signal.SIGKILL)
             os.waitpid(writer, 0)
             _while_stopped(board, every)
+            before = board.words[Board.WRITTEN]
             writers += 1
             writer = _fork(_write, path, writers, state, board, None)
         elif event:

@@ -15,8 +15,10 @@ from types import FrameType
 from typing import Any
 
 import trl_storages
+from trl_storages.disk.description import Description
+from trl_storages.disk.words import places
 
-__all__ = ["Files", "Moments", "files_in", "put_back", "subsets"]
+__all__ = ["Files", "Moments", "files_in", "parts_of", "put_back", "subsets"]
 
 #: Name -> what the file holds.
 Files = dict[str, bytes]
@@ -88,6 +90,16 @@ class Moments:
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
         self.look()
+
+
+def parts_of(folder: Path) -> dict[str, slice]:
+    """Returns which bytes of the file of rows are those of what."""
+    found = places(Description.read(folder))
+    return {
+        part: slice(WORD * at.start, WORD * at.stop)
+        for part, at in found.items()
+        if at.stop > at.start
+    }
 
 
 def subsets(before: Files, after: Files, rng: random.Random, number: int) -> Iterator[Files]:

@@ -116,11 +116,15 @@ class Platter:
         names = rng.choice(self._names)
         return {name: self._files[key].after_cut(rng, newest) for name, key in names.items()}
 
-    def as_old_as_can_be(self, *names: str) -> Files:
-        """What is left by a cut now that takes from these files all that it can, from others nothing."""
+    def as_old_as_can_be(self, name: str, part: slice) -> Files:
+        """What is left by a cut now that takes all it can from whole pages of a file, else nothing."""
+        old = range(part.start // self._page, -(-part.stop // self._page))
         return {
-            name: b"".join(it[0 if name in names else -1] for it in self._files[key].pages)
-            for name, key in self._names[-1].items()
+            known: b"".join(
+                it[0 if known == name and place in old else -1]
+                for place, it in enumerate(self._files[key].pages)
+            )
+            for known, key in self._names[-1].items()
         }
 
     def close(self) -> None:

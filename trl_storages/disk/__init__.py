@@ -7,12 +7,13 @@ tables in `commits` take turns in recording which rows are live; a selector word
 Step numbers never restart.
 
     storage.json        replaced by a rename: layout, histories, cursors of the last flush, `clean`
-    rows.G.bin          [R E, W]  int64, one transition a row
-    marks.G.bin         [R E, 2]  int64, mark and checksum of each row
-    side.G.bin          [*, S + 1] int64, if rows share next observations: those stored in no row, as S
-                        shared words, and a checksum of them, mark and slot of the row that names them
-    commits.G.bin       the selector, and two tables of cursors, tails and flags of the lanes
-    priorities.G.bin    [R E + 1] int64, if a sampler keeps them: a float32, a check of it and the mark
+    rows.G.bin          int64 words; each of its parts begins a page:
+        rows            [R E, W] one transition a row
+        marks           [R E, 2] mark and checksum of each row
+        commits         the selector, and two tables of cursors, tails and flags of the lanes
+        side            [*, S + 1] if rows share next observations: those stored in no row, as S shared
+                        words, and a checksum of them, mark and slot of the row that names them
+        priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
     lock                flock of the one writer
 
 A write is `begin` (clears marks), the rows, then `seal` (checksums and priorities, then marks, then the
@@ -23,15 +24,15 @@ write, or that after it.
     (nothing) ------------> CLEAN, no rows ------------------------+
                               ^                                    v
        close: flush, clean    |                                WRITTEN ----+ write, evict, load,
-                              +----------------------------------+  ^ ^     | flush: rows, then commits,
-                                                                    | +-----+ then storage.json
+                              +----------------------------------+  ^ ^     | flush: rows, then
+                                                                    | +-----+ storage.json
                         open: every row is checked                  |
                         (killed, or power cut) ---------------------+
 
     CLEAN     as storage.json says: the selected table is trusted, its rows are indexed by their marks
     WRITTEN   everything is verified by checksum: the selected table is valid if all its rows are intact;
               otherwise each lane keeps the run of intact rows around the last flushed one
-    load      fills files of generation G + 1 beside the old ones; one rename switches to them
+    load      fills a file of generation G + 1 beside the old one; one rename switches to it
 
 The first write after an open, and each load, begins a numbered history. Rows carry its number, and are
 valid only if no later history owns their step: leftovers of a killed writer are never taken for current
@@ -41,9 +42,11 @@ The next observation of a row is found through the row after it, so a row never 
 (see `kernels.sharing`). An entry of the side table belongs to the row that names it until that row's slot
 is rewritten. The newest row of a lane has a tip there, which may be reused two writes later; the tip of
 the row that was the newest at the last flush is kept until the next flush. On opening, the free entries
-are worked out from the valid rows. The file is sparse: it takes space as entries are used. Next
-observations of evicted rows stay readable, through the slot after them where there is no row, as a reader
-may not have seen the eviction yet.
+are worked out from the valid rows. Next observations of evicted rows stay readable, through the slot after
+them where there is no row, as a reader may not have seen the eviction yet.
+
+Side table and priorities are holes in the file until they are needed: their space on disk is reserved as
+entries are used, and when a sampler first keeps priorities.
 
 Rows that store single frames are read with the frames of up to D rows before them in their episode. So S
 is larger by D, and the D steps before the oldest live row of a lane stay in the ring until it is evicted:

@@ -1,4 +1,4 @@
-"""How a directory of rows describes itself: `storage.json`, and the names of the files beside it.
+"""How a directory of rows describes itself: `storage.json`, and the name of the file beside it.
 
 Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, H histories, D
 steps before a row whose frames it is read with.
@@ -40,7 +40,7 @@ __all__ = [
 _NAME = "storage.json"
 # Marks a directory whose storage is being created or removed.
 _CREATING = _NAME + ".creating"
-_OWN = re.compile(r"(rows|side|marks|commits|priorities)\.\d{1,9}\.bin(\.new)?")
+_OWN = re.compile(r"rows\.\d{1,9}\.bin")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
@@ -110,9 +110,10 @@ class Description:
         """Returns an index of no rows."""
         return EpisodeIndex(self.num_rows, self.num_lanes, spare_steps=self.spare_steps)
 
-    def file_of(self, kind: str) -> str:
-        """Returns the name of a file of words."""
-        return f"{kind}.{self.generation}.bin"
+    @property
+    def data_name(self) -> str:
+        """The name of the file of rows."""
+        return f"rows.{self.generation}.bin"
 
     def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the numbers of the histories `[H]`, and their first steps `[H, E]`."""
@@ -231,7 +232,7 @@ def holds_storage(directory: Path) -> bool:
 
 
 def _own_files(directory: Path) -> list[str]:
-    """Returns the names of the word files in a directory, of every generation."""
+    """Returns the names of the files of rows in a directory, of every generation."""
     return [name for name in _names(directory) if _OWN.fullmatch(name)]
 
 
@@ -260,7 +261,7 @@ def announce(directory: Path) -> None:
 def remove_other_files(directory: Path, description: Description) -> None:
     """Removes files of other generations, left by loads whether completed or not."""
     for name in _own_files(directory):
-        if not name.endswith(f".{description.generation}.bin"):
+        if name != description.data_name:
             (directory / name).unlink(missing_ok=True)
 
 

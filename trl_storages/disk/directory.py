@@ -350,7 +350,6 @@ class Directory:
             FileNotFoundError: the directory is gone.
         """
         self.check_writable()
-        self._check_there()
         state, words = self.state, self.words
         if not np.array_equal(state.open, index.is_open.numpy()):
             self.commit(index, state.write_count, state.trajectories)

@@ -74,23 +74,15 @@ def removed(directory: Path) -> FileNotFoundError:
     )
 
 
-@contextmanager
-def _replaced(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file that takes the place of `path` at the end; an error removes it."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
-    try:
-        with open(descriptor, "wb") as file:
-            yield file
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+def _created(path: Path) -> BinaryIO:
+    """Opens a new file to write."""
+    path.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
+    return open(os.open(path, flags, 0o644), "wb")
 
 
-def create_file(path: Path, num_words: int, *, is_sparse: bool = False) -> None:
-    """Creates a file of zeros and reserves its space on disk.
+def create_file(path: Path, num_words: int, num_reserved: int) -> None:
+    """Creates a file of zeros and reserves space on disk for the first of them.
 
     Writing to a memory-mapped file without space on disk kills the process, so a full disk must be
     detected here or in `MappedWords.reserve`.
@@ -98,16 +90,15 @@ def create_file(path: Path, num_words: int, *, is_sparse: bool = False) -> None:
     Args:
         path: the file.
         num_words: its size.
-        is_sparse: whether to leave reserving to `MappedWords.reserve`.
+        num_reserved: of how many words; the others are left to `MappedWords.reserve`.
 
     Raises:
-        OSError: there is no space, or the file can't be created. It does not exist then.
+        OSError: there is no space, or the file can't be created.
     """
-    nbytes = num_words * _WORD
-    with _needing(path, nbytes), _replaced(path) as file:
-        if not is_sparse:
-            _reserve(file, 0, nbytes)
-        file.truncate(nbytes)
+    nbytes = num_reserved * _WORD
+    with _needing(path, nbytes), _created(path) as file:
+        _reserve(file, 0, nbytes)
+        file.truncate(num_words * _WORD)
 
 
 def _reserve(file: BinaryIO, start: int, end: int) -> None:
@@ -135,10 +126,16 @@ def _needing(path: Path, nbytes: int) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
-    with _replaced(path) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    new = path.with_name(path.name + ".new")
+    try:
+        with _created(new) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -170,31 +167,23 @@ class MappedWords:
     def __init__(self, path: Path, num_words: int, *, writable: bool) -> None:
         nbytes, self._path = num_words * _WORD, path
         with opened(path, writable=writable) as file:
-            self._file = os.fstat(file.fileno())
-            if (size := self._file.st_size) != nbytes:
+            self._status = os.fstat(file.fileno())
+            if (size := self._status.st_size) != nbytes:
                 raise damaged(path, f"it must hold {nbytes} bytes, got {size}")
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | NO_RESERVE
             access = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
-    def check_there(self) -> None:
-        """Raises a FileNotFoundError if the file is gone, or another one is in its place."""
-        try:
-            is_there = os.path.samestat(os.stat(self._path), self._file)
-        except (FileNotFoundError, NotADirectoryError):
-            is_there = False
-        if not is_there:
-            raise removed(self._path.parent)
-
     def reserve(self, start: int, end: int) -> None:
         """Reserves space on disk for a range of words of a sparse file.
 
         Raises:
             OSError: the disk is full.
-            FileNotFoundError: as `check_there`.
+            FileNotFoundError: the file is gone, or another one is in its place.
         """
-        self.check_there()
+        if not _is_at(self._path, self._status):
+            raise removed(self._path.parent)
         nbytes = (end - start) * _WORD
         with _needing(self._path, nbytes), opened(self._path, writable=True) as file:
             _reserve(file, start * _WORD, end * _WORD)
@@ -202,6 +191,14 @@ class MappedWords:
     def flush(self) -> None:
         """Waits until everything written is on disk."""
         self._map.flush()
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    """Returns whether the file of a status is at a path."""
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def opened(path: Path, *, writable: bool = False) -> BinaryIO:
@@ -271,10 +268,7 @@ class WriterLock:
     @property
     def is_there(self) -> bool:
         """Whether the locked directory is still at its path."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return _is_at(self._path, os.fstat(self._descriptor))
 
     def forget(self) -> None:
         """Closes this process's copy of the lock; processes that share it keep it."""

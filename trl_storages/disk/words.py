@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trl_storages.disk.description import Description
-from trl_storages.disk.files import MappedWords, create_file, damaged, sync_directory
+from trl_storages.disk.files import MappedWords, create_file, damaged
 from trl_storages.kernels import backend
 from trl_storages.kernels.marks import unpack_marks
 from trl_storages.kernels.sharing import (
@@ -32,12 +32,13 @@ from trl_storages.ring import EpisodeIndex
 if TYPE_CHECKING:
     from trl_storages.kernels.device import PriorityWords
 
-__all__ = ["State", "Track", "Words"]
+__all__ = ["State", "Track", "Words", "places"]
 
 #: Wraps a loop to report progress.
 Track = Callable[[Iterable[Any]], Iterable[Any]]
 
 _PIECE = 1 << 24  # bytes of rows that are checked at a time
+_PAGE = 512  # words
 
 
 class State(NamedTuple):
@@ -80,93 +81,83 @@ class Words:
         priorities: of the rows; None until a sampler asks for them.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is truncated, or not a regular file.
+        FileNotFoundError: their file is missing.
+        ValueError: it is truncated, or not a regular file.
     """
 
     def __init__(self, path: Path, description: Description, *, writable: bool) -> None:
-        self.path, self.description, self._writable = path, description, writable
-        self._sizes, self._maps = _sizes(description), dict[str, MappedWords]()
-        self.rows = self._array("rows").view(-1, description.layout.stored_words)
+        self.path, self.description = path, description
+        self._places = places(description)
+        size = self._places["priorities"].stop
+        self._file = MappedWords(path / description.data_name, size, writable=writable)
+        words = torch.from_numpy(self._file.array)
+        parts = {name: words[place] for name, place in self._places.items()}
+        self.rows = parts["rows"].view(-1, description.layout.stored_words)
         self.piece = max(_PIECE // self.rows[0].nbytes, 1)
-        self.marks = self._array("marks").view(-1, 2)
+        self.marks = parts["marks"].view(-1, 2)
         self.side: SideTable | None = None
         # Headers of the rows, and the words of the side table, if rows share next observations.
         self._headers: torch.Tensor | None = None
         values: torch.Tensor | None = None
         if (sharing := description.layout.framed.sharing) is not None:
             self._headers = sharing.headers(self.rows)
-            values = self._array("side").view(-1, sharing.shared_words + 1)
+            values = parts["side"].view(-1, sharing.shared_words + 1)
             lanes = len(self.rows), description.num_lanes
             self.side = SideTable(*lanes, values, 0, self._enlarge_side)
         own = self._headers, description.past_steps
         self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values, *own)
-        commits = self._array("commits")
+        commits = parts["commits"]
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
-        self.priorities: PriorityWords | None = None
-        if writable and self._file("priorities").exists():
-            self.keep_priorities(make=False)
-
-    def _array(self, kind: str) -> torch.Tensor:
-        """Maps a file and returns its words."""
-        words = MappedWords(self._file(kind), self._sizes[kind], writable=self._writable)
-        self._maps[kind] = words
-        return torch.from_numpy(words.array)
+        self._priorities = backend("cpu").PriorityWords(parts["priorities"], self.marks)
+        has_some = writable and not self._priorities.is_new
+        self.priorities: PriorityWords | None = self._priorities if has_some else None
 
     def _enlarge_side(self, num_entries: int) -> torch.Tensor:
         side: SideTable = self.side  # type: ignore[assignment]
-        size = side.values.shape[1]
-        self._maps["side"].reserve(side.room * size, num_entries * size)
+        start, size = self._places["side"].start, side.values.shape[1]
+        self._file.reserve(start + side.room * size, start + num_entries * size)
         return side.values
-
-    def _file(self, kind: str) -> Path:
-        return self.path / self.description.file_of(kind)
 
     @classmethod
     def create(cls, path: Path, description: Description) -> Words:
-        """Creates the files; reserves their disk space, but for the side table, which is sparse.
+        """Creates the file; reserves its disk space, but for side table and priorities.
 
         Raises:
             OSError: the disk is full or not writable.
         """
-        for kind, size in _sizes(description).items():
-            if kind != "priorities":
-                create_file(path / description.file_of(kind), size, is_sparse=kind == "side")
+        place = places(description)
+        ends = place["priorities"].stop, place["commits"].stop
+        create_file(path / description.data_name, *ends)
         words = cls(path, description, writable=True)
         words.publish(State(0, 0, *np.zeros((4, description.num_lanes), np.int64)))
         return words
 
     def keep_priorities(self, *, make: bool) -> PriorityWords:
-        """Opens the priorities of the rows, or creates them; rows written from then on get one.
+        """Returns the priorities of the rows; rows written from then on get one.
 
         Args:
-            make: whether to create a missing file.
+            make: whether to reserve disk space for them if there are none.
 
         Raises:
             OSError: the disk is full.
-            FileNotFoundError: the file is missing, and `make` is False.
-            ValueError: the file is truncated, or not a regular file.
+            FileNotFoundError: there are none, and `make` is False; or the directory is gone.
         """
         if self.priorities is None:
-            path = self._file("priorities")
-            if not path.exists():
+            if self._priorities.is_new:
                 if not make:
                     raise FileNotFoundError(
                         f"{self.path} holds no priorities: its writer does not draw by priority. "
                         "Read it with another sampler."
                     )
-                self._maps["commits"].check_there()
-                create_file(path, self._sizes["priorities"])
-                sync_directory(self.path)
-            self.priorities = backend("cpu").PriorityWords(self._array("priorities"), self.marks)
+                place = self._places["priorities"]
+                self._file.reserve(place.start, place.stop)
+            self.priorities = self._priorities
         return self.priorities
 
     def flush(self) -> None:
-        """Waits until everything is on disk, the commits last."""
-        for kind in self._sizes:
-            if kind in self._maps:
-                self._maps[kind].flush()
+        """Waits until everything is on disk."""
+        self._file.flush()
 
     # Commits
 
@@ -369,13 +360,16 @@ class Words:
         return True
 
 
-def _sizes(description: Description) -> dict[str, int]:
-    """Returns the number of words of each file, in flush order: the commits last."""
+def places(description: Description) -> dict[str, slice]:
+    """Returns where in the file each of its parts is, in words. Every part begins a page."""
     slots = description.ring_steps * description.num_lanes
     table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
-    rows = slots * description.layout.stored_words
-    sizes = {"rows": rows, "marks": 2 * slots, "priorities": slots + 1}
+    rows, entries = slots * description.layout.stored_words, 0
     if (sharing := description.layout.framed.sharing) is not None:
-        entries = 1 + NUM_TIPS * description.num_lanes + slots
-        sizes["side"] = entries * (sharing.shared_words + 1)
-    return {**sizes, "commits": 1 + 2 * table}
+        entries = (1 + NUM_TIPS * description.num_lanes + slots) * (sharing.shared_words + 1)
+    sizes = {"rows": rows, "marks": 2 * slots, "commits": 1 + 2 * table}
+    found, start = {}, 0
+    for name, size in {**sizes, "side": entries, "priorities": slots + 1}.items():
+        found[name] = slice(start, start + size)
+        start += -(-size // _PAGE) * _PAGE
+    return found
