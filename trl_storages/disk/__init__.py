@@ -42,8 +42,8 @@ The next observation of a row is found through the row after it, so a row never 
 (see `kernels.sharing`). An entry of the side table belongs to the row that names it until that row's slot
 is rewritten. The newest row of a lane has a tip there, which may be reused two writes later; the tip of
 the row that was the newest at the last flush is kept until the next flush. On opening, the free entries
-are worked out from the valid rows. Next observations of evicted rows stay readable, through the slot after
-them where there is no row, as a reader may not have seen the eviction yet.
+are worked out from the valid rows. Next observations of evicted rows stay readable, through the slot
+after them where there is no row, as a reader may not have seen the eviction yet.
 
 Side table and priorities are holes in the file until they are needed: their space on disk is reserved as
 entries are used, and when a sampler first keeps priorities.
