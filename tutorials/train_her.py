@@ -103,14 +103,14 @@ def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any
 
 
 def make_storage(
-    args: argparse.Namespace, name: str, num_goals: int, **further: Any
+    args: argparse.Namespace, name: str, num_goals: int, n_step: int = 1, **further: Any
 ) -> HERReplayStorage:
-    """Makes a storage; `further` options of it, such as `n_step`, are up to the caller."""
+    """Makes a storage; `further` options of it, such as `alpha`, are up to the caller."""
     env = make_env(args, args.num_envs, args.seed)
     return HERReplayStorage(
         env.observation_spec,
         env.action_spec,
-        storage_size=args.steps,
+        storage_size=-(-args.steps // args.num_envs) * args.num_envs,
         num_envs=args.num_envs,
         batch_size=args.batch_size,
         device=args.device,
@@ -121,6 +121,7 @@ def make_storage(
         terminated_fn=goal_reached if args.env == "BitFlipping-v0" else None,
         goal_selection_strategy=args.strategy,
         num_goals=num_goals,
+        n_step=n_step,
         discount=args.task.discount,
         **further,
     )
