@@ -480,7 +480,7 @@ class TestOthers:
             make(closed, 2, 30)
 
     def test_another_number_of_lanes(self, closed):
-        with pytest.raises(ValueError, match="2 lanes"):
+        with pytest.raises(ValueError, match="num_envs=2, got 3"):
             make(closed, 3, SIZE)
 
     def test_a_directory_that_is_no_storage(self, tmp_path):

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import pydoc
 import re
+import warnings
 from functools import partial
 
 import gymnasium
@@ -16,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from oracles import RingOracle
+from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, GymEnv, SerialEnv
 
@@ -726,3 +728,26 @@ def test_sampled_batches_are_written_again():
     other.extend(one.sample(5), lanes=[0])
     assert len(other) == 5
     assert {*other[:].keys(True, True)} == FIELDS
+
+
+def test_a_recurrent_state_that_is_dropped_is_warned_of_once():
+    storage = UniformReplayStorage(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), storage_size=20)
+    flag = torch.zeros(5, 1, dtype=torch.bool)
+    later = {"observation": torch.zeros(5, 3), "step_count": torch.ones(5, 1)}
+    outcome = {"reward": torch.zeros(5, 1), "done": flag, "terminated": flag, "truncated": flag}
+    steps = TensorDict(
+        {**later, "action": torch.zeros(5, dtype=torch.int64), "next": {**later, **outcome}}, [5]
+    )
+    with_state = steps.clone()
+    with_state["state"] = with_state["next", "state"] = torch.zeros(5, 4)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        storage.extend(steps)
+    with pytest.warns(UserWarning, match=r"hold \['state'\], .* dropped.*primer.*extra_fields"):
+        storage.extend(with_state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        storage.extend(with_state)
+        storage.extend(steps)
+        storage.extend(with_state)

@@ -15,6 +15,7 @@ from ray_workers import Worker, priority_of
 from tally_env import TallyEnv, check_batch, check_rows, reward
 from tensordict import TensorDict
 from torchrl.data import RayReplayBuffer
+from torchrl.envs.transforms import RenameTransform
 
 import trl_storages
 from trl_storages import (
@@ -247,6 +248,16 @@ class TestActors:
             replay.beta = -1
         with pytest.raises(RuntimeError, match="an iterator, which can't leave its process"):
             replay.batches(3)
+        with pytest.raises(RuntimeError, match="call sample"):
+            replay.loader(1)
+        for changed in (
+            replay.append_transform(lambda batch: batch.set("late", batch["index"])),
+            replay.insert_transform(1, RenameTransform(["index"], ["early"], create_copy=True)),
+            replay.set_at_("observation", replay[:]["observation"][:1], [0]),
+        ):
+            assert changed is replay
+        assert replay.can_sample()
+        assert {"late", "early"} <= {*replay.sample().keys()}
         with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):
             replay.n_step  # noqa: B018
         with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):

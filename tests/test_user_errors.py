@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from multiprocessing import current_process
 
 import gymnasium
 import numpy as np
@@ -263,8 +264,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("actions", "message"),
         [
-            (np.float32(1), "actions must be int64, got float32.*convert them yourself"),
-            (torch.ones(()), "actions must be int64, got float32.*convert them yourself"),
+            (np.float32(1), "actions must be int64, got float32.*convert it, as by np.asarray"),
+            (torch.ones(()), "actions must be int64, got float32.*convert it, as by np.asarray"),
             (torch.zeros(BITS), "actions must be int64, got float32"),
             (0.5, "actions must be int64, got float64"),
             ("left", "actions must be int64, got .*not numbers"),
@@ -426,7 +427,8 @@ class TestFirstTries:
 
     def test_a_script_that_a_worker_runs_once_more(self, tmp_path, monkeypatch):
         storage = UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
-        monkeypatch.setattr("trl_storages.disk.files.parent_process", object)
+        # What a spawned process is called while it runs the script, and has no parent process yet.
+        monkeypatch.setattr(current_process(), "name", "SpawnProcess-1")
         with refused(RuntimeError, "under `if __name__ == '__main__':` if this is a worker"):
             UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
         storage.close()

@@ -109,6 +109,8 @@ class UniformReplayStorage(ReplayStorage):
             that reset their environments themselves.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
             its lane: "warn" once, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
+        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
     `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
     `num_goals` and `strategy`, read and set the parameters of its parts, from the next draw on; batches

@@ -19,6 +19,11 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Properties of TorchRL's that can't be assigned, and what to do.
+_NOT_ASSIGNED = {
+    "batch_size": "pass it to sample(batch_size)",
+    "sampler": "call set_sampler(sampler)",
+}
 Value = TypeVar("Value")
 
 
@@ -116,10 +121,10 @@ class Sealed:
         try:
             super().__setattr__(name, value)
         except AttributeError as error:
-            if name != "sampler" or not hasattr(self, "set_sampler"):
+            if (instead := _NOT_ASSIGNED.get(name)) is None:
                 raise
             raise AttributeError(
-                f"{type(self).__name__}.sampler can't be assigned: call set_sampler(sampler)."
+                f"{type(self).__name__}.{name} can't be assigned: {instead}."
             ) from error
 
 

@@ -51,8 +51,10 @@ def from_arrays(
     Rows whose `valids` are 0 are not steps: the episode ends with the row before, whose next observation
     they hold.
 
-    In OGBench's data, `terminals` mark the ends of episodes, and `masks` the terminal states; data of
-    other origin whose `terminals` are not terminal states need `ends="terminals"`.
+    `terminals` are terminal states, except in OGBench's data, where they mark the ends of episodes and
+    `masks` the terminal states: such are data with `masks` or `valids`, and data with neither rewards nor
+    `timeouts`. Other data whose `terminals` are only ends need `ends="terminals"`, also where rewards
+    were added to OGBench's without its `masks`.
 
     Args:
         data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each

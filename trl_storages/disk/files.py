@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
+from multiprocessing import current_process
 from pathlib import Path
 from typing import BinaryIO
 
@@ -253,7 +253,8 @@ class WriterLock:
         if not (_locks(descriptor) or (gc.collect() >= 0 and _locks(descriptor))):
             self.forget()
             cure = "close() it"
-            if parent_process() is not None:
+            # A spawned child that still runs the script has no parent process yet, but its name.
+            if current_process().name != "MainProcess":
                 cure = "put what the script does under `if __name__ == '__main__':` if this is a worker"
             raise RuntimeError(
                 f"the rows in {directory} have a writer already, and there can be one only: {cure}, "

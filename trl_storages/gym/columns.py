@@ -128,9 +128,9 @@ class Column:
             remedy = "which are no flags; convert them, as by `!= 0`"
         else:
             remedy = (
-                "whose values it can't hold exactly; convert them yourself (observations: "
-                "gymnasium.wrappers.DtypeObservation), or make the storage for a space or a field of "
-                f"{got}"
+                "which it can't hold exactly in general; convert it, as by "
+                f"np.asarray(value, '{wanted}') (observations: gymnasium.wrappers.DtypeObservation), or "
+                f"make the storage for a space or a field of {got}"
             )
         raise TypeError(f"{name} must be {wanted}, got {got}, {remedy}")
 

@@ -13,7 +13,8 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments
 from trl_storages.gym import GymRecorder
-from trl_storages.other_names import meant
+from trl_storages.other_names import OTHER_NAMES, meant
+from trl_storages.replay.parameters import MADE_WITH
 
 __all__ = [
     "ONE_FORM",
@@ -123,7 +124,10 @@ def checked(
     """
     for name in options:
         if name not in checks:
-            raise TypeError(f"{made} has no option {name!r}: {meant(name, names)}")
+            ours = OTHER_NAMES.get(name, name)
+            is_of_part = ours in MADE_WITH and ours not in names
+            answer = f"make it with {MADE_WITH[ours]}." if is_of_part else meant(name, names)
+            raise TypeError(f"{made} has no option {name!r}: {answer}")
     found = {}
     for name, value in options.items():
         check = checks[name]

@@ -11,7 +11,7 @@ from trl_storages.samplers import layers_of
 from trl_storages.signatures import Setting
 from trl_storages.transforms import parts_of
 
-__all__ = ["PARAMETERS", "Parameter", "parameters_of"]
+__all__ = ["MADE_WITH", "PARAMETERS", "Parameter", "parameters_of"]
 
 Value = TypeVar("Value")
 
@@ -21,7 +21,7 @@ _NARROWING = "eta=0.996 (or any below 1) if it is ready-made, else with sampler=
 _RELABELLING = "hindsight: as HERReplayStorage, or with sampler=HERSampler() and GoalRelabel"
 
 #: Parameter -> how to construct a storage with a part that has it.
-_MADE_WITH = {
+MADE_WITH = {
     "n_step": _FOLDING,
     "discount": _FOLDING,
     "alpha": _WEIGHING,
@@ -35,7 +35,7 @@ _MADE_WITH = {
 }
 
 #: The names of all parameters.
-PARAMETERS = [*_MADE_WITH]
+PARAMETERS = [*MADE_WITH]
 
 
 class Parameter(Generic[Value]):
@@ -77,7 +77,7 @@ def parameters_of(storage: Any) -> dict[str, list[tuple[Sampler | Transform, str
     found: dict[str, list[tuple[Sampler | Transform, str]]] = {}
     for part in (*parts_of(storage._transform), *layers_of(storage._sampler)):
         for name, own in getattr(part, "live_parameters", {}).items():
-            if name in _MADE_WITH:
+            if name in MADE_WITH:
                 found.setdefault(name, []).append((part, own))
     return found
 
@@ -92,7 +92,7 @@ def _holders_of(storage: Any, name: str) -> list[tuple[Sampler | Transform, str]
     if (found := known.get(name)) is None:
         raise AttributeError(
             f"this {type(storage).__name__} has no part with {name}, it has "
-            f"{', '.join(sorted(known)) or 'no parameters'}: make it with {_MADE_WITH[name]}."
+            f"{', '.join(sorted(known)) or 'no parameters'}: make it with {MADE_WITH[name]}."
         )
     kind = type(found[0][0])
     values = [getattr(part, own) for part, own in found if type(part) is kind]

@@ -6,6 +6,7 @@ Letters: B batch, T steps, L lanes written now.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,6 +71,19 @@ class _WithParameters:
             self._check_method(name)
         return super().__getattr__(name)  # type: ignore[misc]
 
+    def _answer(self, reference: Any) -> Any:
+        """Returns what a method of the storage returned; this handle or client for the storage itself."""
+        found = ray.get(reference)
+        return self if found is _ITSELF else found
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Any:
+        """Appends a transform, as `ReplayStorage.append_transform`; returns itself."""
+        return self._answer(self._actor.append_transform.remote(transform, invert=invert))
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Any:
+        """Inserts a transform, as `ReplayStorage.insert_transform`; returns itself."""
+        return self._answer(self._actor.insert_transform.remote(index, transform, invert=invert))
+
     def _check_method(self, name: str) -> None:
         """Raises an AttributeError unless the storage has a method of that name."""
         method = getattr(self._service_cls, name, None)
@@ -108,6 +122,16 @@ class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[mi
         )
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    """Returns a method of a handle that calls the storage's."""
+
+    def call(self: RayHandle, *args: Any, **named: Any) -> Any:
+        return self._answer(getattr(self._rb, name).remote(*args, **named))
+
+    call.__name__ = name
+    return call
+
+
 class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     """The handle of a storage in a Ray actor, with all of its methods and parameters.
 
@@ -119,6 +143,10 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     """
 
     _kind = "handle"
+
+    # TorchRL's handle inherits them, and has no rows for them.
+    can_sample, query = _forwarded("can_sample"), _forwarded("query")
+    set_, set_at_, update_ = map(_forwarded, ("set_", "set_at_", "update_"))
 
     def __init__(self, *args: Any, where: Mapping[str, Any], **options: Any) -> None:
         if unknown := {*where} - {"ray_init_config", "remote_config"}:
@@ -162,7 +190,7 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
         if name in PARAMETERS:
             return super().__getattr__(name)
         self._check_method(name)
-        return lambda *args, **named: ray.get(getattr(self._rb, name).remote(*args, **named))
+        return partial(_forwarded(name), self)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _as_it_is, (self.client(),)
@@ -202,6 +230,14 @@ def in_actor(storage_class: type) -> type:
     return type(
         storage_class.__name__, (_InActor, storage_class), {"__doc__": storage_class.__doc__}
     )
+
+
+# What arrives instead of the storage where one of its methods returns it.
+_ITSELF = object()
+
+
+def _itself() -> object:
+    return _ITSELF
 
 
 class _Parcel:
@@ -316,6 +352,16 @@ class _InActor:
 
     def __getitem__(self, index: Any) -> Any:
         return self._sent(super().__getitem__(index))  # type: ignore[misc]
+
+    def loader(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "loader() draws in processes of its own, which must be on the machine of the rows: call "
+            "sample(), or, with path=, ReplayStorage.open(path, mode='r').loader(...) there."
+        )
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        # Of a method that returns the storage; the rows stay here.
+        return _itself, ()
 
     def _sent(self, value: Any) -> Any:
         """Wraps a batch for sending, unless the transport packs it."""

@@ -14,7 +14,16 @@ from torchrl.data import Storage
 
 from trl_storages.callers import warn_caller
 from trl_storages.kernels.memory import on_device
-from trl_storages.keys import INDEX, MASK, next_key, shared_keys
+from trl_storages.keys import (
+    DONE,
+    INDEX,
+    MASK,
+    TERMINATED,
+    TRUNCATED,
+    key_path,
+    next_key,
+    shared_keys,
+)
 from trl_storages.rows import (
     Layout,
     Nested,
@@ -73,6 +82,8 @@ class Fields:
         self.keys, self.done_key, self.traj_key = self.wanted
         # From the last steps, as the next ones usually have the same structure.
         self._known: _Known | None = None
+        # Entries that it was warned of.
+        self._dropped: set[NestedKey] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A cache, rebuilt in the copy.
@@ -128,10 +139,35 @@ class Fields:
         tensors = [*fields, done]
         if (trajectory := entries.get(self.traj_key)) is not None:
             tensors.append(trajectory)
+        if self.keys is not None:
+            self._warn_of_dropped(entries, data.ndim)
         # The structure does not tell whether a mask marks padding.
         structure = None if MASK in entries else Structure.of(data, tensors)
         self._known = _Known(layout, structure, repeated is not None)
         return self._known, tensors
+
+    def _warn_of_dropped(self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> None:
+        """Warns once of entries that a loss may need, such as recurrent states, and that are not stored.
+
+        They have several values, which go on under `next`; counters of steps and rewards have one.
+        """
+        stored, flags = {*self.keys, *self._dropped}, {DONE[-1], TERMINATED[-1], TRUNCATED[-1]}  # type: ignore[misc]
+        lost = [
+            key
+            for key, value in entries.items()
+            if key not in stored
+            and next_key(key) in entries
+            and key_path(key)[-1] not in flags
+            and value.shape[batch_dims:].numel() > 1
+        ]
+        if lost:
+            self._dropped.update(lost)
+            warn_caller(
+                f"the steps hold {lost}, which go on under 'next', and the storage has no fields for "
+                "them, so that they are dropped. Of a recurrent policy, append its primer "
+                "(make_tensordict_primer()) to the environment before the storage is made of it, or name "
+                "the state in extra_fields; if they are not needed, ignore this."
+            )
 
     def _steps_of_stock(
         self, data: TensorDictBase, storage: Storage, gaps: GapWatch | None
