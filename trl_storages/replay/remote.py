@@ -128,7 +128,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: RayHandle, *args: Any, **named: Any) -> Any:
         return self._answer(getattr(self._rb, name).remote(*args, **named))
 
-    call.__name__ = name
+    call.__name__, call.__doc__ = name, f"Calls `ReplayStorage.{name}`."
     return call
 
 

@@ -72,14 +72,20 @@ class Fields:
         keys: entries to store; None stores all.
         done_key: of the flag that ends an episode.
         traj_key: of the numbers of trajectories.
+        knows_observations: whether the observations among `keys` are known, so that what else goes on
+            under `next` is a state of the policy.
     """
 
     def __init__(
-        self, keys: list[NestedKey] | None, done_key: NestedKey, traj_key: NestedKey
+        self,
+        keys: list[NestedKey] | None,
+        done_key: NestedKey,
+        traj_key: NestedKey,
+        knows_observations: bool,
     ) -> None:
         #: The arguments.
-        self.wanted = keys, done_key, traj_key
-        self.keys, self.done_key, self.traj_key = self.wanted
+        self.wanted = keys, done_key, traj_key, knows_observations
+        self.keys, self.done_key, self.traj_key, self._knows_observations = self.wanted
         # From the last steps, as the next ones usually have the same structure.
         self._known: _Known | None = None
         # Entries that it was warned of.
@@ -139,7 +145,7 @@ class Fields:
         tensors = [*fields, done]
         if (trajectory := entries.get(self.traj_key)) is not None:
             tensors.append(trajectory)
-        if self.keys is not None:
+        if self._knows_observations and self.keys is not None:
             self._warn_of_dropped(entries, data.ndim)
         # The structure does not tell whether a mask marks padding.
         structure = None if MASK in entries else Structure.of(data, tensors)

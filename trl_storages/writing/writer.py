@@ -128,7 +128,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         # Whether it is a PackedStorage, whose rows are copied together with the index.
         self._is_packed = False
         # `Fields` of the attributes, made anew when these change.
-        self._asked = Fields(self.keys, self.done_key, self.traj_key)
+        self._asked: Fields | None = None
         # The layout that `append` takes, and the last step that it wrote.
         self._taken: Layout | None = None
         self._last = Steps(None, None)  # type: ignore[arg-type]
@@ -297,8 +297,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     @property
     def _fields(self) -> Fields:
-        wanted = self.keys, self.done_key, self.traj_key
-        if wanted != self._asked.wanted:
+        knows_observations = self.gaps.observation_keys is not None
+        wanted = self.keys, self.done_key, self.traj_key, knows_observations
+        if self._asked is None or wanted != self._asked.wanted:
             self._asked = Fields(*wanted)
         return self._asked
 
