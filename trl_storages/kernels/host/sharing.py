@@ -13,7 +13,9 @@ import torch
 
 from trl_storages.kernels.host.compiling import (
     LINE,
+    addressable,
     are_same_bytes,
+    array_at,
     compiled,
     copy_bytes,
     fenced,
@@ -124,10 +126,10 @@ class SharedTable(RowTable):
             lenders: `[*B]`, the rows whose next values are copied.
             *what: what to copy and where to, as `_pick` takes it.
         """
-        flat = slots.numpy().reshape(-1)
-        lent = flat if lenders is slots else lenders.numpy().reshape(-1)
-        if (wrong := _pick(self._tables, self._next_bytes, flat, lent, *what)) >= 0:
-            raise not_found(flat[wrong], len(self.array))
+        slots, lenders = addressable(slots), addressable(lenders)
+        rows = slots.numel(), slots.data_ptr(), lenders.data_ptr()
+        if (wrong := _pick(self._tables, self._next_bytes, *rows, *what)) >= 0:
+            raise not_found(int(slots.view(-1)[wrong]), len(self.array))
 
     def next_values(self, slots: torch.Tensor) -> tuple[np.ndarray, bool]:
         """Returns where the values of rows under `next` are; see `RowTable.next_values`."""
@@ -281,8 +283,9 @@ def _known_next(table: Any, headers: Any, values: Any, follower: int) -> Any:
 def _pick(
     tables: Any,
     moved: int,
-    slots: Any,
-    lenders: Any,
+    num_slots: int,
+    slots_at: int,
+    lenders_at: int,
     spans: Any,
     start: int,
     size: int,
@@ -296,8 +299,9 @@ def _pick(
     Args:
         tables: `SharedTable._tables`.
         moved: offset in bytes of the stored fields in a row as read.
-        slots: `[B]`.
-        lenders: `[B]` the rows whose next values are copied.
+        num_slots: B.
+        slots_at: address of `[B]` slots.
+        lenders_at: address of `[B]` the rows whose next values are copied.
         spans: `[n, 4]` further bytes under `next`, as in `RowTable.copy_into`, that come from the stored
             rows of `lenders`.
         start: the first wanted byte of the next values.
@@ -311,15 +315,17 @@ def _pick(
         the position of the first invalid slot, or -1.
     """
     table, headers, values, _, _, _, _, _, num_lanes, room = tables
+    slots = array_at(slots_at, num_slots, np.int64)
+    lenders = array_at(lenders_at, num_slots, np.int64)
     num_rows, row_bytes = table.shape[0], table.shape[1] * _WORD
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     header_start = headers.ctypes.data - address
-    own_bytes, num_slots = row_bytes if with_own else 0, room * num_lanes
+    own_bytes, ring_slots = row_bytes if with_own else 0, room * num_lanes
     cursors, heads = _committed(tables)
-    for i in range(slots.shape[0]):
+    for i in range(num_slots):
         ahead = i + _AHEAD
-        if ahead < slots.shape[0]:
-            after = _wrapped(lenders[ahead] + num_lanes, num_slots) * row_bytes
+        if ahead < num_slots:
+            after = _wrapped(lenders[ahead] + num_lanes, ring_slots) * row_bytes
             prefetch(table, after + header_start)
             _ask_for(table, after + start, size)
             if with_own:
@@ -331,7 +337,7 @@ def _pick(
         lender = lender + num_rows if lender < 0 else lender
         if slot < 0 or slot >= num_rows or lender < 0 or lender >= num_rows:
             return i
-        to, follower = out + i * pitch, _wrapped(lender + num_lanes, num_slots)
+        to, follower = out + i * pitch, _wrapped(lender + num_lanes, ring_slots)
         # A division takes longer than all the rest.
         lane = follower % num_lanes if num_lanes > 1 else 0
         is_newest = follower == heads[lane]
