@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ class Worker:
     def __init__(self) -> None:
         self.env = TallyEnv()
         self.observation, _ = self.env.reset()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function here."""
+        return function(*args)
 
     def write(self, replay: Any, lane: int, num_batches: int) -> None:
         """Goes on with a gymnasium loop, and writes seven steps at a time to a lane of its own."""

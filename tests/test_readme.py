@@ -73,7 +73,7 @@ def test_there_are_exactly_two_commands():
     assert train.startswith("python3 -m venv .venv && .venv/bin/pip install")
     assert train.endswith(".venv/bin/python tutorials/train_her.py")
     assert test.startswith("python3 -m venv .venv && .venv/bin/pip install")
-    assert test.endswith(".venv/bin/python -m pytest -n 3 --dist worksteal")
+    assert test.endswith(".venv/bin/python -m pytest -n 2 --dist worksteal")
 
 
 @pytest.mark.parametrize("kept", [KEPT, KEPT_ON_GPU], ids=["results", "cuda"])

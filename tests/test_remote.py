@@ -196,13 +196,17 @@ def workers(local_ray) -> list:
     return [ray.remote(num_cpus=0, max_concurrency=2)(Worker).remote() for _ in range(2)]
 
 
+def made_on_ray(kind: type[ReplayStorage], *args, **options) -> RayReplayBuffer:
+    where = {"remote_config": {"num_cpus": 0}}
+    return kind(*args, service_backend="ray", service_backend_options=where, **options)
+
+
 @pytest.fixture
 def on_ray(local_ray):
     made = []
 
-    def make(kind: type[ReplayStorage], *args, **options) -> RayReplayBuffer:
-        where = {"remote_config": {"num_cpus": 0}}
-        made.append(kind(*args, service_backend="ray", service_backend_options=where, **options))
+    def make(*args, **options) -> RayReplayBuffer:
+        made.append(made_on_ray(*args, **options))
         return made[-1]
 
     yield make
@@ -210,11 +214,29 @@ def on_ray(local_ray):
         replay.shutdown()
 
 
+# Processes take seconds to start, so that tests share storages whose rows are theirs alone.
+
+
+@pytest.fixture(scope="module")
+def with_goals(local_ray) -> Iterator[RayReplayBuffer]:
+    options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "batch_size": 8}
+    replay = made_on_ray(HERReplayStorage, *SPACES, **options)
+    yield replay
+    replay.shutdown()
+
+
+@pytest.fixture(scope="module", params=["ray", "distributed"])
+def by_transport(local_ray, request) -> Iterator[tuple[RayReplayBuffer, str]]:
+    options = {"storage_size": 60, "alpha": 0.6, "transport": request.param}
+    replay = made_on_ray(UniformReplayStorage, *SPACES, **options)
+    yield replay, request.param
+    replay.shutdown()
+
+
 class TestActors:
-    def test_parameters_are_set_through_clients(self, on_ray):
-        options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "n_step": 3}
-        client = on_ray(HERReplayStorage, *SPACES, **options).client()
-        assert client.parameters()["n_step"] == 3
+    def test_parameters_are_set_through_clients(self, with_goals):
+        client = with_goals.client()
+        assert client.parameters()["num_goals"] == 4
         assert client.parameters(beta=0.9, num_goals=2)["beta"] == 0.9
         assert client.parameters()["num_goals"] == 2
         with pytest.raises(AttributeError, match=r"the parameters \['alpha', .*, got \['eta'\]"):
@@ -231,9 +253,10 @@ class TestActors:
                 *SPACES, service_backend="ray", service_backend_options={"num_cpus": 1}
             )
 
-    def test_a_handle_has_the_methods_and_parameters_and_is_passed_on_as_a_client(self, on_ray):
-        options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "batch_size": 8}
-        replay = on_ray(HERReplayStorage, *SPACES, **options)
+    def test_a_handle_has_the_methods_and_parameters_and_is_passed_on_as_a_client(
+        self, with_goals, workers
+    ):
+        replay = with_goals
         with pytest.raises(RuntimeError, match=r"is empty: other processes write .*lanes=\[lane\]"):
             replay.sample()
         replay.extend(steps(1, 5, is_end=True))
@@ -268,14 +291,14 @@ class TestActors:
             replay.episodes  # noqa: B018
         with pytest.raises(AttributeError, match="'clear': it is empty here"):
             replay.clear()
-        elsewhere = ray.remote(num_cpus=0)(lambda passed: (len(passed), hasattr(passed, "close")))
-        assert ray.get(elsewhere.remote(replay)) == (5, False)
 
-    @pytest.mark.parametrize("transport", ["ray", "distributed"])
-    def test_a_client_reads_and_sets_parameters(self, on_ray, transport):
-        replay = on_ray(
-            UniformReplayStorage, *SPACES, storage_size=60, alpha=0.6, transport=transport
-        )
+        def look(passed):
+            return len(passed), hasattr(passed, "close")
+
+        assert ray.get(workers[0].call.remote(look, replay)) == (5, False)
+
+    def test_a_client_reads_and_sets_parameters(self, by_transport, workers):
+        replay, _ = by_transport
 
         def why_not(client, name):
             try:
@@ -288,7 +311,7 @@ class TestActors:
             told = [why_not(client, name) for name in ("n_step", "nstep")]
             return client.beta, hasattr(client, "n_step"), told
 
-        beta, is_there, told = ray.get(ray.remote(num_cpus=0)(use).remote(replay))
+        beta, is_there, told = ray.get(workers[0].call.remote(use, replay))
         assert (beta, is_there, replay.beta) == (0.8, False, 0.8)
         assert "no part with n_step" in told[0]
         assert "make it with n_step=3" in told[0]
@@ -296,9 +319,8 @@ class TestActors:
             "the client of a storage has no attribute 'nstep' to set; it is called n_step here."
         )
 
-    @pytest.mark.parametrize("transport", ["ray", "distributed"])
-    def test_a_client_answers_what_the_storage_lacks(self, on_ray, transport):
-        replay = on_ray(UniformReplayStorage, *SPACES, storage_size=60, transport=transport)
+    def test_a_client_answers_what_the_storage_lacks(self, by_transport):
+        replay, transport = by_transport
         client = replay.client()
         reasons = {
             "is_full": "it has methods and parameters only",
