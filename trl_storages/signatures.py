@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from inspect import Signature, isfunction, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
@@ -19,11 +19,6 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Properties of TorchRL's that can't be assigned, and what to do.
-_NOT_ASSIGNED = {
-    "batch_size": "pass it to sample(batch_size)",
-    "sampler": "call set_sampler(sampler)",
-}
 Value = TypeVar("Value")
 
 
@@ -93,6 +88,8 @@ class Sealed:
 
     #: Added to the error if the constructor is called with wrong arguments.
     _made_by: ClassVar[str] = ""
+    #: Properties that can't be assigned, and what to do instead.
+    _not_assigned: ClassVar[Mapping[str, str]] = {}
     _is_sealed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -121,7 +118,7 @@ class Sealed:
         try:
             super().__setattr__(name, value)
         except AttributeError as error:
-            if (instead := _NOT_ASSIGNED.get(name)) is None:
+            if (instead := self._not_assigned.get(name)) is None:
                 raise
             raise AttributeError(
                 f"{type(self).__name__}.{name} can't be assigned: {instead}."
@@ -174,6 +171,11 @@ def answers_names(function: Function) -> Function:
 
 class SealedStorage(Sealed):
     """A `Sealed` replay buffer that names the right method for names from other libraries."""
+
+    _not_assigned: ClassVar[Mapping[str, str]] = {
+        "batch_size": "pass it to sample(batch_size)",
+        "sampler": "call set_sampler(sampler)",
+    }
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

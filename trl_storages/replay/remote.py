@@ -54,6 +54,25 @@ class Draft:
         pass
 
 
+# What arrives instead of the storage where one of its methods returns it.
+_ITSELF = object()
+
+
+def _itself() -> object:
+    return _ITSELF
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """Returns a method that calls the storage's, and returns its own object if that returns itself."""
+
+    def call(self: _WithParameters, *args: Any, **named: Any) -> Any:
+        found = ray.get(getattr(self._actor, name).remote(*args, **named))
+        return self if found is _ITSELF else found
+
+    call.__name__, call.__doc__ = name, f"Calls `ReplayStorage.{name}`."
+    return call
+
+
 class _WithParameters:
     """The attributes of a handle or a client: those of the storage that can be set."""
 
@@ -64,25 +83,14 @@ class _WithParameters:
     # Set by TorchRL's constructors.
     has_gpu = False
 
+    append_transform, insert_transform = map(_forwarded, ("append_transform", "insert_transform"))
+
     def __getattr__(self, name: str) -> Any:
         if name in PARAMETERS:
             return ray.get(self._actor._getattr.remote(name))
         if name[0] != "_":
             self._check_method(name)
         return super().__getattr__(name)  # type: ignore[misc]
-
-    def _answer(self, reference: Any) -> Any:
-        """Returns what a method of the storage returned; this handle or client for the storage itself."""
-        found = ray.get(reference)
-        return self if found is _ITSELF else found
-
-    def append_transform(self, transform: Any, *, invert: bool = False) -> Any:
-        """Appends a transform, as `ReplayStorage.append_transform`; returns itself."""
-        return self._answer(self._actor.append_transform.remote(transform, invert=invert))
-
-    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Any:
-        """Inserts a transform, as `ReplayStorage.insert_transform`; returns itself."""
-        return self._answer(self._actor.insert_transform.remote(index, transform, invert=invert))
 
     def _check_method(self, name: str) -> None:
         """Raises an AttributeError unless the storage has a method of that name."""
@@ -120,16 +128,6 @@ class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[mi
             "writes, samples, reports priorities and sets parameters. Call the handle, or leave "
             "transport out."
         )
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    """Returns a method of a handle that calls the storage's."""
-
-    def call(self: RayHandle, *args: Any, **named: Any) -> Any:
-        return self._answer(getattr(self._rb, name).remote(*args, **named))
-
-    call.__name__, call.__doc__ = name, f"Calls `ReplayStorage.{name}`."
-    return call
 
 
 class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
@@ -230,14 +228,6 @@ def in_actor(storage_class: type) -> type:
     return type(
         storage_class.__name__, (_InActor, storage_class), {"__doc__": storage_class.__doc__}
     )
-
-
-# What arrives instead of the storage where one of its methods returns it.
-_ITSELF = object()
-
-
-def _itself() -> object:
-    return _ITSELF
 
 
 class _Parcel:
