@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose
 
 import trl_storages
 from trl_storages import EpisodeWriter, ERESampler, HERSampler, NStep, PERSampler, ReplayStorage
-from trl_storages.replay.parameters import Parameter
+from trl_storages.replay.options import Parameter
 
 ALL = {
     "n_step": 3,

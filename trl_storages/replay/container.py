@@ -45,16 +45,11 @@ from trl_storages.replay.drawing import draw_rows
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.options import (
-    ONE_FORM,
-    OPTIONS,
-    checked,
-)
-from trl_storages.replay.parameters import Parameter, parameters_of
+from trl_storages.replay.options import ONE_FORM, OPTIONS, Parameter, checked, parameters_of
 from trl_storages.replay.remote import Draft, RayHandle, StorageType, in_actor
-from trl_storages.replay.resumed import doubt_ends
 from trl_storages.replay.saving import (
     check_state,
+    doubt_ends,
     fit_drawn_ahead,
     load_state,
     read_generator,

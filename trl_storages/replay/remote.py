@@ -19,7 +19,7 @@ from trl_storages import arguments
 from trl_storages._torchrl import DistributedClient, RayClient
 from trl_storages.callers import warn_caller
 from trl_storages.other_names import METHOD_NAMES, meant
-from trl_storages.replay.parameters import PARAMETERS, parameters_of
+from trl_storages.replay.options import PARAMETERS, parameters_of
 
 __all__ = ["Draft", "RayHandle", "StorageType", "in_actor"]
 
