@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
-from trl_storages import arguments
-from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, leaves
+from trl_storages import arguments, keys
+from trl_storages.keys import ACHIEVED_GOAL, DESIRED_GOAL, OBSERVATION
 
 __all__ = [
     "ROLE_OF",
@@ -70,16 +70,15 @@ Values = Any
 
 
 class Entries(NamedTuple):
-    """The entries of a dataset by role."""
+    """The entries of a dataset, under the keys that transitions have."""
 
-    observations: dict[NestedKey, Values]
-    next_observations: dict[NestedKey, Values]
-    """By the key of the observation; empty if the following row holds them."""
-    actions: dict[NestedKey, Values]
-    rewards: Values | None
+    fields: list[tuple[NestedKey, Values]]
+    """In pairs, as two of them may have the same key."""
+    observations: list[NestedKey]
+    """Keys of the observations; without those under "next", if the following row holds them."""
+    actions: list[NestedKey]
     flags: dict[str, Values]
     """Flags that mark the ends of episodes, by role."""
-    others: dict[NestedKey, Values]
     names: dict[str, str]
     """The name that the data use for each role present."""
 
@@ -116,8 +115,8 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
         ValueError: two entries have the same role.
 
     >>> entries = sort_entries({"obs": np.zeros(2), "acts": np.ones(2), "infos/x": np.ones(2)}, "data")
-    >>> list(entries.observations), list(entries.actions), list(entries.others)
-    (['observation'], ['action'], [('infos', 'x')])
+    >>> [key for key, _ in entries.fields]
+    ['observation', 'action', ('infos', 'x')]
     """
     if wrong := [name for name in data if not isinstance(name, str)]:
         raise TypeError(f"{argument} must have names that are strings, got {wrong[0]!r}.")
@@ -140,25 +139,31 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
         raise KeyError(
             f"{argument} must have the entries {missing}; there are {sorted(map(str, data))}."
         )
-    observations = _observations(
-        roles.pop("observations"), f"{argument}[{names['observations']!r}]"
-    )
-    after: dict[NestedKey, Any] = {}
-    if (value := roles.pop("next_observations", None)) is not None:
-        after = _observations(value, f"{argument}[{names['next_observations']!r}]")
-        if {*after} - {*observations}:
-            raise KeyError(
-                f"{argument} must have the same observations now and next, got {list(observations)} "
-                f"and {list(after)}."
-            )
-    label = f"{argument}[{names['actions']!r}]"
-    actions = _leaves((ACTION,), roles.pop("actions"), label)
+
+    def taken(role: str, key: NestedKey) -> dict[NestedKey, Values]:
+        value = roles.pop(role, {})
+        path = () if key == OBSERVATION and isinstance(value, Mapping) else keys.key_path(key)
+        return _leaves(path, value, f"{argument}[{names.get(role)!r}]")
+
+    seen, after = taken("observations", OBSERVATION), taken("next_observations", OBSERVATION)
+    actions, rewards = taken("actions", keys.ACTION), taken("rewards", keys.REWARD)
     if "step_types" in roles:
         # They may be members of an integer enumeration.
         roles["step_types"] = [int(value) for value in roles["step_types"]]
     flags = {role: _array(value, f"{argument}[{names[role]!r}]") for role, value in roles.items()}
-    _sort_goals(others, observations, after)
-    return Entries(observations, after, actions, flags.pop("rewards", None), flags, others, names)
+    _sort_goals(others, seen, after)
+    if after and DESIRED_GOAL in seen:
+        # A desired goal without a next value does not change within the episode.
+        after.setdefault(DESIRED_GOAL, seen[DESIRED_GOAL])
+    if after and (missing := [*after.keys() ^ seen.keys()]):
+        raise KeyError(
+            f"{argument} must have the same observations now and next, or none that are next, and "
+            f"{missing} are missing in one of them."
+        )
+    following = {keys.next_key(key): value for key, value in after.items()}
+    groups = seen, following, actions, others, rewards
+    fields = [pair for group in groups for pair in group.items()]
+    return Entries(fields, [*seen], [*actions], flags, names)
 
 
 def may_be_flags(data: Mapping[str, Any]) -> list[str]:
@@ -175,10 +180,6 @@ def likely_ends(data: Mapping[str, Any]) -> list[str]:
     return [
         name for name in may_be_flags(data) if _OF_ENDS & {*name.split("/")[-1].lower().split("_")}
     ]
-
-
-def _observations(value: Any, label: str) -> dict[NestedKey, Values]:
-    return _leaves(() if isinstance(value, Mapping) else (OBSERVATION,), value, label)
 
 
 def _sort_goals(
@@ -201,7 +202,7 @@ def _leaves(path: tuple[str, ...], value: Any, label: str) -> dict[NestedKey, Va
         unravel_key(found): _array(
             leaf, label + "".join(f"[{name!r}]" for name in found[len(path) :])
         )
-        for found, leaf in leaves(value, label, path)
+        for found, leaf in keys.leaves(value, label, path)
     }
 
 

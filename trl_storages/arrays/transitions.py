@@ -116,7 +116,7 @@ class Transitions:
         #: Whether the data mark the ends of episodes.
         self.has_ends = ends is not None or bool(flags)
         #: Whether the data hold rewards.
-        self.has_rewards = entries.rewards is not None
+        self.has_rewards = "rewards" in entries.names
         if ends is not None:
             ends = as_flags("ends", arguments.values("ends", ends), num_rows)
         has_goals = goal_fn is not None or {ACHIEVED_GOAL, DESIRED_GOAL} <= {*entries.observations}
@@ -144,26 +144,16 @@ class Transitions:
 
     def _lay_out(self, entries: Entries) -> None:
         """Sets up the columns of the transitions."""
-        after = dict(entries.next_observations)
-        if after and DESIRED_GOAL in entries.observations:
-            # A desired goal without a next value does not change within the episode.
-            after.setdefault(DESIRED_GOAL, entries.observations[DESIRED_GOAL])
-        if after and (missing := [key for key in entries.observations if key not in after]):
-            raise KeyError(
-                f"next observations must be there for all of {list(entries.observations)} or for none, "
-                f"and those of {missing} are missing."
-            )
+        for key, values in entries.fields:
+            self._add(key, values)
         #: Keys of the observations.
-        self.observation_keys = list(entries.observations)
+        self.observation_keys = entries.observations
         #: Keys of the actions.
-        self.action_keys = list(entries.actions)
-        for key, values in entries.observations.items():
-            self._add(key, values)
-            self._add(next_key(key), after.get(key, values), is_next=not after)
-        for key, values in (*entries.actions.items(), *entries.others.items()):
-            self._add(key, values)
-        if self.has_rewards:
-            self._add(REWARD, entries.rewards)
+        self.action_keys = entries.actions
+        given = dict(entries.fields)
+        for key in self.observation_keys:
+            if next_key(key) not in given:
+                self._add(next_key(key), given[key], is_next=True)
         if self._goal_fn is not None:
             if goals := {ACHIEVED_GOAL, DESIRED_GOAL} & {*self._columns}:
                 raise ValueError(
@@ -294,15 +284,8 @@ def _num_rows(entries: Entries, argument: str) -> int:
     Raises:
         ValueError: lengths differ.
     """
-    rewards = {} if entries.rewards is None else {"rewards": entries.rewards}
-    groups = (
-        entries.observations,
-        {("next", key): value for key, value in entries.next_observations.items()},
-        entries.actions,
-        entries.others,
-        {entries.names[role]: value for role, value in {**rewards, **entries.flags}.items()},
-    )
-    lengths = {key: len(value) for group in groups for key, value in group.items()}
+    flags = ((entries.names[role], value) for role, value in entries.flags.items())
+    lengths = {key: len(value) for key, value in (*entries.fields, *flags)}
     if len({*lengths.values()}) > 1:
         raise ValueError(
             f"the entries of {argument} must have one row for each step, got the lengths "
