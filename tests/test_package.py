@@ -27,7 +27,6 @@ from torchrl.data import (
 from torchrl.envs import CatTensors, Compose, GymWrapper
 
 import trl_storages
-from trl_storages._torchrl import PRIVATE_ATTRIBUTES
 
 PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [
@@ -98,6 +97,38 @@ def test_arrows_point_down_only():
 
 # What the package takes from inside TorchRL and tensordict: a release that changes it fails here.
 
+#: Owner -> attributes and methods that the package uses.
+PRIVATE_ATTRIBUTES = {
+    owner: names.split()
+    for owner, names in {
+        "ReplayBuffer": (
+            "_sample _replay_lock _write_lock _storage _sampler _writer _transform _sample_unit "
+            "_rng _collate_fn _consume_after_n_samples _batch_size _iterator _prefetch "
+            "_prefetch_cap _prefetch_queue _futures_lock _clear_prefetch_queue_locked "
+            "_capture_prefetch_state _restore_prefetch_queue_locked _start_distributed_service "
+            "_ServiceClass _getattr _setattr"
+        ),
+        "RayReplayBuffer": "_rb _service_cls",
+        "TensorStorage": (
+            "_storage _len _len_value _init _empty _rand_given_ndim _set_last_cursor "
+            "_last_cursor _last_cursor_index_value _mutation_revision_value _attached_entities_list "
+            "_bump_mutation_revision"
+        ),
+        "RoundRobinWriter": (
+            "_cursor _write_count _write_count_value _track_generations _storage _empty "
+            "_bump_generation _generation _mark_update_entities"
+        ),
+        "PrioritizedSampler": "_sum_tree _min_tree",
+        "SamplerWithoutReplacement": "_sample_list",
+        "Sampler": "_rng _empty _remaining_batches",
+        "SliceSampler": "_fetch_traj",
+        "CatTensors": "_del_keys",
+        "Compose": "_modules",
+        "GymWrapper": "_env",
+        "TensorDict": "_device _tensordict",
+        "UntypedStorage": "_new_shared",
+    }.items()
+}
 
 #: One instance of each class that a private name belongs to.
 OWNERS = {
