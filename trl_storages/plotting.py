@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from trl_storages import arguments, keys
+from trl_storages.arguments import counted
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import layers_of, prioritized_of
 from trl_storages.signatures import answers_names
@@ -63,12 +64,8 @@ def plot_ages(
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
     uniform = len(ages) / len(counts)
     ax.axhline(uniform, color=_ORANGE, ls="--", lw=1.2, label="uniform")
-    ax.set_xlim(0, num_rows)
-    ax.set_xlabel("age in rows")
-    ax.set_ylabel("samples")
-    ax.set_title(f"{len(ages):,} samples of {num_rows:,} rows", loc="left", fontsize=9)
-    _legend(ax)
-    return ax
+    ax.set(xlim=(0, num_rows), xlabel="age in rows", ylabel="samples")
+    return _titled(ax, f"{len(ages):,} samples of {num_rows:,} rows")
 
 
 @answers_names
@@ -111,25 +108,13 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     # Empty slots have an infinite priority.
     bars = np.ma.masked_invalid(padded.reshape(-1, width))
     left = np.arange(len(bars)) * width
-    if width > 1:
-        largest = bars.max(1).filled(0)
-        ax.bar(left, largest, width, align="edge", color=_LIGHT, label=f"largest of {width}")
-    ax.bar(
-        left,
-        bars.mean(1).filled(0),
-        width,
-        align="edge",
-        color=_BLUE,
-        label="mean" if width > 1 else None,
-    )
+    shown = [(bars.max(1), _LIGHT, f"largest of {width}"), (bars.mean(1), _BLUE, "mean")]
+    for height, colour, label in shown if width > 1 else [(bars.mean(1), _BLUE, None)]:
+        ax.bar(left, height.filled(0), width, align="edge", color=colour, label=label)
     cursor = storage.episodes.next_slots(1)[0, 0].item()
     ax.axvline(cursor, color=_RED, lw=1.4, label="written next")
-    ax.set_xlim(0, num_slots)
-    ax.set_xlabel("slot")
-    ax.set_ylabel("priority")
-    ax.set_title(f"{bars.count():,} rows, alpha {sampler.alpha:g}", loc="left", fontsize=9)
-    _legend(ax)
-    return ax
+    ax.set(xlim=(0, num_slots), xlabel="slot", ylabel="priority")
+    return _titled(ax, f"{bars.count():,} rows, alpha {sampler.alpha:g}")
 
 
 @answers_names
@@ -186,17 +171,12 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     cursor = _array(episodes.next_slots(1)[:, 0]) // num_lanes
     rows = np.arange(num_lanes)
     ax.vlines(cursor, rows - 0.5, rows + 0.5, _RED, lw=2.5, label="written next")
-    ax.set_ylim(num_lanes - 0.5, -0.5)
-    ax.set_xlim(0, num_steps)
     if num_lanes <= 16:
         ax.set_yticks(rows)
-    ax.set_xlabel("step of the ring")
-    ax.set_ylabel("lane")
+    ax.set(xlim=(0, num_steps), ylim=(num_lanes - 0.5, -0.5))
+    ax.set(xlabel="step of the ring", ylabel="lane")
     parts = (len(storage), "row"), (num_lanes, "lane"), (len(first), "episode")
-    title = ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in parts)
-    ax.set_title(title, loc="left", fontsize=9)
-    _legend(ax)
-    return ax
+    return _titled(ax, ", ".join(counted(*part) for part in parts))
 
 
 @answers_names
@@ -266,25 +246,14 @@ def plot_episode(
     _draw_samples(ax, shown, begin, end, order)
     length = int(shown["length"][0, 0])
     finished = bool(storage.episodes.is_finished(torch.as_tensor(shown["slot"][:1, 0])).item())
-    ax.axvline(
-        length,
-        color=_DARK,
-        ls="-" if finished else ":",
-        lw=1.4,
-        label="ended" if finished else "cut or running",
-    )
-    ax.set_xlim(-0.4, length + 0.4)
-    ax.set_ylim(len(order) - 0.4, -0.6)
+    style, label = ("-", "ended") if finished else (":", "cut or running")
+    ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
     ax.set_yticks(range(len(order)), which[order].tolist(), fontsize=7)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("step of the episode")
-    ax.set_ylabel("sample")
-    title = f"{length} steps, {len(which)} of {num_samples} samples"
-    if len(order) < len(which):
-        title += f", {len(order)} shown"
-    ax.set_title(title, loc="left", fontsize=9)
-    _legend(ax)
-    return ax
+    ax.set(xlim=(-0.4, length + 0.4), ylim=(len(order) - 0.4, -0.6))
+    ax.set(xlabel="step of the episode", ylabel="sample")
+    more = f", {len(order)} shown" if len(order) < len(which) else ""
+    return _titled(ax, f"{length} steps, {len(which)} of {num_samples} samples{more}")
 
 
 def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -323,15 +292,9 @@ def _draw_samples(
             first, last = begin[order[line]], end[order[line]]
             # Put the label on the side with more room.
             is_right = 2 * (first + last) < 3 * shown["length"][0, 0]
-            ax.annotate(
-                text,
-                (last if is_right else first, line),
-                (5 if is_right else -6, 0),
-                textcoords="offset points",
-                ha="left" if is_right else "right",
-                va="center",
-                fontsize=6.5,
-            )
+            x, offset, side = (last, 5, "left") if is_right else (first, -6, "right")
+            where: Any = {"textcoords": "offset points", "ha": side, "va": "center"}
+            ax.annotate(text, (x, line), (offset, 0), **where, fontsize=6.5)
 
 
 def _check(storage: Any) -> None:
@@ -359,18 +322,12 @@ def _axes(what: str, ax: Any, size: tuple[float, float]) -> Axes:
     return arguments.instance("ax", ax, Axes, what="matplotlib Axes or None")
 
 
-def _legend(ax: Axes) -> None:
-    """Puts the legend above the plot, where it hides nothing."""
-    ax.legend(
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=4,
-        fontsize=7,
-        frameon=False,
-        borderaxespad=0.2,
-        handlelength=1.4,
-        columnspacing=1,
-    )
+def _titled(ax: Axes, title: str) -> Axes:
+    """Puts title and legend above the plot, where they hide nothing."""
+    ax.set_title(title, loc="left", fontsize=9)
+    place: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "ncols": 4}
+    ax.legend(**place, fontsize=7, frameon=False, handlelength=1.4, columnspacing=1)
+    return ax
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
