@@ -20,14 +20,14 @@ from trl_storages.arguments import counted
 from trl_storages.gym.columns import Column
 from trl_storages.gym.desk import Desk
 from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
-from trl_storages.gym.infos import info_values
-from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
-from trl_storages.gym.resets import (
+from trl_storages.gym.infos import (
     LastBits,
     check_last_observations,
     ends_to_watch,
+    info_values,
     last_observations,
 )
+from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
 from trl_storages.keys import DONE
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
