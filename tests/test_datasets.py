@@ -872,16 +872,16 @@ def test_minari_of_a_reader_whose_episodes_are_replaced_while_they_are_written_o
     reader = ReplayStorage.open(tmp_path / "rows", mode="r")
     assert len(to_minari(reader, "whole-v0")) == 2
     module = sys.modules["trl_storages.datasets.minari_datasets"]
-    check = module._Episodes.check
+    read = module._Episodes.read
     # Nothing lies where the episodes were, or others do.
     for number, num_episodes in enumerate((3, 40)):
 
-        def check_and_act(episodes, group, number=number, num_episodes=num_episodes):
-            check(episodes, group)
+        def read_and_act(episodes, group, number=number, num_episodes=num_episodes):
+            yield from read(episodes, group)
             for episode in range(num_episodes):
                 act(30 + 5 * (number * 10 + episode))
 
-        monkeypatch.setattr(module._Episodes, "check", check_and_act)
+        monkeypatch.setattr(module._Episodes, "read", read_and_act)
         with pytest.raises(RuntimeError, match="some were replaced meanwhile: pause what writes"):
             to_minari(reader, "replaced-v0")
     assert [*minari.list_local_datasets()] == ["whole-v0"]

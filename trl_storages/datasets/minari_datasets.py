@@ -30,6 +30,7 @@ from trl_storages.keys import (
     key_path,
     nested,
     next_key,
+    shared_keys,
 )
 from trl_storages.progress_bar import tracker
 from trl_storages.recipes import UniformReplayStorage
@@ -169,7 +170,8 @@ def to_minari(
     if action_space is None:
         action_space = _space(episodes.actions, ACTION, "action_space")
     for group in tracker("checking rows", progress)(episodes.groups):
-        episodes.check(group)
+        for _ in episodes.read(group):
+            pass
     dataset = None
     for group in tracker("writing rows", progress)(episodes.groups):
         buffers = [minari.data_collector.EpisodeBuffer(**each) for each in episodes.read(group)]
@@ -200,33 +202,24 @@ class _Episodes:
         self._first_steps = storage.episodes.steps(self._first)
         #: Groups of episode numbers, each read in one call.
         self.groups = grouped(self._length)
-        row = storage[self._first[:1]]
+        row = storage[self._first[:1]].exclude("collector", "index")
         fields = {
             key: (leaf.dtype, leaf.shape[1:])
             for key, leaf in row.items(include_nested=True, leaves_only=True)
         }
-        outcome = {REWARD, DONE, TERMINATED, TRUNCATED}
-        if missing := [key for key in (REWARD, TERMINATED, TRUNCATED) if key not in fields]:
-            raise ValueError(
-                f"storage must have the fields {missing} for Minari; its fields are "
-                f"{sorted(fields, key=str)}."
-            )
-        roots = [key for key in fields if key_path(key)[0] not in ("next", "collector", "index")]
         #: Key -> field of the observations, which exist before and after each step.
-        self.observations = {key: fields[key] for key in roots if next_key(key) in fields}
+        self.observations = {key: fields[key] for key in shared_keys(fields)}
         #: Key -> field of the actions.
-        self.actions = {key: fields[key] for key in roots if key_path(key)[0] == ACTION}
-        seen = {*self.observations, *map(next_key, self.observations), *self.actions, *outcome}
-        self._infos = [
-            key
-            for key in fields
-            if key not in seen and key_path(key)[0] not in ("collector", "index")
-        ]
-        for name, found in (("observations", self.observations), ("actions", self.actions)):
-            if not found:
-                raise ValueError(
-                    f"storage must have {name} for Minari; its fields are {sorted(fields, key=str)}."
-                )
+        self.actions = {key: field for key, field in fields.items() if key_path(key)[0] == ACTION}
+        has = {"observations": self.observations, "actions": self.actions}
+        has |= {key: key in fields for key in (REWARD, TERMINATED, TRUNCATED)}
+        if missing := [name for name, found in has.items() if not found]:
+            raise ValueError(
+                f"storage must have {missing} for Minari; its fields are {sorted(fields, key=str)}."
+            )
+        seen = {*self.observations, *map(next_key, self.observations), *self.actions}
+        seen |= {REWARD, DONE, TERMINATED, TRUNCATED}
+        self._infos = [key for key in fields if key not in seen]
 
     def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:
         """Yields the rows `[T]` of each episode."""
@@ -248,12 +241,18 @@ class _Episodes:
             )
         yield from rows.split([self._length[at] for at in group])
 
-    def check(self, group: Sequence[int]) -> None:
-        """Raises a ValueError if a row does not continue the row before it."""
+    def read(self, group: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields episodes as arguments of `EpisodeBuffer`.
+
+        Raises:
+            ValueError: a row does not continue the row before it.
+        """
         for number, rows in zip(group, self._rows(group), strict=True):
+            observations = {}
             for key in self.observations:
-                before, after = rows[next_key(key)][:-1], rows[key][1:]
-                same = (before == after) | ((before != before) & (after != after))
+                now, after = rows[key], rows[next_key(key)]
+                observations[key] = torch.cat([now, after[-1:]])
+                same = (after[:-1] == now[1:]) | (after.isnan()[:-1] & now.isnan()[1:])
                 if not same.all():
                     step = int((~same.flatten(1).all(1)).nonzero()[0, 0]) + 1
                     raise ValueError(
@@ -261,61 +260,48 @@ class _Episodes:
                         f"stores them as one, and step {step} of episode {number} does not: write the "
                         "storage with on_gap='cut'."
                     )
-
-    def read(self, group: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yields episodes as arguments of `EpisodeBuffer`."""
-        for rows in self._rows(group):
-            truncated = rows[TRUNCATED].flatten().clone()
-            truncated[-1] |= ~rows[TERMINATED].flatten()[-1]
+            terminated, truncated = (rows[key].flatten() for key in (TERMINATED, TRUNCATED))
+            truncated[-1] |= ~terminated[-1]
             reward = rows[REWARD]
-            infos = {key: rows[key] for key in self._infos}
+            infos = {
+                key[1:] if key_path(key)[0] == "next" else key: torch.cat(
+                    [torch.zeros_like(rows[key][:1]), rows[key]]
+                )
+                for key in self._infos
+            }
             yield {
-                "observations": _tree(
-                    {
-                        key: torch.cat([rows[key], rows[next_key(key)][-1:]])
-                        for key in self.observations
-                    },
-                    OBSERVATION,
-                ),
+                "observations": _tree(observations, OBSERVATION),
                 "actions": _tree({key: rows[key] for key in self.actions}, ACTION),
                 "rewards": (reward.flatten() if reward[0].numel() == 1 else reward).numpy(),
-                "terminations": rows[TERMINATED].flatten().numpy(),
+                "terminations": terminated.numpy(),
                 "truncations": truncated.numpy(),
-                "infos": _tree(
-                    {
-                        key[1:] if key_path(key)[0] == "next" else key: torch.cat(
-                            [torch.zeros_like(values[:1]), values]
-                        )
-                        for key, values in infos.items()
-                    }
-                ),
+                "infos": _tree(infos),
             }
 
 
 def _tree(leaves: Mapping[NestedKey, torch.Tensor], single: NestedKey = "") -> Any:
     """Nests arrays; a sole entry with the key `single` is returned as its array."""
-    arrays = {key: leaf.numpy() for key, leaf in leaves.items()}
-    return arrays[single] if [*arrays] == [single] else _nested(arrays, single)
+    return _nested({key: leaf.numpy() for key, leaf in leaves.items()}, single)
 
 
 def _space(fields: Mapping[NestedKey, Field], single: NestedKey, argument: str) -> Any:
     """Returns the space of stored entries, nested as by `_tree`."""
     spaces = {key: _leaf_space(key, field, argument) for key, field in fields.items()}
-    return spaces[single] if [*spaces] == [single] else _dict_space(_nested(spaces, single))
+    return _dict_space(_nested(spaces, single))
 
 
-def _nested(leaves: Mapping[NestedKey, Any], root: NestedKey) -> dict[str, Any]:
+def _nested(leaves: Mapping[NestedKey, Any], single: NestedKey) -> Any:
+    if [*leaves] == [single]:
+        return leaves[single]
     paths = ((key_path(key), leaf) for key, leaf in leaves.items())
     # All actions are under "action".
-    return nested(
-        (path[1:] if path[0] == root and path[1:] else path, leaf) for path, leaf in paths
-    )
+    return nested((path[path[0] == single :] or path, leaf) for path, leaf in paths)
 
 
-def _dict_space(tree: Mapping[str, Any]) -> Dict:
-    return Dict(
-        {name: _dict_space(part) if isinstance(part, dict) else part for name, part in tree.items()}
-    )
+def _dict_space(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return Dict({name: _dict_space(part) for name, part in tree.items()})
 
 
 def _leaf_space(key: NestedKey, field: Field, argument: str) -> gymnasium.Space[Any]:
