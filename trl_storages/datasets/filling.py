@@ -15,11 +15,10 @@ from tensordict import NestedKey, TensorDict
 from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
-from trl_storages.arguments import counted
+from trl_storages.arguments import counted, tracker
 from trl_storages.arrays import Transitions
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field
 from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
-from trl_storages.progress_bar import tracker
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
 from trl_storages.transforms import GoalRelabel, own_rewards, parts_of

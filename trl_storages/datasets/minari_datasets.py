@@ -15,6 +15,7 @@ from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
+from trl_storages.arguments import tracker
 from trl_storages.arrays import Transitions
 from trl_storages.datasets.filling import Block, Recipe, filled, grouped, info_at
 from trl_storages.datasets.from_arrays import join_paths
@@ -32,7 +33,6 @@ from trl_storages.keys import (
     next_key,
     shared_keys,
 )
-from trl_storages.progress_bar import tracker
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.signatures import answers_names

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torchrl.data import Storage
 
+from trl_storages.arguments import tracker
 from trl_storages.callers import warn_caller
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
-from trl_storages.progress_bar import tracker
 from trl_storages.replay.saving import doubt_ends, look_at_actions
 from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws

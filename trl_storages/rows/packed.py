@@ -19,6 +19,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import LazyTensorStorage, Storage
 
 from trl_storages import arguments
+from trl_storages.arguments import tracker
 from trl_storages.disk.description import Description, holds_storage
 from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform
@@ -29,7 +30,6 @@ from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device, sendable, zeros
 from trl_storages.kernels.sharing import SideTable, header_dtype
 from trl_storages.keys import check_storable
-from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.index import Kept
 from trl_storages.ring.naming import is_key

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
+from trl_storages.arguments import tracker
 from trl_storages.kernels import backend
 from trl_storages.kernels.sharing import ENTRY_BIT, NUM_TIPS, SideTable, tips_of
-from trl_storages.progress_bar import tracker
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.declared import DeclaredFields
 from trl_storages.rows.entries import tensors_of

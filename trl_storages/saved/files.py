@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.progress_bar import tracker
+from trl_storages.arguments import tracker
 from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, parse_json
 
 __all__ = [

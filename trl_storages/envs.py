@@ -1,4 +1,4 @@
-"""The n-bit test bed of hindsight experience replay.
+"""The n-bit test bed of hindsight experience replay, registered with gymnasium on import.
 
 Letters: B batch (any leading shape), n number of bits.
 """
@@ -178,3 +178,12 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
             "is_success": bool(np.array_equal(self._state, self._goal)),
             "num_steps": self._num_steps,
         }
+
+
+# Registering again, as when the module is reloaded, would warn.
+if "BitFlipping-v0" not in gymnasium.registry:
+    gymnasium.register(
+        id="BitFlipping-v0",
+        entry_point="trl_storages.envs:BitFlippingEnv",
+        kwargs={"n_bits": 15, "continuous": False},
+    )
