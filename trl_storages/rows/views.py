@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,14 +45,16 @@ class Views:
         ]
         self._stacked = [(place, field) for place, field in enumerate(fields) if field.stack]
 
-    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], list[int] | slice]:
+    def _split_of(self, run: Sequence[Field]) -> tuple[torch.dtype, list[int], Any]:
         """Returns how a row, viewed as one dtype, is split into adjacent fields.
 
         Returns:
-            the dtype, the sizes of the parts of a row, and which of them are the fields.
+            the dtype, the sizes of the parts of a row, and what takes the fields of these parts.
         """
         dtype = run[0].dtype
-        sizes, places, end = [], [], 0
+        sizes: list[int] = []
+        places: list[Any] = []
+        end = 0
         for field in run:
             # A gap between fields is a part too; an empty one is skipped, as it costs as much as a field.
             if field.start > end:
@@ -63,16 +65,15 @@ class Views:
         if rest := self._row_nbytes // dtype.itemsize - end:
             sizes.append(rest)
         if len(places) == places[-1] - places[0] + 1:
-            return dtype, sizes, slice(places[0], places[-1] + 1)
-        return dtype, sizes, places
+            places = [slice(places[0], places[-1] + 1)]
+        return dtype, sizes, itemgetter(*places)
 
     def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Returns each field of `[*B, *]` int64 rows as a view `[*B, *shape]`."""
         views: list[torch.Tensor] = []
-        for dtype, sizes, fields in self._splits:
+        for dtype, sizes, fields_of in self._splits:
             # One split makes nine views in the time of four.
-            parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            views += parts[fields] if isinstance(fields, slice) else [parts[at] for at in fields]
+            views += fields_of(rows.view(dtype).split_with_sizes(sizes, -1))
         for place, shape in self._shapes:
             # Several ints are parsed faster than a size.
             views[place] = views[place].view(*rows.shape[:-1], *shape)

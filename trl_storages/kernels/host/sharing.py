@@ -92,9 +92,8 @@ class SharedTable(RowTable):
         self.before = self.array, self._headers, self._values, self._next_bytes
         # The array of the ring's lanes, and what `_tables` returns for it.
         self._prepared: tuple[Any, Any] = (None, None)
-        # The sources of the rows written last, their headers, and the sources of what is stored: a step
-        # is written from the same block each time.
-        self._known: tuple[np.ndarray, ...] = (_NO_SPANS, _NO_SPANS, _NO_SPANS)
+        # The headers of the rows written last: `sources` names their address.
+        self._new = self._headers[:0]
 
     def pick(
         self,
@@ -106,8 +105,6 @@ class SharedTable(RowTable):
     ) -> torch.Tensor:
         """Copies whole rows as they are read; see `RowTable.pick`."""
         out = new_batch((*slots.shape, self._num_words), pin_memory=pin_memory)
-        if following is None:
-            following, spans = slots, _NO_SPANS
         to = out.data_ptr(), self._num_words * _WORD
         self._copy_seen(slots, following, spans, 0, self._next_bytes, True, *to, 0)
         return out
@@ -116,17 +113,18 @@ class SharedTable(RowTable):
         is_own = spans[:, 0] >= self._next_bytes
         super()._copy(slots, spans[is_own] - self._moved, out, where)
         for start, to, size, pitch in spans[~is_own].tolist():
-            self._copy_seen(slots, slots, _NO_SPANS, start, size, False, out + to, pitch, where)
+            self._copy_seen(slots, None, _NO_SPANS, start, size, False, out + to, pitch, where)
 
-    def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor, *what: Any) -> None:
+    def _copy_seen(self, slots: torch.Tensor, lenders: torch.Tensor | None, *what: Any) -> None:
         """Copies bytes of next values, optionally followed by those of the stored row.
 
         Args:
             slots: `[*B]`.
-            lenders: `[*B]`, the rows whose next values are copied.
+            lenders: `[*B]`, the rows whose next values are copied; None are the same.
             *what: what to copy and where to, as `_pick` takes it.
         """
-        slots, lenders = addressable(slots), addressable(lenders)
+        slots = addressable(slots)
+        lenders = slots if lenders is None else addressable(lenders)
         rows = slots.numel(), slots.data_ptr(), lenders.data_ptr()
         if (wrong := _pick(self._tables, self._next_bytes, *rows, *what)) >= 0:
             raise not_found(int(slots.view(-1)[wrong]), len(self.array))
@@ -164,10 +162,8 @@ class SharedTable(RowTable):
         Returns:
             `[*, 4]` int64, as `NewRows.sources`, of the stored part of the rows.
         """
-        if rows.sources is not self._known[0]:
-            headers = np.zeros(rows.num_rows, self._headers.dtype)
-            self._known = rows.sources, headers, self._stored(rows.sources, headers)
-        _, headers, sources = self._known
+        self._new = np.empty(rows.num_rows, self._headers.dtype)
+        sources = np.empty((len(rows.sources) - self._sharing.num_shared + 1, 4), np.int64)
         _link(
             self._tables,
             ring._arrays[2],
@@ -178,18 +174,10 @@ class SharedTable(RowTable):
             *self._side,
             self._sharing.num_shared,
             self._sharing.shared_bytes,
-            headers,
+            self._next_bytes,
+            self._new,
+            sources,
         )
-        return sources
-
-    def _stored(self, seen: np.ndarray, headers: np.ndarray) -> np.ndarray:
-        """Returns where the stored part of rows is read from, and where it goes in a row."""
-        own = seen[self._sharing.num_shared :]
-        sources = np.empty((len(own) + 1, 4), np.int64)
-        sources[:-1] = own
-        sources[:-1, _START] -= self._next_bytes
-        size = headers.itemsize
-        sources[-1] = headers.ctypes.data, size, self._sharing.header_start * size, size
         return sources
 
     def put(self, slots: torch.Tensor, rows: NewRows, ring: RingTables | None = None) -> None:
@@ -448,7 +436,9 @@ def _link(
     held: Any,
     num_shared: int,
     shared_bytes: int,
+    moved: int,
     new: Any,
+    stored: Any,
 ) -> None:
     """Links new rows: those that do not continue the row before them get an entry.
 
@@ -471,10 +461,19 @@ def _link(
         held: `lanes` of the side table.
         num_shared: m.
         shared_bytes: bytes of the values of these fields.
+        moved: as in `_pick`.
         new: `[n]` output, the headers of the new rows.
+        stored: `[f - m + 1, 4]` output, the sources of what is stored: the fields, then the header.
     """
     table, headers, values, _, _, _, _, _, _, _ = tables
-    num_lanes = len(lanes)
+    num_lanes, num_stored = len(lanes), len(stored) - 1
+    for field in range(num_stored):
+        stored[field] = sources[num_shared + field]
+        stored[field, _START] -= moved
+    size, header_start = headers.itemsize, headers.ctypes.data - table.ctypes.data
+    source = stored[num_stored]
+    source[_ADDRESS], source[_STRIDE] = new.ctypes.data, size
+    source[_START], source[_SIZE] = header_start, size
     # Of more than R steps, only the last R are kept.
     first = max(num_steps - room, 0)
     for i in range(len(written)):
