@@ -215,10 +215,10 @@ def _pick(
         ahead = i + _AHEAD
         if ahead < slots.shape[0]:
             first = slots[ahead] * row_bytes
-            for byte in range(low, high, LINE):
-                prefetch(table, first + byte)
-            # The last byte may be in one more line.
-            prefetch(table, first + high - 1)
+            # Each line once: a prefetch takes longer than a copy of as many bytes.
+            begin = first + low - ((address + first + low) & (LINE - 1))
+            for byte in range(begin, first + high, LINE):
+                prefetch(table, byte)
         if where and not is_set(where + i):
             continue
         slot = slots[i]

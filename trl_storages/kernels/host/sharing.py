@@ -206,12 +206,10 @@ def _wrapped(slot: int, num_slots: int) -> int:
 
 @inlined
 def _ask_for(table: Any, start: int, size: int) -> None:
-    """Prefetches bytes, up to a limit."""
-    asked = min(size, _MOST_AHEAD)
-    for byte in range(0, asked, LINE):
-        prefetch(table, start + byte)
-    # The last byte may be in one more line.
-    prefetch(table, start + asked - 1)
+    """Prefetches bytes, up to a limit; each line once."""
+    first = start - ((table.ctypes.data + start) & (LINE - 1))
+    for byte in range(first, start + min(size, _MOST_AHEAD), LINE):
+        prefetch(table, byte)
 
 
 @inlined
@@ -309,13 +307,18 @@ def _pick(
     address, side, entry_bytes = table.ctypes.data, values.ctypes.data, values.shape[1] * _WORD
     header_start = headers.ctypes.data - address
     own_bytes, ring_slots = row_bytes if with_own else 0, room * num_lanes
+    # The header usually follows these bytes closely: a prefetch of its own would take a sixth longer.
+    asked = header_start + 1 - start
+    if asked > min(size + LINE, _MOST_AHEAD):
+        asked = size
     cursors, heads = _committed(tables)
     for i in range(num_slots):
         ahead = i + _AHEAD
         if ahead < num_slots:
             after = _wrapped(lenders[ahead] + num_lanes, ring_slots) * row_bytes
-            prefetch(table, after + header_start)
-            _ask_for(table, after + start, size)
+            _ask_for(table, after + start, asked)
+            if asked == size:
+                prefetch(table, after + header_start)
             if with_own:
                 _ask_for(table, slots[ahead] * row_bytes, row_bytes)
         if where and not is_set(where + i):
