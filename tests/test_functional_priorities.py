@@ -31,10 +31,10 @@ def test_draw_weights_by_hand():
 @pytest.mark.requirement("per-draws")
 def test_importance_weights_by_hand():
     # (1/w)^0.5 is 1, 0.707107, 0.577350, 0.5.
-    weight = importance_weight(doubles([1.0, 2.0, 3.0, 4.0]), 1.0, beta=0.5)
+    weight = importance_weight(1.0 / doubles([1.0, 2.0, 3.0, 4.0]), beta=0.5)
     assert weight.tolist() == pytest.approx([1.0, 0.7071067812, 0.5773502692, 0.5], abs=1e-9)
     # The mean of 1, 2, 3, 4 is 2.5: without normalising (2.5/w)^1.
-    assert importance_weight(doubles([1.0, 4.0]), 2.5, beta=1.0).tolist() == [2.5, 0.625]
+    assert importance_weight(2.5 / doubles([1.0, 4.0]), beta=1.0).tolist() == [2.5, 0.625]
 
 
 @pytest.mark.requirement("per-draws")
@@ -43,7 +43,7 @@ def test_importance_weights_follow_from_the_probabilities(values, alpha, beta):
     weights = [(value + 1e-3) ** alpha for value in values]
     raw = [(len(values) * weight / sum(weights)) ** -beta for weight in weights]
     for reference, scale in ((min(weights), max(raw)), (sum(weights) / len(weights), 1.0)):
-        got = importance_weight(doubles(weights), reference, beta=beta)
+        got = importance_weight(reference / doubles(weights), beta=beta)
         assert got.tolist() == pytest.approx([each / scale for each in raw], rel=1e-9)
 
 

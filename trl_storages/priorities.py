@@ -215,22 +215,20 @@ class PriorityTable:
         Returns:
             `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
         """
-        ranges: tuple[torch.Tensor, ...] = ()
+        ranges: torch.Tensor | None = None
+        reference: torch.Tensor | None = None
         if newest_of is not None:
             if newest_of.num_envs != self._tree.num_lanes:
                 finish(partial(self._arrange, newest_of.num_envs))
             ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)  # type: ignore[arg-type]
-        slots, weights = self._tree.draw(noise, *ranges)
-        if self._normalize == "batch":
-            reference = weights.amin()
-        elif self._normalize == "storage":
-            reference = self._tree.least(*ranges)
-        elif newest_of is None:
+        if self._normalize == "storage":
+            reference = self._tree.least(ranges)
+        elif self._normalize == "none" and ranges is None:
             reference = self._tree.total / num_rows
-        else:
-            start, stop = ranges
-            reference = self._tree.range_sums(start, stop).sum() / (stop - start).sum()
-        weights = importance_weight(weights, reference, beta=beta).float()
+        elif ranges is not None and self._normalize == "none":
+            reference = self._tree.range_sums(ranges).sum() / ranges.diff(dim=0).sum()
+        slots, ratios = self._tree.draw(noise, ranges, reference)
+        weights = importance_weight(ratios, beta=beta).float()
         return slots, weights, self._rows.generations.index_select(0, slots)
 
     def _arrange(self, num_lanes: int) -> None:
@@ -284,7 +282,8 @@ class PriorityTable:
         Args:
             slots: `[B]` int64, contiguous; slots without a row and below 0 are skipped.
             priority: `[B]` float32, contiguous.
-            generation: `[B]` int32 as drawn: slots written since are skipped. None skips none.
+            generation: `[B]` int32 as drawn, contiguous: slots written since are skipped; None skips
+                none.
 
         Raises:
             ValueError: a priority is NaN, negative or infinite. Nothing has changed then.
@@ -384,10 +383,10 @@ class PriorityTable:
         tree = backend(self.device).SumTree(self.capacity, self._tree.num_lanes, self.device)
         tree.renew(self._all_weights())
         first = torch.arange(0, tree.num_leaves, 64, device=self.device)
-        blocks = first, (first + 64).clamp(max=tree.num_leaves)
+        blocks = torch.stack([first, (first + 64).clamp(max=tree.num_leaves)])
         answers = [
             ("sum", self._tree.total, tree.total),
-            ("sum of 64 leaves", self._tree.range_sums(*blocks), tree.range_sums(*blocks)),
+            ("sum of 64 leaves", self._tree.range_sums(blocks), tree.range_sums(blocks)),
             ("weight", self._tree.weights, tree.weights),
         ]
         if self._normalize == "storage":

@@ -323,11 +323,11 @@ def test_nothing_waits_for_a_gpu(gpu, num_envs):
         assert all(answer.device == gpu for answer in answers)
 
 
-def test_the_loops_take_rows_of_noise_that_lie_apart():
-    """A column of noise, or every second mask, is drawn with as well as one in one piece."""
+def test_the_loops_take_slots_that_lie_apart():
+    """Every second slot of a caller is as good as slots in one piece."""
     rings = [kernels.Ring(12, 2, CPU) for kernels in (host, device)]
     both(rings, lambda ring: append(ring, flags([[0, 1], [0, 0], [0, 0], [1, 0]]).T, None))
-    noise = noise_of(0, (6, 2))
-    slots = both(rings, lambda ring: ring.draw(noise[:, 0]))
-    kinds = kinds_of(["episode", None] * 6)[::2]
-    both(rings, lambda ring: ring.goals(slots, noise[:, 1], kinds, ("episode",)))
+    slots, noise = torch.arange(8)[1::2], noise_of(0, 4)
+    both(rings, lambda ring: ring.goals(slots, noise, kinds_of(["episode"] * 4), ("episode",)))
+    both(rings, lambda ring: ring.windows(slots, 3))
+    both(rings, lambda ring: ring.sequences(slots, 1, 3, "pad"))

@@ -25,6 +25,10 @@ def doubles(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def ranges(first, last):
+    return torch.stack([torch.as_tensor(first), torch.as_tensor(last)])
+
+
 def noise_of(uniform):
     """The 63-bit numbers that become numbers in [0, 1)."""
     return (uniform * 2.0**53).long() << 10
@@ -67,27 +71,29 @@ class TestByHand:
     def test_sums_and_minimum(self, tree):
         assert tree.total.item() == 10.0
         assert tree.weights.tolist() == [1.5, 3.5, 0.0, 0.5, 4.5]
-        start, stop = ints(0, 1, 2, 1, 0, 5), ints(2, 5, 3, 2, 5, 5)
-        assert tree.range_sums(start, stop).tolist() == [5.0, 8.5, 0.0, 3.5, 10.0, 0.0]
+        parts = ranges([0, 1, 2, 1, 0, 5], [2, 5, 3, 2, 5, 5])
+        assert tree.range_sums(parts).tolist() == [5.0, 8.5, 0.0, 3.5, 10.0, 0.0]
         tree.keep_least(True)
         assert tree.least().item() == 0.5
-        assert tree.least(ints(0, 4), ints(2, 5)).item() == 1.5
-        assert tree.least(ints(2, 0), ints(3, 0)).item() == ABSENT
+        assert tree.least(ranges([0, 4], [2, 5])).item() == 1.5
+        assert tree.least(ranges([2, 0], [3, 0])).item() == ABSENT
 
     def test_draws_follow_the_cumulative_sum(self, tree):
         # Masses lie in [0, 1.5), [1.5, 5), [5, 5.5), [5.5, 10).
         marks = doubles(0.0, 0.14, 0.16, 0.49, 0.51, 0.54, 0.56, 0.999)
-        leaf, weight = tree.draw(noise_of(marks))
+        leaf, ratio = tree.draw(noise_of(marks))
         assert leaf.tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
-        assert weight.tolist() == [1.5, 1.5, 3.5, 3.5, 0.5, 0.5, 4.5, 4.5]
+        weight = [1.5, 1.5, 3.5, 3.5, 0.5, 0.5, 4.5, 4.5]
+        assert ratio.tolist() == [0.5 / each for each in weight]
+        _, ratio = tree.draw(noise_of(marks), reference=doubles(7.0).squeeze())
+        assert ratio.tolist() == [7.0 / each for each in weight]
 
     def test_draws_within_ranges(self, tree):
         # Leaves 1 and 4 weigh 3.5 and 4.5.
-        leaf, weight = tree.draw(
-            noise_of(doubles(0.0, 0.43, 0.44, 0.999)), ints(1, 0, 4), ints(3, 0, 5)
-        )
+        parts = ranges([1, 0, 4], [3, 0, 5])
+        leaf, ratio = tree.draw(noise_of(doubles(0.0, 0.43, 0.44, 0.999)), parts)
         assert leaf.tolist() == [1, 1, 4, 4]
-        assert weight.tolist() == [3.5, 3.5, 4.5, 4.5]
+        assert ratio.tolist() == [1.0, 1.0, 3.5 / 4.5, 3.5 / 4.5]
 
     def test_of_a_leaf_that_occurs_twice_the_last_weight_stays(self, tree):
         tree.set(ints(2, -1, 0, 2, 0, -5), doubles(7, 9, 8, 2, 1, 9))
@@ -103,7 +109,7 @@ class TestByHand:
         tree.keep_least(False)
         tree.set(ints(3), doubles(0.125))
         with pytest.raises(RuntimeError, match="keep_least"):
-            tree.least(ints(0), ints(1))
+            tree.least(ranges([0], [1]))
         tree.keep_least(True)
         assert tree.least().item() == 0.125
         tree.renew(doubles(0, 0, 3, 0, 0))
@@ -128,7 +134,7 @@ def test_a_leaf_that_weighs_nothing_is_never_drawn(backend):
     assert set(tree.draw(random_noise(2000))[0].tolist()) == {0, 4999}
     edges = torch.tensor([0, 2**63 - 1])
     assert tree.draw(edges)[0].tolist() == [0, 4999]
-    assert tree.draw(edges, ints(0, 3), ints(0, 5000))[0].tolist() == [4999, 4999]
+    assert tree.draw(edges, ranges([0, 3], [0, 5000]))[0].tolist() == [4999, 4999]
 
 
 @each_backend
@@ -141,8 +147,8 @@ def test_the_share_of_each_leaf_is_exact(backend, size):
     num_draws = 8 * size
     grid = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
     first, last = size // 5, size - size // 7
-    for ranges, start, stop in (((), 0, size), ((ints(first), ints(last)), first, last)):
-        counts = torch.bincount(tree.draw(noise_of(grid), *ranges)[0], minlength=size)
+    for parts, start, stop in ((None, 0, size), (ranges([first], [last]), first, last)):
+        counts = torch.bincount(tree.draw(noise_of(grid), parts)[0], minlength=size)
         share = weights[start:stop] / weights[start:stop].sum() * num_draws
         assert (counts[start:stop] - share).abs().max() < 1.0
         assert counts[start:stop].sum() == num_draws
@@ -153,11 +159,11 @@ def test_the_share_of_each_leaf_is_exact(backend, size):
 def test_draws_are_as_likely_as_they_should_be(backend):
     weights = torch.arange(1.0, 31.0, dtype=torch.float64)
     tree = planted(backend, weights)
-    for start, stop in ((ints(0), ints(30)), (ints(20, 3, 11), ints(30, 9, 11))):
+    for parts in (ranges([0], [30]), ranges([20, 3, 11], [30, 9, 11])):
         there = torch.zeros(30, dtype=torch.bool)
-        for first, last in zip(start, stop, strict=True):
+        for first, last in parts.T.tolist():
             there[first:last] = True
-        counts = torch.bincount(tree.draw(random_noise(50_000), start, stop)[0], minlength=30)
+        counts = torch.bincount(tree.draw(random_noise(50_000), parts)[0], minlength=30)
         assert counts[there].sum() == 50_000
         expected = 50_000 * weights[there] / weights[there].sum()
         assert chisquare(counts[there], expected).pvalue > 1e-3
@@ -170,9 +176,10 @@ def test_a_light_range_beside_heavy_leaves_is_drawn_exactly(backend):
     weights = torch.full((1000,), 1e15, dtype=torch.float64)
     weights[500:504] = doubles(1e-6, 2e-6, 3e-6, 4e-6)
     tree = planted(backend, weights)
-    assert tree.range_sums(ints(500), ints(504)).item() == 1e-6 + 2e-6 + 3e-6 + 4e-6
+    parts = ranges([500], [504])
+    assert tree.range_sums(parts).item() == 1e-6 + 2e-6 + 3e-6 + 4e-6
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    leaf, _ = tree.draw(noise_of(grid), ints(500), ints(504))
+    leaf, _ = tree.draw(noise_of(grid), parts)
     assert torch.bincount(leaf, minlength=504)[500:].tolist() == [100, 200, 300, 400]
 
 
@@ -231,27 +238,28 @@ def test_both_trees_answer_bit_for_bit_as_a_list_does(history):
             tree.set(torch.from_numpy(leaves), torch.from_numpy(weights))
     trees[1].keep_least(True)
     total = node_sums(plain)[-1][0]
-    start, stop, noise = torch.from_numpy(first), torch.from_numpy(last), random_noise(64, seed)
+    parts, noise = ranges(first, last), random_noise(64, seed)
     inside = [leaf for a, b in zip(first, last, strict=True) for leaf in range(a, b)]
     sums = [plain[a:b].sum() for a, b in zip(first, last, strict=True)]
     low = min((plain[leaf] for leaf in inside if plain[leaf]), default=ABSENT)
     for tree in trees:
         assert tree.weights.tolist() == plain.tolist()
         assert tree.total.item() == total
-        assert tree.range_sums(start, stop).tolist() == pytest.approx(sums, rel=1e-12)
-        assert tree.least(start, stop).item() == low
+        assert tree.range_sums(parts).tolist() == pytest.approx(sums, rel=1e-12)
+        assert tree.least(parts).item() == low
         assert tree.least().item() == min((w for w in plain if w), default=ABSENT)
-    assert torch.equal(*(tree.range_sums(start, stop) for tree in trees))
-    for ranges, there in (((), range(size)), ((start, stop), inside)):
+    assert torch.equal(*(tree.range_sums(parts) for tree in trees))
+    for within, there in ((None, range(size)), (parts, inside)):
         if not any(plain[leaf] for leaf in there):
             continue
-        host_draw, device_draw = (tree.draw(noise, *ranges) for tree in trees)
+        host_draw, device_draw = (tree.draw(noise, within) for tree in trees)
         assert torch.equal(host_draw[0], device_draw[0])
         assert torch.equal(host_draw[1], device_draw[1])
         drawn = host_draw[0].tolist()
         assert set(drawn) <= set(there)
-        assert host_draw[1].tolist() == [plain[leaf] for leaf in drawn]
-        assert all(plain[leaf] > 0 for leaf in drawn)
+        weights = [plain[leaf] for leaf in drawn]
+        assert min(weights) > 0
+        assert host_draw[1].tolist() == [min(weights) / weight for weight in weights]
 
 
 @st.composite
@@ -329,7 +337,8 @@ class TestLanes:
         tree.set(ints(*slots, -1, -7), torch.cat([weights, doubles(5.0, 6.0)]))
         weight_of = dict(zip(slots, weights.tolist(), strict=True))
         drawn, found = tree.draw(random_noise(64))
-        assert [weight_of[slot] for slot in drawn.tolist()] == found.tolist()
+        weights = [weight_of[slot] for slot in drawn.tolist()]
+        assert [min(weights) / weight for weight in weights] == found.tolist()
         renewed.renew(doubles(*(weight_of.get(slot, 0.0) for slot in range(capacity))))
         assert torch.equal(renewed.weights, tree.weights)
         assert torch.equal(renewed.total, tree.total)
@@ -347,9 +356,9 @@ class TestLanes:
         for window in range(len(episodes) + 2):
             newest = episodes.slots_by_age(torch.arange(min(window, len(episodes))))
             tree = backend.SumTree(capacity, num_lanes)
-            start, stop = episodes.ring.newest_ranges(torch.tensor(window), tree.lane_leaves)
+            parts = episodes.ring.newest_ranges(torch.tensor(window), tree.lane_leaves)
             tree.set(newest, doubles(1.0))
-            assert tree.range_sums(start, stop).sum() == (stop - start).sum() == len(newest)
+            assert tree.range_sums(parts).sum() == parts.diff(dim=0).sum() == len(newest)
 
 
 def parameters_of(function):
@@ -385,8 +394,8 @@ def test_nothing_waits_for_the_device(gpu):
     answers += rows.report(slots, torch.rand(16, device=gpu), stamps)
     tree.set(slots, torch.rand(16, dtype=torch.float64, device=gpu))
     tree.renew(torch.rand(5000, dtype=torch.float64, device=gpu))
-    for ranges in ((), (slots[:3], slots[3:6])):
-        answers += tree.draw(noise, *ranges)
-        answers.append(tree.least(*ranges))
-    answers += [tree.range_sums(slots[:3], slots[3:6]), tree.total, tree.weights]
+    for parts in (None, slots[:6].view(2, 3)):
+        answers += tree.draw(noise, parts)
+        answers.append(tree.least(parts))
+    answers += [tree.range_sums(parts), tree.total, tree.weights]
     assert all(answer.device == gpu for answer in answers)

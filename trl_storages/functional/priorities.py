@@ -39,7 +39,7 @@ def draw_weight(priority: Array, *, alpha: float, eps: float) -> Array:
     return (priority + eps) ** alpha
 
 
-def importance_weight(weight: Array, reference: Array | float, *, beta: float) -> Array:
+def importance_weight(ratio: Array, *, beta: float) -> Array:
     """Returns the loss weight of drawn transitions, which corrects for how often each is drawn.
 
         (N P(i))^-beta  =  (w_mean / w_i)^beta,   w = (p + eps)^alpha
@@ -52,20 +52,19 @@ def importance_weight(weight: Array, reference: Array | float, *, beta: float) -
     Then the least likely of the transitions j has weight 1, and the others at most that.
 
     Args:
-        weight: w of the drawn transitions, as `draw_weight` returns it, of any shape.
-        reference: w_min of the batch or of all that could have been drawn, or their w_mean for
-            weights that are not normalised.
+        ratio: w_min / w_i of the drawn transitions, of any shape, with w_min of the batch or of all that
+            could have been drawn; or w_mean / w_i, for weights that are not normalised.
         beta: strength of the correction: 0 none, 1 full.
 
     Returns:
-        weights above 0, of the shape of `weight`.
+        weights above 0, of the shape of `ratio`.
 
     Reference: Schaul et al. 2016, arXiv:1511.05952, section 3.4.
 
-    >>> importance_weight(torch.tensor([1.0, 4.0]), 1.0, beta=0.5)
+    >>> importance_weight(torch.tensor([1.0, 0.25]), beta=0.5)
     tensor([1.0000, 0.5000])
     """
-    return (reference / weight) ** beta
+    return ratio**beta
 
 
 @answers_names

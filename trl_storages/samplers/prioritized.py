@@ -298,7 +298,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             if given is not None and given.numel() != slots.numel():
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
-            stamp = on_device(stamp, device).reshape(-1)
+            stamp = on_device(stamp, device, torch.int32).reshape(-1).contiguous()
         # `Sealed.__setattr__` would take longer.
         self.__dict__.update(_marked=None, _unanswered=-math.inf)
         self._table.update(slots, priority.reshape(-1).contiguous(), stamp)

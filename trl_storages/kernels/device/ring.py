@@ -200,9 +200,7 @@ class Ring(RingTables):
         begun = take(self.spans[:, FIRST], take(self.episode, rows))
         return rows, valid, offset.add_(step.unsqueeze(1)) == begun
 
-    def newest_ranges(
-        self, window: torch.Tensor, lane_leaves: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def newest_ranges(self, window: torch.Tensor, lane_leaves: int) -> torch.Tensor:
         """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane."""
         lane_ids = torch.arange(self.num_envs, device=self.device)
         fill, lanes = self.by_fill()
@@ -222,7 +220,7 @@ class Ring(RingTables):
         # The newest rows of a lane may wrap around the end of its ring.
         over = (start + length - self.ring_steps).clamp(min=0)
         starts, stops = [first + start, first], [first + start + length - over, first + over]
-        return torch.cat(starts), torch.cat(stops)
+        return torch.cat(starts + stops).view(2, -1)
 
     def _below(self, noise: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
         """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""

@@ -116,21 +116,18 @@ class SumTree:
         for level in range(len(least) - 1, -1, -1):
             self._above(least, level)[: len(least[level])] = least[level].amin(1)
 
-    def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    def range_sums(self, ranges: torch.Tensor) -> torch.Tensor:
         """Returns the sum of each of some ranges of leaves.
 
         Args:
-            start: `[R]` int64 in `[0, N]`.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, their first leaves and their ends.
 
         Returns:
             `[R]` float64.
         """
-        return self._edges(start, stop)[0]
+        return self._edges(ranges)[0]
 
-    def _edges(
-        self, start: torch.Tensor, stop: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _edges(self, ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sums ranges, and returns the weights within them of the nodes on their edges.
 
         A range has two edges: the path from the root to its first leaf, and that to its last. Every other
@@ -140,6 +137,7 @@ class SumTree:
             `[R]` sums; then, by the level of the children, from the root down: `[L, R, 2]` the nodes on
             the edges, and `[L, R, 2, 8]` the weights of their children within the range.
         """
+        start, stop = ranges
         # An empty range stands for a leaf of weight 0.
         edge = torch.stack([start, torch.maximum(stop - 1, start)], 1)
         is_any = (start < stop).unsqueeze(1)
@@ -166,32 +164,35 @@ class SumTree:
     def draw(
         self,
         noise: torch.Tensor,
-        start: torch.Tensor | None = None,
-        stop: torch.Tensor | None = None,
+        ranges: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws slots in proportion to their weights, with replacement.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
-            start: `[R]` int64 in `[0, N]`: disjoint ranges of leaves to draw within; None is all.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, the first leaves and the ends of disjoint ranges to draw within; None
+                is all.
+            reference: `[]` float64, above 0; None is the least weight that is drawn.
 
         Returns:
-            `[B]` int64 slots and `[B]` float64 their weights. Some slot must have a positive weight.
+            `[B]` int64 slots, and `[B]` float64 the reference divided by their weights. Some slot must
+            have a positive weight.
         """
         uniform = ((noise >> 10).double() * 2.0**-53).unsqueeze(1)
-        if start is None or stop is None:
+        if ranges is None:
             leaf = self._descend(uniform * self.total, repeat((), len(self._sums)))
         else:
-            totals, nodes, parts = self._edges(start, stop)
+            totals, nodes, parts = self._edges(ranges)
             which, mass = _part_at(totals.unsqueeze(0), uniform * totals.cumsum(0)[-1])
             nodes, parts = nodes.index_select(1, which), parts.index_select(1, which)
             edges = zip(*nodes.unbind(2), *parts.unbind(2), strict=True)
             leaf = self._descend(mass, edges)
         weights = self.weights.index_select(0, leaf)
+        ratios = (weights.amin() if reference is None else reference) / weights
         if self.num_lanes == 1:
-            return leaf, weights
-        return _transposed(leaf, self.lane_leaves, self.num_lanes), weights
+            return leaf, ratios
+        return _transposed(leaf, self.lane_leaves, self.num_lanes), ratios
 
     def _descend(self, rest: torch.Tensor, edges: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Descends from the root with a `[B, 1]` mass each, and returns the leaves reached.
@@ -224,22 +225,20 @@ class SumTree:
             self._lowest, self._least = table[:1], self._levels(table)
             self._renew_least(self._least)
 
-    def least(
-        self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def least(self, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
         Args:
-            start: `[R]` int64 in `[0, N]`; None takes all leaves.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, their first leaves and their ends; None takes all leaves.
 
         Raises:
             RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
             raise RuntimeError("keep_least(True) must be called before least().")
-        if start is None or stop is None:
+        if ranges is None:
             return self._lowest[0].clone()
+        start, stop = ranges
         edge = torch.stack([start, torch.maximum(stop - 1, start)])
         low = torch.where(start < stop, take(self._least[-1].view(-1), edge), _INFINITY).amin()
         # Up to where both edges meet: at each level, the children that lie between the two edges.

@@ -26,6 +26,7 @@ from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = [
     "LINE",
+    "address",
     "addressable",
     "are_same_bytes",
     "array_at",
@@ -94,11 +95,14 @@ def inlined(function: _Loop) -> _Loop:
     return _njit(inline="always")(function)
 
 
-def addressable(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Returns values contiguously, as loops read them from `data_ptr()` on, by `array_at`.
+#: Returns the address of a tensor. Loops take the tensors of a call by their addresses and read them by
+#: `array_at`: contiguous ones, of the dtype that the loop names. Making an array of a tensor takes longer
+#: than many a loop over it. Tables outlive a call, and are taken as arrays that were made once.
+address = torch.Tensor.data_ptr
 
-    Making an array of a tensor takes longer than many a loop over it.
-    """
+
+def addressable(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Returns values from outside of this package as loops read them."""
     is_plain = values.dtype is dtype and values.is_contiguous()
     return values if is_plain else values.to(dtype).contiguous()
 

@@ -142,14 +142,13 @@ class MarkedRows:
             trajectories: of the commit.
         """
         num_marked = min(num_steps, ring.steps_per_lane + self._past_steps)
-        room, written = ring.ring_steps, _written(ring, lanes)
+        written = _written(ring, lanes)
         words = _NO_WORDS if priorities is None else priorities._words
         table = self._rows, self._marks, self._values, self._headers, words
         commit: _Commit = _NO_COMMIT if commits is None else commits._arrays
         _mark(
             *table,
             *ring._arrays,
-            room,
             written,
             num_marked,
             history,
@@ -186,7 +185,7 @@ class MarkedRows:
             slots: int64 of any shape.
         """
         where = slots.numpy().reshape(-1), self._past_steps
-        return _hold(self._marks, *ring._arrays, ring.ring_steps, *where)
+        return _hold(self._marks, *ring._arrays, *where)
 
     def flags(
         self,

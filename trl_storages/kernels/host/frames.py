@@ -17,17 +17,19 @@ import torch
 
 from trl_storages.kernels.host.compiling import (
     LINE,
+    address,
+    addressable,
     are_same_bytes,
+    array_at,
     compiled,
     copy_bytes,
     fenced,
     inlined,
-    is_set,
     prefetch,
     stream_line,
 )
 from trl_storages.kernels.host.rows import RowTable, not_found
-from trl_storages.kernels.host.writing import NewRows
+from trl_storages.kernels.host.writing import NewRows, is_cut, is_last, row_of
 from trl_storages.kernels.stack_fields import (
     COUNT,
     IS_CONSTANT,
@@ -97,14 +99,14 @@ class FrameTable:
         Raises:
             IndexError: a slot is outside of the rows.
         """
-        lenders = slots if following is None else following
+        slots = addressable(slots)
+        lenders = slots if following is None else addressable(following)
         targets = np.array([[_lie(to) for to in pair] for pair in zip(seen, after, strict=True)])
         arrays = (self._rows, self._past, self._zeros_at)
-        at, lent = slots.numpy(), lenders.numpy()
         newest, may_move = table.next_values(lenders)
-        wrong = _fill(*ring._arrays, ring.ring_steps, *arrays, stacks, targets, at, lent, newest)
-        if wrong >= 0:
-            raise not_found(at[wrong], len(self._rows))
+        batch: Any = slots.numel(), address(slots), address(lenders), newest
+        if (wrong := _fill(ring._arrays, *arrays, stacks, targets, *batch)) >= 0:
+            raise not_found(int(slots[wrong]), len(self._rows))
         return not may_move
 
     def find_breaks(self, ring: Ring, rows: NewRows, block: Block) -> torch.Tensor | None:
@@ -120,19 +122,10 @@ class FrameTable:
             `kernels.stack_fields`. May be None if all are 0.
         """
         given = ring.given(rows, block)
-        breaks = np.empty((len(given[0]), block.num_steps), np.int64)
-        found = _find_breaks(
-            *ring._arrays,
-            ring.ring_steps,
-            *given,
-            rows.sources,
-            self._rows,
-            self._past,
-            self._zeros_at,
-            self._fields,
-            breaks,
-        )
-        return torch.from_numpy(breaks) if found else None
+        breaks = torch.empty(len(given[0]), block.num_steps, dtype=torch.int64)
+        arrays = self._rows, self._past, self._zeros_at, self._fields
+        is_any = _find_breaks(ring._arrays, given, rows.sources, *arrays, address(breaks))
+        return breaks if is_any else None
 
 
 def _lie(rows: torch.Tensor | None) -> tuple[int, int]:
@@ -171,22 +164,23 @@ def _copy_past_caches(to: int, source: int, size: int, ahead: int) -> None:
 
 @compiled
 def _fill(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    room: int,
+    ring: Any,
     rows: Any,
     past: Any,
     zeros: int,
     stacks: Any,
     targets: Any,
-    slots: Any,
-    following: Any,
+    num_slots: int,
+    slots_at: int,
+    following_at: int,
     newest_next: Any,
 ) -> int:
     """Returns the position of the first invalid slot, or -1."""
+    episode, spans, lanes, room = ring
+    slots = array_at(slots_at, num_slots, np.int64)
+    following = array_at(following_at, num_slots, np.int64)
     num_lanes, num_rows, row_bytes = len(lanes), len(rows), rows.shape[1] * _WORD
-    num_slots, step_bytes = room * num_lanes, num_lanes * row_bytes
+    ring_slots, step_bytes = room * num_lanes, num_lanes * row_bytes
     is_large = len(slots) * (targets[:, 0, 1].sum() + targets[:, 1, 1].sum()) >= _LARGE
     for b in range(len(slots)):
         if b + 2 < len(slots):
@@ -222,7 +216,7 @@ def _fill(
                         elif place < step - at:
                             source += room * step_bytes
                     # Of the next row ask for each frame once, the newest under `next` included.
-                    ahead = ((slots[near] - back * num_lanes) % num_slots) * row_bytes
+                    ahead = ((slots[near] - back * num_lanes) % ring_slots) * row_bytes
                     ahead += rows.ctypes.data + stack[STORED]
                     if under_next:
                         ahead = newest_next[near] + stack[NEXT] if back < 0 else source
@@ -240,23 +234,18 @@ def _fill(
 
 @compiled
 def _find_breaks(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
-    room: int,
-    written: Any,
-    num_steps: int,
-    cut: Any,
-    order: Any,
-    first_end: int,
-    end_stride: int,
+    ring: Any,
+    given: Any,
     sources: Any,
     rows: Any,
     past: Any,
     zeros: int,
     stacks: Any,
-    breaks: Any,
+    breaks_at: int,
 ) -> bool:
+    episode, spans, lanes, room = ring
+    written, num_steps = given[0], given[1]
+    breaks = array_at(breaks_at, len(written) * num_steps, np.int64)
     found, num_lanes = False, len(lanes)
     for i in range(len(written)):
         lane, previous = written[i], 0
@@ -264,9 +253,9 @@ def _find_breaks(
         newest = lanes[lane, CURSOR] - 1
         depth = newest - spans[episode[newest % room * num_lanes + lane], FIRST]
         for s in range(num_steps):
-            row = order[i, s] if order.size > 0 else i * num_steps + s
-            begins = not goes_on or (cut.size > 0 and cut[i, s])
-            breaks[i, s] = 0
+            row, step = row_of(given, i, s), i * num_steps + s
+            begins = not goes_on or is_cut(given, i, s)
+            breaks[step] = 0
             for f in range(len(stacks)):
                 place, size, count = stacks[f, PLACE], stacks[f, SIZE], stacks[f, COUNT]
                 root, is_constant = stacks[f, ROOT], stacks[f, IS_CONSTANT] != 0
@@ -295,9 +284,9 @@ def _find_breaks(
                             )
                         if not are_same_bytes(stack + j * size, frame, size):
                             wrong = NOT_CONTINUED
-                if wrong and breaks[i, s] == 0:
-                    breaks[i, s] = place * 4 + wrong
+                if wrong and breaks[step] == 0:
+                    breaks[step] = place * 4 + wrong
                     found = True
-            goes_on = not is_set(first_end + row * end_stride)
+            goes_on = not is_last(given, row)
             previous = row
     return found

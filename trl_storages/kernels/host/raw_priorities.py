@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import addressable, array_at, compiled
+from trl_storages.kernels.host.compiling import address, array_at, compiled
 from trl_storages.kernels.tables import ABSENT
 
 __all__ = ["RawPriorities"]
@@ -48,7 +48,7 @@ class RawPriorities:
         Returns:
             their priority, a float32; -1, with nothing changed, if a slot is not below N.
         """
-        return float(_renew_rows(*self._arrays, slots.numpy()))
+        return float(_renew_rows(*self._arrays, slots.numel(), address(slots)))
 
     def report(
         self,
@@ -69,20 +69,22 @@ class RawPriorities:
         Returns:
             `[B]` int64 slots, -1 for ignored ones, and whether the report was rejected.
         """
-        slots, priorities = addressable(slots), addressable(priorities, torch.float32)
-        written, stamps = torch.empty_like(slots), 0
-        if generations is not None:
-            generations = addressable(generations, torch.int32)
-            stamps = generations.data_ptr()
+        written = torch.empty_like(slots)
+        stamps = 0 if generations is None else generations.data_ptr()
         batch = slots.numel(), slots.data_ptr(), priorities.data_ptr(), stamps, written.data_ptr()
         return written, _report_rows(*self._arrays, *batch)
 
 
 @compiled
 def _renew_rows(
-    priorities: np.ndarray, generations: np.ndarray, largest: np.ndarray, slots: np.ndarray
+    priorities: np.ndarray,
+    generations: np.ndarray,
+    largest: np.ndarray,
+    num_slots: int,
+    slots_at: int,
 ) -> float:
     """Takes in new rows, and returns their priority, or -1 if a slot is not below N."""
+    slots = array_at(slots_at, num_slots, np.int64)
     for i in range(slots.shape[0]):
         if slots[i] >= priorities.shape[0]:
             return np.float32(-1)

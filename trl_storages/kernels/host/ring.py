@@ -3,9 +3,9 @@
 Letters: T live steps per lane at most, R ring steps per lane, E lanes (environments), M = R * E slots,
 L lanes and S steps written now, B batch, n rows of a window.
 
-The loops take the tables that `RingTables` describes; `room` is R, and `ring` all of them: (episode,
-spans, lanes, room). A slot is divided by E only if there are several lanes, since a 64-bit division
-takes as long as all the rest of a sample; positions are wrapped around by comparing and subtracting.
+`ring` in the loops are the tables that `RingTables` describes: (episode, spans, lanes, R), and `room` is
+R. A slot is divided by E only if there are several lanes, since a 64-bit division takes as long as all
+the rest of a sample; positions are wrapped around by comparing and subtracting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import addressable, array_at, compiled, inlined, prefetch
+from trl_storages.kernels.host.compiling import (
+    address,
+    addressable,
+    array_at,
+    compiled,
+    inlined,
+    prefetch,
+)
 from trl_storages.kernels.host.writing import Before, Given, NewRows, append_steps, find_gaps
 from trl_storages.kernels.tables import (
     BOUNDARIES,
@@ -36,14 +43,10 @@ if TYPE_CHECKING:
 __all__ = ["Ring"]
 
 _SPAN_BYTES = 24
-# Cached views of the tables.
-_VIEWS = ("_arrays", "_ring")
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 _PAD, _FIT, _CROSS = range(len(BOUNDARIES))
 # Samples to prefetch ahead, about the latency of memory.
 _SAMPLES_AHEAD = 8
-_NO_CUTS, _NO_ORDER = np.zeros((0, 0), bool), np.zeros((0, 0), np.int64)
-_NO_STEPS = np.zeros(0)
 _NO_TABLE, _NO_PAIRS = np.zeros((0, 0), np.int64), np.zeros((0, 2), np.int64)
 _NO_ROWS: Before = (_NO_TABLE, np.zeros(0, np.int64), _NO_TABLE, 0)
 
@@ -59,34 +62,25 @@ class Ring(RingTables):
         return np.arange(self.num_envs)
 
     @cached_property
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """The tables as the loops take them."""
-        return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy()
-
-    @cached_property
-    def _ring(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        return (*self._arrays, self.ring_steps)
+        return self.episode.numpy(), self.spans.numpy(), self.lanes.numpy(), self.ring_steps
 
     def share_memory_(self) -> None:
         """Moves the tables to memory shared with other processes."""
         super().share_memory_()
-        for name in _VIEWS:
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_arrays", None)
 
     def __getstate__(self) -> dict[str, Any]:
         # The views would be pickled as copies.
-        return {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
     def given(self, rows: NewRows, block: Block) -> Given:
         """Returns the steps to be written, as the loops take them."""
-        _, lanes, order, cut = block
-        return (
-            self._all_lanes if lanes is None else np.asarray(lanes),
-            block.num_steps,
-            _NO_CUTS if cut is None else cut.numpy(),
-            _NO_ORDER if order is None else order.numpy(),
-            *rows.ends,
-        )
+        num_steps, lanes, order, cut = block
+        which = self._all_lanes if lanes is None else np.asarray(lanes)
+        cut_at = 0 if cut is None else address(cut)
+        return which, num_steps, cut_at, 0 if order is None else address(order), *rows.ends
 
     def find_gaps(
         self,
@@ -113,11 +107,10 @@ class Ring(RingTables):
             `[L, S]` bool; may be None if there are none.
         """
         given = self.given(rows, block)
-        gaps = np.empty((len(given[0]), block.num_steps), bool)
+        gaps = torch.empty(len(given[0]), block.num_steps, dtype=torch.bool)
         before = _NO_ROWS if table is None else table.before
-        known = self._arrays[2], self.ring_steps
-        found = find_gaps(*known, *given, rows.sources, pairs, is_ring, *before, gaps)
-        return torch.from_numpy(gaps) if found else None
+        is_any = find_gaps(self._arrays, given, rows.sources, pairs, is_ring, before, address(gaps))
+        return gaps if is_any else None
 
     def append(
         self,
@@ -141,7 +134,8 @@ class Ring(RingTables):
             a gap.
         """
         given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
-        found = np.empty(rows.num_rows, np.int64) if slots is None else slots.numpy()
+        if slots is None:
+            slots = torch.empty(rows.num_rows, dtype=torch.int64)
         if table is not None:
             to = table.array
             if not table.is_plain:
@@ -149,10 +143,8 @@ class Ring(RingTables):
                 if len(pairs) and self.find_gaps(rows, block, pairs, table) is not None:
                     return None
                 pairs, sources = _NO_PAIRS, table.sources(rows, self, given)  # type: ignore[attr-defined]
-        most_live, room = self.steps_per_lane, self.ring_steps
-        if append_steps(*self._arrays, most_live, room, *given, sources, pairs, to, found):
-            return None
-        return torch.from_numpy(found) if slots is None else slots
+        new = given, sources, pairs, to, rows.num_rows, address(slots)
+        return None if append_steps(self._arrays, self.steps_per_lane, *new) else slots
 
     def counters(self) -> np.ndarray:
         """Returns a copy of the counters that a write advances."""
@@ -172,10 +164,10 @@ class Ring(RingTables):
         Args:
             ranks: int64 below the number of live rows, any shape.
         """
-        slots = np.empty(ranks.shape, np.int64)
-        flat = ranks.contiguous().numpy().reshape(-1)
-        _slots_by_age(self._arrays[2], self.ring_steps, flat, slots.reshape(-1))
-        return torch.from_numpy(slots)
+        ranks = addressable(ranks)
+        slots = torch.empty_like(ranks)
+        _slots_by_age(self._arrays, ranks.numel(), address(ranks), address(slots))
+        return slots
 
     def draw(self, noise: torch.Tensor, window: torch.Tensor | None = None) -> torch.Tensor:
         """Draws live rows uniformly, from all or from the newest.
@@ -187,11 +179,9 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots.
         """
-        noise = addressable(noise)
-        slots, size = torch.empty_like(noise), noise.numel()
+        slots = torch.empty_like(noise)
         num_newest = self.capacity if window is None else int(window)
-        known = self._arrays[2], self.ring_steps
-        _draw(*known, noise.data_ptr(), size, num_newest, slots.data_ptr())
+        _draw(self._arrays, noise.numel(), num_newest, address(noise), address(slots))
         return slots
 
     def goals(
@@ -216,15 +206,11 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
-        slots, noise, kinds = (
-            addressable(slots),
-            addressable(noise),
-            addressable(kinds, torch.uint8),
-        )
+        slots = addressable(slots)
         goals, mask = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
-        onward = _NO_STEPS if steps is None else steps.numpy()
-        batch = [it.data_ptr() for it in (slots, noise, kinds, goals, mask)]
-        _goals(self._ring, slots.numel(), onward, *batch)
+        batch = map(address, (slots, noise, kinds, goals, mask))
+        steps_at = 0 if steps is None else address(steps)
+        _goals(self._arrays, slots.numel(), steps_at, *batch)
         return goals, mask
 
     def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,8 +226,8 @@ class Ring(RingTables):
         """
         slots = addressable(slots)
         windows, lengths = slots.new_empty(num_rows, slots.numel()), torch.empty_like(slots)
-        batch = [it.data_ptr() for it in (slots, windows, lengths)]
-        _windows(self._ring, slots.numel(), num_rows, *batch)
+        batch = map(address, (slots, windows, lengths))
+        _windows(self._arrays, slots.numel(), num_rows, *batch)
         return windows, lengths
 
     def sequences(
@@ -263,15 +249,15 @@ class Ring(RingTables):
             beyond it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an
             episode begins with it.
         """
-        anchors = slots.contiguous().numpy()
-        rows = np.empty((len(anchors), num_steps), np.int64)
-        valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
-        _sequences(self._ring, anchors, burn_in, BOUNDARIES.index(boundary), rows, valid, begins)
-        return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
+        slots = addressable(slots)
+        rows = slots.new_empty(slots.numel(), num_steps)
+        valid, begins = (torch.empty_like(rows, dtype=torch.bool) for _ in range(2))
+        batch = map(address, (slots, rows, valid, begins))
+        how = num_steps, burn_in, BOUNDARIES.index(boundary)
+        _sequences(self._arrays, slots.numel(), *how, *batch)
+        return rows, valid, begins
 
-    def newest_ranges(
-        self, window: torch.Tensor, lane_leaves: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def newest_ranges(self, window: torch.Tensor, lane_leaves: int) -> torch.Tensor:
         """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane.
 
         Args:
@@ -279,12 +265,11 @@ class Ring(RingTables):
             lane_leaves: leaves per lane, at least R.
 
         Returns:
-            `[2 E]` int64 first leaves and `[2 E]` ends of disjoint ranges, some of them empty.
+            `[2, 2 E]` int64, the first leaves and the ends of disjoint ranges, some of them empty.
         """
-        starts, stops = (torch.empty(2 * self.num_envs, dtype=torch.int64) for _ in range(2))
-        ranges = starts.data_ptr(), stops.data_ptr()
-        _newest_ranges(self._arrays[2], self.ring_steps, int(window), lane_leaves, *ranges)
-        return starts, stops
+        ranges = torch.empty(2, 2 * self.num_envs, dtype=torch.int64)
+        _newest_ranges(self._arrays, int(window), lane_leaves, address(ranges))
+        return ranges
 
 
 @inlined
@@ -296,8 +281,9 @@ def _below(noise: int, bound: int) -> int:
 
 
 @compiled
-def _newest_places(lanes: Any, room: int) -> Any:
+def _newest_places(ring: Any) -> Any:
     """Returns the position in the ring of the newest row of each lane."""
+    _, _, lanes, room = ring
     places = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
         places[lane] = (lanes[lane, CURSOR] - 1) % room
@@ -346,9 +332,11 @@ def _level(first_rank: Any, rank: int) -> int:
 
 
 @compiled
-def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
+def _slots_by_age(ring: Any, size: int, ranks_at: int, slots_at: int) -> None:
+    _, _, lanes, room = ring
+    ranks, slots = array_at(ranks_at, size, np.int64), array_at(slots_at, size, np.int64)
     num_lanes, num_slots = len(lanes), room * len(lanes)
-    newest = _newest_places(lanes, room)
+    newest = _newest_places(ring)
     in_step = True
     for lane in range(num_lanes):
         in_step = in_step and lanes[lane, CURSOR] == lanes[0, CURSOR]
@@ -370,16 +358,16 @@ def _slots_by_age(lanes: Any, room: int, ranks: Any, slots: Any) -> None:
 
 
 @compiled
-def _draw(lanes: Any, room: int, noise_at: int, size: int, num_newest: int, slots_at: int) -> None:
+def _draw(ring: Any, size: int, num_newest: int, noise_at: int, slots_at: int) -> None:
     noise, slots = array_at(noise_at, size, np.int64), array_at(slots_at, size, np.int64)
-    num_rows = 0
+    num_rows, lanes = 0, ring[2]
     for lane in range(len(lanes)):
         num_rows += lanes[lane, CURSOR] - lanes[lane, TAIL]
     num_rows = min(num_rows, num_newest)
     for i in range(len(noise)):
         slots[i] = _below(noise[i], num_rows)
     # In place: ranks become slots.
-    _slots_by_age(lanes, room, slots, slots)
+    _slots_by_age(ring, size, slots_at, slots_at)
 
 
 @compiled
@@ -391,7 +379,7 @@ def _bounds(ring: Any, slots: Any) -> tuple[Any, Any, Any]:
         so far; and `[B]` the oldest live step of its lane.
     """
     episode, spans, lanes, room = ring
-    num_lanes, newest = len(lanes), _newest_places(lanes, room)
+    num_lanes, newest = len(lanes), _newest_places(ring)
     first, last = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     oldest = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
@@ -427,7 +415,7 @@ def _shift(slot: int, steps: int, num_lanes: int, num_slots: int) -> int:
 def _goals(
     ring: Any,
     size: int,
-    steps: Any,
+    steps_at: int,
     slots_at: int,
     noise_at: int,
     kinds_at: int,
@@ -436,16 +424,15 @@ def _goals(
 ) -> None:
     slots, noise = array_at(slots_at, size, np.int64), array_at(noise_at, size, np.int64)
     kinds, goals = array_at(kinds_at, size, np.uint8), array_at(goals_at, size, np.int64)
-    mask = array_at(mask_at, size, np.bool_)
-    episode, _, lanes, room = ring
-    num_lanes, num_slots = len(lanes), len(episode)
+    mask, steps = array_at(mask_at, size, np.bool_), array_at(steps_at, size, np.float64)
+    num_lanes, num_slots = len(ring[2]), len(ring[0])
     first, last, oldest = _bounds(ring, slots)
     any_random = False
     for i in range(len(slots)):
         mask[i] = kinds[i] > 0
         any_random |= kinds[i] == _RANDOM
     if any_random:
-        _draw(lanes, room, noise_at, size, num_slots, goals_at)
+        _draw(ring, size, num_slots, noise_at, goals_at)
     for i in range(len(slots)):
         kind, begin, end = kinds[i], max(first[i], oldest[i]), last[i]
         if kind == _RANDOM:
@@ -478,10 +465,21 @@ def _windows(
 
 @compiled
 def _sequences(
-    ring: Any, slots: Any, burn_in: int, boundary: int, rows: Any, valid: Any, begins: Any
+    ring: Any,
+    size: int,
+    num_steps: int,
+    burn_in: int,
+    boundary: int,
+    slots_at: int,
+    rows_at: int,
+    valid_at: int,
+    begins_at: int,
 ) -> None:
     episode, spans, lanes, _ = ring
-    num_lanes, num_steps = len(lanes), rows.shape[1]
+    num_lanes, slots = len(lanes), array_at(slots_at, size, np.int64)
+    rows = array_at(rows_at, size * num_steps, np.int64)
+    valid = array_at(valid_at, size * num_steps, np.bool_)
+    begins = array_at(begins_at, size * num_steps, np.bool_)
     first, last, oldest = _bounds(ring, slots)
     for i in range(len(slots)):
         lane, moved = slots[i] % num_lanes, -burn_in
@@ -495,23 +493,22 @@ def _sequences(
             moved += max(min(max(burn_in + low, 0), high - onward), low)
         step = lanes[lane, TAIL] - oldest[i]
         for s in range(num_steps):
-            wanted = s + moved
+            at, wanted = i * num_steps + s, s + moved
             offset = min(max(wanted, low), high)
-            rows[i, s] = _shift(slots[i], offset, num_lanes, len(episode))
-            valid[i, s] = offset == wanted
+            rows[at] = _shift(slots[i], offset, num_lanes, len(episode))
+            valid[at] = offset == wanted
             if boundary == _CROSS:
-                begins[i, s] = spans[episode[rows[i, s]], FIRST] == step + offset
+                begins[at] = spans[episode[rows[at]], FIRST] == step + offset
             else:
-                begins[i, s] = offset == first[i]
+                begins[at] = offset == first[i]
 
 
 @compiled
-def _newest_ranges(
-    lanes: Any, room: int, window: int, lane_leaves: int, starts_at: int, stops_at: int
-) -> None:
+def _newest_ranges(ring: Any, window: int, lane_leaves: int, ranges_at: int) -> None:
+    _, _, lanes, room = ring
     num_lanes = len(lanes)
-    starts = array_at(starts_at, 2 * num_lanes, np.int64)
-    stops = array_at(stops_at, 2 * num_lanes, np.int64)
+    ranges = array_at(ranges_at, 4 * num_lanes, np.int64)
+    starts, stops = ranges[: 2 * num_lanes], ranges[2 * num_lanes :]
     order, first_age, first_rank, fill, num_rows = _by_age(lanes)
     level = _level(first_rank, window)
     sharing, left = num_lanes - level, window - first_rank[level]

@@ -13,6 +13,7 @@ import torch
 
 from trl_storages.kernels.host.compiling import (
     LINE,
+    address,
     addressable,
     array_at,
     compiled,
@@ -84,9 +85,9 @@ class RowTable:
         """
         shape = (*slots.shape, self._num_words)
         out = new_batch(shape, pin_memory=pin_memory)
-        self._copy(slots, self._whole, out.data_ptr())
+        self._copy(slots, self._whole, address(out))
         if following is not None:
-            self._copy(following, spans, out.data_ptr())
+            self._copy(following, spans, address(out))
         return out
 
     def pick_fields(
@@ -108,7 +109,7 @@ class RowTable:
         for start, dtype, shape in fields:
             out = new_batch(batch + shape, dtype)
             size = shape.numel() * dtype.itemsize
-            spans.append((start, out.data_ptr(), size, size))
+            spans.append((start, address(out), size, size))
             found.append(out)
         if spans:
             self._copy(slots, np.array(spans), 0)
@@ -135,12 +136,12 @@ class RowTable:
         """
         if where is not None:
             where = addressable(where, torch.bool)
-        self._copy(slots, spans, out.data_ptr(), 0 if where is None else where.data_ptr())
+        self._copy(slots, spans, address(out), 0 if where is None else address(where))
 
     def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int, where: int = 0) -> None:
         """Copies bytes of rows to an address, as `copy_into` does; `where` is an address, or 0."""
         slots = addressable(slots)
-        wrong = _pick(self.array, slots.data_ptr(), slots.numel(), spans, out, where)
+        wrong = _pick(self.array, slots.numel(), address(slots), spans, out, where)
         if wrong >= 0:
             raise not_found(int(slots.view(-1)[wrong]), len(self.array))
 
@@ -165,7 +166,8 @@ class RowTable:
             rows: n of them.
             ring: of the rows, if neighbouring rows matter.
         """
-        put_rows(self.array, rows.sources, slots.numpy())
+        slots = addressable(slots)
+        put_rows(self.array, rows.sources, slots.numel(), address(slots))
 
 
 def fold(
@@ -174,7 +176,7 @@ def fold(
     """Returns Σ weights[i] · rewards[i] over i < length, summed from 0 in this order in float64.
 
     Args:
-        rewards: `[n, B]`.
+        rewards: `[n, B]`, contiguous.
         length: `[B]` int64, from 1 to n.
         weights: `[n]` float64.
         dtype: of the sums, which are rounded once.
@@ -185,7 +187,6 @@ def fold(
     if rewards.dtype is not torch.float32 or dtype is not torch.float32:
         rewards = rewards.double()
     out = torch.empty(rewards.shape[1], dtype=rewards.dtype)
-    length, weights = addressable(length), addressable(weights, torch.float64)
     _fold(rewards.contiguous().numpy(), length.data_ptr(), weights.data_ptr(), out.numpy())
     return out if out.dtype is dtype else out.to(dtype)
 
@@ -197,7 +198,7 @@ def not_found(slot: int, num_rows: int) -> IndexError:
 
 @compiled
 def _pick(
-    table: np.ndarray, slots_at: int, num_slots: int, spans: np.ndarray, out: int, where: int
+    table: np.ndarray, num_slots: int, slots_at: int, spans: np.ndarray, out: int, where: int
 ) -> int:
     """Copies bytes of each row; returns the position of the first invalid slot, or -1."""
     slots = array_at(slots_at, num_slots, np.int64)

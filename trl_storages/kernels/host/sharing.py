@@ -24,7 +24,7 @@ from trl_storages.kernels.host.compiling import (
     prefetch,
 )
 from trl_storages.kernels.host.rows import RowTable, not_found
-from trl_storages.kernels.host.writing import Given, NewRows
+from trl_storages.kernels.host.writing import Given, NewRows, is_cut, is_last, row_of
 from trl_storages.kernels.memory import new_batch
 from trl_storages.kernels.sharing import (
     CONTINUES,
@@ -168,7 +168,7 @@ class SharedTable(RowTable):
             self._tables,
             ring._arrays[2],
             ring.ring_steps,
-            *given,
+            given,
             rows.sources,
             rows.is_compact,
             *self._side,
@@ -426,12 +426,7 @@ def _link(
     tables: Any,
     lanes: Any,
     room: int,
-    written: Any,
-    num_steps: int,
-    cut: Any,
-    order: Any,
-    first_end: int,
-    end_stride: int,
+    given: Any,
     sources: Any,
     is_compact: bool,
     free: Any,
@@ -451,12 +446,7 @@ def _link(
         tables: `SharedTable._tables`.
         lanes: of the index before the write.
         room: R.
-        written: `[L]` the lanes.
-        num_steps: S.
-        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
-        order: `[L, S]` the row of each step; empty if rows are in the order of the steps.
-        first_end: the address of the first `done` flag.
-        end_stride: bytes to the next flag.
+        given: the steps, by `Ring.given`.
         sources: `[f, 4]` of the rows as read: m next values, the m observations they equal, others.
         is_compact: whether next values are unknown, and a row continues unless its episode ends.
         free: of the side table.
@@ -470,6 +460,7 @@ def _link(
     """
     table, headers, values, _, _, _, _, _, _, _ = tables
     num_lanes, num_stored = len(lanes), len(stored) - 1
+    written, num_steps = given[0], given[1]
     for field in range(num_stored):
         stored[field] = sources[num_shared + field]
         stored[field, _START] -= moved
@@ -487,7 +478,7 @@ def _link(
         if committed > cursor:
             # These rows are committed already, and are not changed.
             for s in range(first, num_steps):
-                row = order[i, s] if order.size > 0 else i * num_steps + s
+                row = row_of(given, i, s)
                 new[row] = headers[(cursor + s) % room * num_lanes + lane]
             continue
         for step in range(cursor + first, cursor + num_steps):
@@ -502,7 +493,7 @@ def _link(
         led_to = _tip_of(headers[newest], lane, num_lanes)
         # Evicted rows are linked too: a reader may not have seen their eviction yet.
         if led_to > 0:
-            row = order[i, 0] if order.size > 0 else i * num_steps
+            row = row_of(given, i, 0)
             before = values.ctypes.data + led_to * values.shape[1] * _WORD
             continues = True
             for field in range(num_shared):
@@ -510,7 +501,7 @@ def _link(
                 at = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
                 known = before + sources[field, _START]
                 continues = continues and are_same_bytes(at, known, sources[now, _SIZE])
-            if is_compact and lanes[lane, OPEN] and not (cut.size > 0 and cut[i, 0]):
+            if is_compact and lanes[lane, OPEN] and not is_cut(given, i, 0):
                 # Unknown next values are a copy of the row's own observations.
                 own = table.ctypes.data + newest * table.shape[1] * _WORD
                 continues = continues or are_same_bytes(before, own, shared_bytes)
@@ -520,7 +511,7 @@ def _link(
                     values.ctypes.data + entry * values.shape[1] * _WORD, before, shared_bytes
                 )
         for s in range(first, num_steps):
-            row = order[i, s] if order.size > 0 else i * num_steps + s
+            row = row_of(given, i, s)
             header = (entry << ENTRY_BIT) + (tip << TIP_BIT) + (CONTINUES if continues else 0)
             new[row] = header
             headers[place * num_lanes + lane] = header
@@ -530,10 +521,9 @@ def _link(
                 continue
             continues, entry = True, 0
             if is_compact:
-                continues = not is_set(first_end + row * end_stride)
-                continues = continues and not (cut.size > 0 and cut[i, s + 1])
+                continues = not (is_last(given, row) or is_cut(given, i, s + 1))
             else:
-                after = order[i, s + 1] if order.size > 0 else row + 1
+                after = row_of(given, i, s + 1)
                 for field in range(num_shared):
                     now = num_shared + field
                     at = sources[now, _ADDRESS] + after * sources[now, _STRIDE]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from trl_storages.kernels.host.compiling import addressable, array_at, compiled, inlined, prefetch
+from trl_storages.kernels.host.compiling import address, array_at, compiled, inlined, prefetch
 from trl_storages.kernels.tables import FAN_OUT, level_starts
 
 __all__ = ["SumTree"]
@@ -71,12 +71,11 @@ class SumTree:
             slots: `[B]` int64; negative ones are ignored.
             weights: `[B]` float64, at least 0; `[1]` sets all to the same.
         """
-        slots, weights = addressable(slots), addressable(weights, torch.float64)
-        batch = slots.data_ptr(), slots.numel(), weights.data_ptr(), weights.numel()
-        new = *batch, self.num_lanes, self.lane_leaves
-        _set_leaves(self._sums, self._starts, *new, False)
+        lanes = self.num_lanes, self.lane_leaves
+        new = *lanes, slots.numel(), weights.numel(), address(slots), address(weights)
+        _set_leaves(self._sums, self._starts, False, *new)
         if self._least is not None:
-            _set_leaves(self._least, self._starts, *new, True)
+            _set_leaves(self._least, self._starts, True, *new)
 
     def renew(self, weights: torch.Tensor) -> None:
         """Sets the weights of all slots.
@@ -95,45 +94,42 @@ class SumTree:
         least[self._starts[-2] :] = np.where(weights > 0, weights, _INFINITY)
         _renew(least, self._starts, True)
 
-    def range_sums(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    def range_sums(self, ranges: torch.Tensor) -> torch.Tensor:
         """Returns the sum of each of some ranges of leaves.
 
         Args:
-            start: `[R]` int64 in `[0, N]`.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, their first leaves and their ends.
 
         Returns:
             `[R]` float64.
         """
-        _, _, sums = _find_edges(self._sums, self._starts, start.numpy(), stop.numpy())
+        _, _, sums = _find_edges(self._sums, self._starts, ranges.shape[1], address(ranges))
         return torch.from_numpy(sums)
 
     def draw(
         self,
         noise: torch.Tensor,
-        start: torch.Tensor | None = None,
-        stop: torch.Tensor | None = None,
+        ranges: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws slots in proportion to their weights, with replacement.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
-            start: `[R]` int64 in `[0, N]`: disjoint ranges of leaves to draw within; None is all.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, the first leaves and the ends of disjoint ranges to draw within; None
+                is all.
+            reference: `[]` float64, above 0; None is the least weight that is drawn.
 
         Returns:
-            `[B]` int64 slots and `[B]` float64 their weights. Some slot must have a positive weight.
+            `[B]` int64 slots, and `[B]` float64 the reference divided by their weights. Some slot must
+            have a positive weight.
         """
-        noise = addressable(noise)
-        slots, weights = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.float64)
-        ranges = 0, 0, 0
-        if start is not None and stop is not None:
-            start, stop = addressable(start), addressable(stop)
-            ranges = start.numel(), start.data_ptr(), stop.data_ptr()
-        lanes = self.num_lanes, self.lane_leaves
-        batch = [it.data_ptr() for it in (noise, slots, weights)]
-        _draw(self._sums, self._starts, *ranges, *lanes, noise.numel(), *batch)
-        return slots, weights
+        slots, ratios = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.float64)
+        within = (0, 0) if ranges is None else (ranges.shape[1], address(ranges))
+        above = 0.0 if reference is None else reference.item()
+        batch = noise.numel(), *map(address, (noise, slots, ratios))
+        _draw(self._sums, self._starts, self.num_lanes, self.lane_leaves, *within, above, *batch)
+        return slots, ratios
 
     def keep_least(self, keep: bool) -> None:
         """Starts or stops tracking the least weight below each node, which `least` needs.
@@ -146,26 +142,21 @@ class SumTree:
             self._least = np.full_like(self._sums, _INFINITY)
             self._renew_least(self._least)
 
-    def least(
-        self, start: torch.Tensor | None = None, stop: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def least(self, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
         Args:
-            start: `[R]` int64 in `[0, N]`; None takes all leaves.
-            stop: `[R]` int64 in `[start, N]`.
+            ranges: `[2, R]` int64, their first leaves and their ends; None takes all leaves.
 
         Raises:
             RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
             raise RuntimeError("keep_least(True) must be called before least().")
-        if start is None or stop is None:
-            return torch.tensor(self._least[0])
-        return torch.tensor(
-            _least_within(self._least, self._starts, start.numpy(), stop.numpy()),
-            dtype=torch.float64,
-        )
+        low = self._least[0]
+        if ranges is not None:
+            low = _least_within(self._least, self._starts, ranges.shape[1], address(ranges))
+        return torch.tensor(low, dtype=torch.float64)
 
 
 @inlined
@@ -207,7 +198,7 @@ def _sum_of(weights: np.ndarray, first: int) -> float:
 
 @compiled
 def _find_edges(
-    sums: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
+    sums: np.ndarray, starts: np.ndarray, num_ranges: int, ranges_at: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sums ranges, and returns the weights within them of the nodes on their edges.
 
@@ -217,19 +208,19 @@ def _find_edges(
     Args:
         sums: the table of the tree.
         starts: where its levels begin.
-        first: `[R]` first leaves.
-        last: `[R]` ends.
+        num_ranges: R.
+        ranges_at: the address of `[2, R]` first leaves and ends.
 
     Returns:
         `[2, L, R]` the nodes on the edges, by the level of their children; `[2 L R 8]` the weights of
         their children within the range; and `[R]` the sums of the ranges.
     """
-    depth, num_ranges = starts.shape[0] - 2, first.shape[0]
+    depth, ranges = starts.shape[0] - 2, array_at(ranges_at, 2 * num_ranges, np.int64)
     nodes = np.empty((2, depth, num_ranges), dtype=np.int64)
     parts, totals = np.empty(nodes.size * FAN_OUT), np.empty(num_ranges)
     both = np.empty(2)
     for r in range(num_ranges):
-        left, right = first[r], last[r] - 1
+        left, right = ranges[r], ranges[num_ranges + r] - 1
         if right < left:
             totals[r] = 0.0
             continue
@@ -261,25 +252,36 @@ def _find_edges(
 def _draw(
     sums: np.ndarray,
     starts: np.ndarray,
-    num_ranges: int,
-    first_at: int,
-    last_at: int,
     num_lanes: int,
     lane_leaves: int,
+    num_ranges: int,
+    ranges_at: int,
+    reference: float,
     batch: int,
     noise_at: int,
     slots_at: int,
-    weights_at: int,
+    ratios_at: int,
 ) -> None:
-    """Draws `[B]` slots within `[R]` ranges, or from all leaves if there are none, and their weights.
+    """Draws `[B]` slots within R ranges, or from all leaves if there are none.
 
     Goes level by level over the whole batch, so that the reads of a level do not wait for one another.
+
+    Args:
+        sums: the table of the tree.
+        starts: where its levels begin.
+        num_lanes: E.
+        lane_leaves: leaves per lane.
+        num_ranges: R.
+        ranges_at: as in `_find_edges`.
+        reference: divided by the weights of the drawn leaves; 0 is the least of these.
+        batch: B.
+        noise_at: the address of `[B]` noise.
+        slots_at: the address of the output, `[B]` slots.
+        ratios_at: the address of the output, `[B]` ratios.
     """
     noise, slots = array_at(noise_at, batch, np.int64), array_at(slots_at, batch, np.int64)
-    weights = array_at(weights_at, batch, np.float64)
-    first = array_at(first_at, num_ranges, np.int64)
-    last = array_at(last_at, num_ranges, np.int64)
-    nodes, parts, totals = _find_edges(sums, starts, first, last)
+    ratios = array_at(ratios_at, batch, np.float64)
+    nodes, parts, totals = _find_edges(sums, starts, num_ranges, ranges_at)
     depth = nodes.shape[1]
     ends = np.empty(num_ranges)
     total, highest = 0.0 if num_ranges else sums[0], 0
@@ -291,7 +293,7 @@ def _draw(
     # The range of each draw as long as it is on one of its edges, then -1.
     which = np.empty(batch, dtype=np.int64)
     # Working memory until the leaves are known.
-    leaves, rest = slots, weights
+    leaves, rest = slots, ratios
     for i in range(batch):
         rest[i] = _mass_of(noise[i], total)
         # The last range of positive weight that begins at or below the mass.
@@ -324,10 +326,15 @@ def _draw(
             leaves[i] = node * FAN_OUT + chosen
             if level < depth:
                 prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+    least = _INFINITY
     for i in range(batch):
-        weights[i] = sums[starts[depth] + leaves[i]]
+        ratios[i] = sums[starts[depth] + leaves[i]]
+        least = min(least, ratios[i])
         if num_lanes > 1:
             slots[i] = _transposed(leaves[i], lane_leaves, num_lanes)
+    dividend = reference if reference > 0 else least
+    for i in range(batch):
+        ratios[i] = dividend / ratios[i]
 
 
 @inlined
@@ -352,13 +359,13 @@ def _join_level(nodes: np.ndarray, starts: np.ndarray, level: int, is_least: boo
 def _set_leaves(
     nodes: np.ndarray,
     starts: np.ndarray,
-    slots_at: int,
-    num_slots: int,
-    weights_at: int,
-    num_weights: int,
+    is_least: bool,
     num_lanes: int,
     lane_leaves: int,
-    is_least: bool,
+    num_slots: int,
+    num_weights: int,
+    slots_at: int,
+    weights_at: int,
 ) -> None:
     """Sets the weights of slots, and recomputes the nodes above their leaves."""
     slots = array_at(slots_at, num_slots, np.int64)
@@ -396,13 +403,11 @@ def _renew(nodes: np.ndarray, starts: np.ndarray, is_least: bool) -> None:
 
 
 @compiled
-def _least_within(
-    least: np.ndarray, starts: np.ndarray, first: np.ndarray, last: np.ndarray
-) -> float:
+def _least_within(least: np.ndarray, starts: np.ndarray, num_ranges: int, ranges_at: int) -> float:
     """Returns the least positive weight in the union of ranges."""
-    low = _INFINITY
-    for r in range(first.shape[0]):
-        left, right = first[r], last[r] - 1
+    ranges, low = array_at(ranges_at, 2 * num_ranges, np.int64), _INFINITY
+    for r in range(num_ranges):
+        left, right = ranges[r], ranges[num_ranges + r] - 1
         if right < left:
             continue
         level = starts.shape[0] - 2

@@ -14,15 +14,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_storages.kernels.host.compiling import are_same_bytes, compiled, copy_bytes, is_set
+from trl_storages.kernels.host.compiling import (
+    address,
+    are_same_bytes,
+    array_at,
+    compiled,
+    copy_bytes,
+    inlined,
+    is_set,
+)
 from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
 from trl_storages.kernels.tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
-__all__ = ["Before", "Given", "NewRows", "append_steps", "find_gaps", "put_rows"]
+__all__ = [
+    "Before",
+    "Given",
+    "NewRows",
+    "append_steps",
+    "find_gaps",
+    "is_cut",
+    "is_last",
+    "put_rows",
+    "row_of",
+]
 
-#: Steps to be written, as the loops take them: `written` to `end_stride` of `find_gaps`.
-Given = tuple[Any, Any, Any, Any, Any, Any]
-#: The rows before, as the loops take them: `table` to `moved` of `find_gaps`.
+#: Steps to be written, as the loops take them: `[L]` the lanes; S; the address of `[L, S]` bool, rows
+#: that begin an episode whatever came before, 0 if none does; the address of `[L, S]` the row of each
+#: step, 0 if they are in order; the address of the first `done` flag; and bytes to the next one.
+Given = tuple[np.ndarray, int, int, int, int, int]
+#: The rows before, as the loops take them: `[*, *]` as they are stored; `[*]` their headers, if they
+#: share next values; `[*, *]` the side table; and the offset in bytes of the stored fields in a row as
+#: read, 0 if rows share nothing.
 Before = tuple[Any, Any, Any, int]
 
 _WORD = 8  # bytes
@@ -36,8 +58,6 @@ _CHUNK = 256
 
 # Flags that are compared at once.
 _FLAGS = 128
-
-_address = torch.Tensor.data_ptr
 
 
 class NewRows:
@@ -70,7 +90,7 @@ class NewRows:
         self.num_rows, self._num_words = num_rows, num_words
         # Keeps the tensors alive as long as their addresses are used.
         self._fields = fields if done is None else [*fields, done]
-        addresses = [*map(_address, self._fields)]
+        addresses = [*map(address, self._fields)]
         #: Whether next observations are unknown, and each row has a copy of its own in their place.
         self.is_compact = False
         #: n bool on the CPU, in any shape; None if the rows are not steps of lanes.
@@ -104,7 +124,8 @@ class NewRows:
     def words(self) -> torch.Tensor:
         """Returns a copy of the rows, `[n, W]` int64; bytes of no field are zero."""
         words = np.zeros((self.num_rows, self._num_words), np.int64)
-        put_rows(words, self.sources, np.arange(self.num_rows))
+        places = torch.arange(self.num_rows)
+        put_rows(words, self.sources, self.num_rows, address(places))
         return torch.from_numpy(words)
 
     def parts(self, parts: np.ndarray, num_words: int) -> NewRows:
@@ -161,48 +182,57 @@ def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
     return -1
 
 
+@inlined
+def row_of(given: Any, i: int, s: int) -> int:
+    """Returns which row step s of lane i is."""
+    written, num_steps, _, order_at, _, _ = given
+    at = i * num_steps + s
+    return array_at(order_at, len(written) * num_steps, np.int64)[at] if order_at else at
+
+
+@inlined
+def is_cut(given: Any, i: int, s: int) -> bool:
+    """Returns whether step s of lane i begins an episode whatever came before."""
+    _, num_steps, cut_at, _, _, _ = given
+    return cut_at != 0 and is_set(cut_at + i * num_steps + s)
+
+
+@inlined
+def is_last(given: Any, row: int) -> bool:
+    """Returns whether a row ends its episode."""
+    _, _, _, _, first_end, end_stride = given
+    return is_set(first_end + row * end_stride)
+
+
 @compiled
 def find_gaps(
-    lanes: Any,
-    room: int,
-    written: Any,
-    num_steps: int,
-    cut: Any,
-    order: Any,
-    first_end: int,
-    end_stride: int,
+    ring: Any,
+    given: Any,
     sources: Any,
     pairs: Any,
     is_ring: bool,
-    table: Any,
-    headers: Any,
-    values: Any,
-    moved: int,
-    gaps: Any,
+    before: Any,
+    gaps_at: int,
 ) -> bool:
     """Finds rows that continue an episode but not the row before them.
 
     Args:
-        lanes: of the index.
-        room: R.
-        written: `[L]` the lanes.
-        num_steps: S.
-        cut: `[L, S]` bool, rows that begin an episode anyway; empty if none does.
-        order: `[L, S]` the row of each step; empty if rows are in the order of the steps.
-        first_end: the address of the first `done` flag.
-        end_stride: bytes to the next flag.
+        ring: the tables of the index.
+        given: the steps.
         sources: `[f, 4]` of the rows.
         pairs: `[p, 2]` a field, and the field under `next` that it must equal in the row before.
-        is_ring: whether `table` holds the rows of the ring; otherwise the rows before, `[L, *]`.
-        table: `[*, *]` the rows before, as they are stored.
-        headers: `[*]` of these, if they share next values; those of the newest row are in a tip then.
-        values: `[*, *]` the side table.
-        moved: offset in bytes of the stored fields in a row as read; 0 if rows share nothing.
-        gaps: `[L, S]` bool, the output.
+        is_ring: whether `before` holds the rows of the ring; otherwise the rows before, `[L, *]`.
+        before: the rows before; the header of the newest one is in a tip, if they share next values.
+        gaps_at: the address of the output, `[L, S]` bool; 0 for none.
 
     Returns:
         whether there is a gap.
     """
+    _, _, lanes, room = ring
+    written, num_steps = given[0], given[1]
+    table, headers, values, moved = before
+    gaps = array_at(gaps_at, len(written) * num_steps if gaps_at else 0, np.bool_)
+    gaps[:] = False
     found = False
     for i in range(len(written)):
         lane, previous = written[i], 0
@@ -215,9 +245,8 @@ def find_gaps(
             entry = 1 + (tip - 1) * len(lanes) + lane if tip > 0 else 0
             after = values.ctypes.data + entry * values.shape[1] * _WORD
         for s in range(num_steps):
-            row = order[i, s] if order.size > 0 else i * num_steps + s
-            gaps[i, s] = False
-            if goes_on and not (cut.size > 0 and cut[i, s]):
+            row = row_of(given, i, s)
+            if goes_on and not is_cut(given, i, s):
                 for p in range(len(pairs)):
                     now, led_to = pairs[p, 0], pairs[p, 1]
                     start = sources[led_to, _START]
@@ -226,73 +255,45 @@ def find_gaps(
                         end = start + (after if start < moved else own)
                     value = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
                     if not are_same_bytes(value, end, sources[now, _SIZE]):
-                        gaps[i, s] = found = True
-            goes_on = not is_set(first_end + row * end_stride)
+                        found = True
+                        if gaps_at:
+                            gaps[i * num_steps + s] = True
+            goes_on = not is_last(given, row)
             previous = row
     return found
 
 
 @compiled
 def append_steps(
-    episode: Any,
-    spans: Any,
-    lanes: Any,
+    ring: Any,
     most_live: int,
-    room: int,
-    written: Any,
-    num_steps: int,
-    cut: Any,
-    order: Any,
-    first_end: int,
-    end_stride: int,
+    given: Any,
     sources: Any,
     pairs: Any,
     table: Any,
-    slots: Any,
+    num_rows: int,
+    slots_at: int,
 ) -> bool:
     """Adds steps to the index, and copies their rows to their slots, unless there is a gap.
 
     Args:
-        episode: of the index.
-        spans: of the index.
-        lanes: of the index.
+        ring: the tables of the index.
         most_live: T.
-        room: R.
-        written: as in `find_gaps`.
-        num_steps: as in `find_gaps`.
-        cut: as in `find_gaps`.
-        order: as in `find_gaps`.
-        first_end: as in `find_gaps`.
-        end_stride: as in `find_gaps`.
+        given: the steps.
         sources: `[*, 4]` of the stored part of the rows.
         pairs: as in `find_gaps`, of rows that share nothing; empty to skip that check.
         table: `[*, W]` where rows go; empty if they are stored elsewhere.
-        slots: `[n]` the output, -1 for steps evicted at once.
+        num_rows: n.
+        slots_at: the address of the output, `[n]`, -1 for steps evicted at once.
 
     Returns:
         whether there is a gap, and so nothing was written.
     """
-    if len(pairs) > 0:
-        gaps = np.empty((len(written), num_steps), np.bool_)
-        if find_gaps(
-            lanes,
-            room,
-            written,
-            num_steps,
-            cut,
-            order,
-            first_end,
-            end_stride,
-            sources,
-            pairs,
-            True,
-            table,
-            slots,
-            table,
-            0,
-            gaps,
-        ):
-            return True
+    episode, spans, lanes, room = ring
+    written, num_steps = given[0], given[1]
+    slots = array_at(slots_at, num_rows, np.int64)
+    if len(pairs) > 0 and find_gaps(ring, given, sources, pairs, True, (table, slots, table, 0), 0):
+        return True
     for i in range(len(written)):
         lane = written[i]
         step = lanes[lane, CURSOR]
@@ -302,13 +303,13 @@ def append_steps(
         # The newest episode.
         entry = lane * most_live + (number - 1) % most_live
         for s in range(num_steps):
-            row = order[i, s] if order.size > 0 else i * num_steps + s
-            if not goes_on or (cut.size > 0 and cut[i, s]):
+            row = row_of(given, i, s)
+            if not goes_on or is_cut(given, i, s):
                 entry = lane * most_live + number % most_live
                 number += 1
                 spans[entry, FIRST] = step
             slot = place * len(lanes) + lane
-            is_end = is_set(first_end + row * end_stride)
+            is_end = is_last(given, row)
             episode[slot] = entry
             spans[entry, LAST] = step
             spans[entry, FINISHED] = is_end
@@ -321,23 +322,25 @@ def append_steps(
         lanes[lane, OPEN] = goes_on
         lanes[lane, TAIL] = max(lanes[lane, TAIL], step - most_live)
     if table.size > 0:
-        put_rows(table, sources, slots)
+        put_rows(table, sources, num_rows, slots_at)
     # Rows evicted at once are in the ring for their frames only.
     for i in range(len(written)):
         for s in range(num_steps - most_live):
-            slots[order[i, s] if order.size > 0 else i * num_steps + s] = -1
+            slots[row_of(given, i, s)] = -1
     return False
 
 
 @compiled
-def put_rows(table: Any, sources: Any, slots: Any) -> None:
+def put_rows(table: Any, sources: Any, num_rows: int, slots_at: int) -> None:
     """Copies rows to their slots; rows with negative slots are skipped.
 
     Args:
         table: `[*, W]` int64.
-        sources: `[f, 4]` of n rows.
-        slots: `[n]`.
+        sources: `[f, 4]` of the rows.
+        num_rows: n.
+        slots_at: the address of `[n]` slots.
     """
+    slots = array_at(slots_at, num_rows, np.int64)
     row_bytes, to = table.shape[1] * _WORD, table.ctypes.data
     for field in range(len(sources)):
         start, end = sources[field, _ADDRESS], sources[field, _ADDRESS]
