@@ -46,7 +46,7 @@ class Backend(Protocol):
     def fold(
         self, rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`."""
+        """Returns Σ weights[i] · rewards[i] over i < length, `[*B]`, of `[n, *B]`."""
 
     def orders_stores(self) -> bool:
         """Returns whether other processes see stores in order."""

@@ -105,11 +105,14 @@ class _WholeRows(StoredFields):
     _taken: Taken | None = None
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
+        self._gather()
+        if key not in self:
+            self.storage.layout.field(key)  # raises the KeyError
+        return self[key]
+
+    def _gather(self) -> None:
         layout, block = self.packed()
         self.update(layout.views(block))
-        if key not in self:
-            layout.field(key)  # raises the KeyError
-        return self[key]
 
     def packed(self) -> tuple[Layout, torch.Tensor]:
         if self._block is None:
@@ -129,6 +132,7 @@ class _WholeRows(StoredFields):
     def follow(self, slots: torch.Tensor) -> None:
         self.following, self._block = slots, None
         self.clear()
+        self._gather()
 
     def tensordict(self, entries: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
         layout = self.storage.layout

@@ -34,6 +34,7 @@ _Definition: TypeAlias = "tuple[Rule | None, _Definitions, Collection[NestedKey]
 _Definitions: TypeAlias = Mapping[NestedKey, _Definition]
 
 _AS_STORED: _Definitions = {}
+_NOTHING: Mapping[NestedKey, torch.Tensor] = {}
 
 
 class RowView:
@@ -51,10 +52,10 @@ class RowView:
     Attributes:
         slots: `[*B]` int64 slots of the rows, on the device of the storage.
         device: where entries are.
-        copied: the definitions of entries that the gather of these rows copies, see `define`.
     """
 
-    copied: _Definitions = _AS_STORED
+    # The definitions of entries that the gather of these rows copies, see `define`.
+    _copied: _Definitions = _AS_STORED
     # The rows that supply the entries under `next`, if they are others, and the definitions before that.
     _following: FollowingFields | None = None
     _followed: _Definitions = _AS_STORED
@@ -97,7 +98,7 @@ class RowView:
         if entry is not None:
             return entry
         definition = self._defined.get(key)
-        if definition is None or self.copied.get(key) is definition:
+        if definition is None or self._copied.get(key) is definition:
             return self._stored[key]
         rule, before, _ = definition
         if rule is None:
@@ -112,7 +113,7 @@ class RowView:
         else:
             seen = RowView(self._stored, None, before)
             seen._following, seen._followed = following, self._followed
-            seen.copied = self.copied
+            seen._copied = self._copied
         for found, value in rule(seen, key).items():
             # Keep what was set or defined since, and what other rows supply.
             if self._defined.get(found) is definition and (
@@ -140,7 +141,7 @@ class RowView:
         *,
         reads: Collection[NestedKey] = (),
         copied: Copied | None = None,
-    ) -> None:
+    ) -> Mapping[NestedKey, torch.Tensor]:
         """Defines entries by a rule, for these rows and for further ones.
 
         Args:
@@ -151,16 +152,21 @@ class RowView:
             reads: entries that the rule reads, so that those of further rows are gathered in one call.
             copied: which entry of which other rows the rule copies, and where, if it does no more: then
                 the gather of these rows may copy it.
+
+        Returns:
+            those of the entries that were copied, once these rows are gathered.
         """
-        definition = rule, self._defined, reads
+        definition, gathered = (rule, self._defined, reads), _NOTHING
         # Entries that were defined before may be computed from these as they are stored.
         if copied is not None and not self._defined and self._stored.take(keys, copied):
-            self.copied = dict.fromkeys(keys, definition)
+            self._copied = dict.fromkeys(keys, definition)
+            gathered = self._stored
         self._defined = defined = {**self._defined}
         for key in keys:
             defined[key] = definition
             if key in self._entries:
                 del self._entries[key]
+        return gathered
 
     def is_defined(self, key: NestedKey) -> bool:
         """Returns whether an entry was set or defined, rather than read as stored."""

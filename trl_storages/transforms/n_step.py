@@ -165,26 +165,13 @@ class NStep(ReplayTransform):
                 f"{sorted(rows.keys(), key=str)}. Name it by NStep(reward_key=...), as "
                 "('next', 'agents', 'reward') of several agents."
             ) from None
-        rewards, last = further[self.reward_key], window[-1]
-        size = rewards.shape[1:]
-        if len(size) == 1:
-            raise ValueError(
-                f"{self.reward_key!r} must have a dimension of its own, such as {[*size, 1]}, got "
-                f"{[*size]}: store reward.unsqueeze(-1)."
-            )
+        last = window[-1]
         # Stored terminal rows end their episode anyway; only recomputed flags can end the window earlier.
         if ends:
-            terminated = self._like(further, self.terminated_key, (*size[:1], 1))
+            terminated = self._like(further, self.terminated_key, (*window.shape[1:], 1))
             length = window_length(length, terminated)
             last = window.gather(0, on_device(length, window.device).unsqueeze(0) - 1).squeeze(0)
-        length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
-        if agent_done is not None:
-            length = window_length(length, self._like(further, agent_done, size))
-        # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
-        fold, *folding = self._folding(rewards)
-        reward = fold(rewards.flatten(1), length, *folding).view(size)
-        length = length.view(size)
-        own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
+        # Before rewards are computed, which then find the goals among the gathered rows.
         rows.follow(
             last,
             reason=(
@@ -192,6 +179,20 @@ class NStep(ReplayTransform):
                 "ones, as in Compose(GoalRelabel(...), NStep(...))."
             ),
         )
+        rewards = further[self.reward_key]
+        size = rewards.shape[1:]
+        if len(size) == 1:
+            raise ValueError(
+                f"{self.reward_key!r} must have a dimension of its own, such as {[*size, 1]}, got "
+                f"{[*size]}: store reward.unsqueeze(-1)."
+            )
+        length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
+        if agent_done is not None:
+            length = window_length(length, self._like(further, agent_done, size))
+        # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
+        fold, *folding = self._folding(rewards)
+        reward, length = fold(rewards, length, *folding), length.view(size)
+        own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         for key, entry in {**own, self.reward_key: reward}.items():
             rows[key] = entry
         return length

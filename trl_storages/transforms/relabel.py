@@ -23,6 +23,8 @@ from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit", "own_rewards"]
 
+# The rows whose achieved goals are drawn, and what `RowView.define` returned for the goals.
+_Drawn = tuple[RowView, Mapping[NestedKey, torch.Tensor]]
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, Mapping[NestedKey, torch.Tensor]], Any]
 
 
@@ -169,17 +171,18 @@ class GoalRelabel(ReplayTransform):
         others, achieved = rows.at(index), self.next_achieved_goal_key
         targets = self._written if has_next else (written,)
         copied = (achieved, index, mask) if stored is self._written else None
-        rows.define(targets, partial(self._goals, others, mask, before), copied=copied)
+        goals = partial(self._goals, others, mask, before)
+        drawn = others, rows.define(targets, goals, copied=copied)
         if not has_next:
             # Without a stored next goal, the goal is constant.
             rows.define((following,), lambda seen, key: {key: _repeated(rows[written], seen)})
         if self.reward_fn is not None:
             reads = achieved, self.reward_key, *self.info_keys
-            rows.define((self.reward_key,), partial(self._rewards, others, mask), reads=reads)
+            rows.define((self.reward_key,), partial(self._rewards, drawn, mask), reads=reads)
         if self.terminated_fn is not None:
             flags = self.terminated_key, self.done_key
             reads = achieved, self.truncated_key, *flags, *self.info_keys
-            rows.define(flags, partial(self._flags, others, mask), reads=reads)
+            rows.define(flags, partial(self._flags, drawn, mask), reads=reads)
 
     def _goals(
         self,
@@ -215,33 +218,34 @@ class GoalRelabel(ReplayTransform):
         return {key: torch.where(mask.view(-1, *(1,) * len(shape)), goals, stored)}
 
     def _rewards(
-        self, others: RowView, mask: torch.Tensor, seen: RowView, key: NestedKey
+        self, drawn: _Drawn, mask: torch.Tensor, seen: RowView, key: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        computed = self._ask("reward_fn", seen, self._drawn(others, seen), seen.slots.shape)
         stored = _one_a_row(seen, key)
+        computed = self._ask("reward_fn", seen, self._drawn(*drawn), seen.slots.shape)
         if stored.dtype is not computed.dtype:
             dtype = relabelled_dtype(stored.dtype, computed.dtype)
             stored, computed = stored.to(dtype), computed.to(dtype)
         return {key: torch.where(mask.unsqueeze(-1), computed, stored)}
 
     def _flags(
-        self, others: RowView, mask: torch.Tensor, seen: RowView, _: NestedKey
+        self, drawn: _Drawn, mask: torch.Tensor, seen: RowView, _: NestedKey
     ) -> dict[NestedKey, torch.Tensor]:
-        terminated = self._ask("terminated_fn", seen, self._drawn(others, seen), seen.slots.shape)
+        truncated = seen[self.truncated_key]
+        terminated = self._ask("terminated_fn", seen, self._drawn(*drawn), seen.slots.shape)
         if terminated.dtype is not torch.bool:
             # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
                 f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
                 "`distance < 0.05`."
             )
-        done, mask = terminated | seen[self.truncated_key], mask.unsqueeze(-1)
+        done, mask = terminated | truncated, mask.unsqueeze(-1)
         flags = {self.terminated_key: terminated, self.done_key: done}
         return {key: torch.where(mask, flag, _one_a_row(seen, key)) for key, flag in flags.items()}
 
-    def _drawn(self, others: RowView, seen: RowView) -> torch.Tensor:
+    def _drawn(self, others: RowView, gathered: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:
         """Returns goals `[B, *G]`, the drawn ones where there are any."""
-        written, achieved = self._written[0], self.next_achieved_goal_key
-        return seen[written] if written in seen.copied else others[achieved]
+        goals = gathered.get(self._written[0])
+        return others[self.next_achieved_goal_key] if goals is None else goals
 
     def _ask(
         self,

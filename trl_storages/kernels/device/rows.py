@@ -126,8 +126,9 @@ class RowTable:
 def fold(
     rewards: torch.Tensor, length: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns Σ weights[i] · rewards[i] over i < length `[B]`, of `[n, B]`; see `kernels.host.fold`."""
+    """Returns Σ weights[i] · rewards[i] over i < length `[*B]`, of `[n, *B]`; see `kernels.host.fold`."""
     step = torch.arange(len(rewards), device=rewards.device).unsqueeze(1)
-    taken = torch.where(step < length, rewards.double() * weights.unsqueeze(1), 0.0)
+    weighted = rewards.flatten(1).double() * weights.unsqueeze(1)
+    taken = torch.where(step < length, weighted, 0.0)
     # On the CPU a cumulative sum adds from left to right, as the compiled loop does.
-    return taken.cumsum(0)[-1].to(dtype)
+    return taken.cumsum(0)[-1].to(dtype).view(rewards.shape[1:])

@@ -176,18 +176,19 @@ def fold(
     """Returns Σ weights[i] · rewards[i] over i < length, summed from 0 in this order in float64.
 
     Args:
-        rewards: `[n, B]`, contiguous.
-        length: `[B]` int64, from 1 to n.
+        rewards: `[n, *B]`.
+        length: int64 from 1 to n, one for each of B.
         weights: `[n]` float64.
         dtype: of the sums, which are rounded once.
 
     Returns:
-        `[B]` of that dtype.
+        `[*B]` of that dtype.
     """
     if rewards.dtype is not torch.float32 or dtype is not torch.float32:
         rewards = rewards.double()
-    out = torch.empty(rewards.shape[1], dtype=rewards.dtype)
-    _fold(rewards.contiguous().numpy(), length.data_ptr(), weights.data_ptr(), out.numpy())
+    out = torch.empty(rewards.shape[1:], dtype=rewards.dtype)
+    by_row = rewards.contiguous().numpy().reshape(len(weights), -1)
+    _fold(by_row, *map(address, (length, weights, out)))
     return out if out.dtype is dtype else out.to(dtype)
 
 
@@ -235,8 +236,9 @@ def _pick(
 
 
 @compiled
-def _fold(rewards: np.ndarray, length_at: int, weights_at: int, out: np.ndarray) -> None:
+def _fold(rewards: np.ndarray, length_at: int, weights_at: int, out_at: int) -> None:
     length = array_at(length_at, rewards.shape[1], np.int64)
+    out = array_at(out_at, rewards.shape[1], rewards.dtype)
     weights = array_at(weights_at, rewards.shape[0], np.float64)
     for b in range(rewards.shape[1]):
         total = 0.0
