@@ -214,7 +214,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 f"add a batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
             )
         if data.ndim == 0:
-            return self.extend(data.unsqueeze(0), then=then)[0]
+            return self._write(self._steps(data), _ONE_STEP, None, then)[0]
         return self.extend(data, then=then)
 
     def extend(
@@ -361,13 +361,15 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             blocks = [lanes.cut(steps, block) for block in blocks]
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
+        count = self._write_count + steps.rows.num_rows
+        append = partial(self._append, steps, count, shape, then)
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._append_whole(steps, blocks, (), pairs, shape, then)
+            slots = self._whole(partial(append, blocks, pairs))
             if slots is not None:
                 return slots
         gaps: list[Gaps] = []
@@ -383,25 +385,16 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._append_whole(steps, blocks, evicted, _NO_PAIRS, shape, then)  # type: ignore[return-value]
+        return self._whole(partial(append, blocks, _NO_PAIRS, evicted))  # type: ignore[return-value]
 
-    def _append_whole(
-        self,
-        steps: Steps,
-        blocks: Sequence[Block],
-        evicted: Sequence[Evicted],
-        pairs: np.ndarray,
-        shape: torch.Size | None,
-        then: Then | None,
-    ) -> torch.Tensor | None:
-        """Writes checked steps all or nothing, even if an interrupt comes in between."""
+    def _whole(self, append: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Writes all or nothing, even if an interrupt comes in between; `append` is `_append`."""
         episodes = self._storage.episodes
-        what = steps, blocks, evicted, pairs, shape, then, self._write_count + steps.rows.num_rows
         counters = episodes.counters()
         try:
-            return self._append(*what)
+            return append()
         except BaseException as error:
-            if complete(error, lambda: (episodes.recount(counters), self._append(*what))):
+            if complete(error, lambda: (episodes.recount(counters), append())):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
@@ -416,14 +409,23 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
     def _append(
         self,
         steps: Steps,
-        blocks: Sequence[Block],
-        evicted: Sequence[Evicted],
-        pairs: np.ndarray,
+        count: int,
         shape: torch.Size | None,
         then: Then | None,
-        count: int,
+        blocks: Sequence[Block],
+        pairs: np.ndarray,
+        evicted: Sequence[Evicted] = (),
     ) -> torch.Tensor | None:
         """Writes checked steps. Idempotent: it may be repeated from the beginning.
+
+        Args:
+            steps: as in `_write`.
+            count: of writes, after this one.
+            shape: as in `_write`.
+            then: as in `_write`.
+            blocks: as in `_write`.
+            pairs: compared fields, as in `GapWatch.pairs`.
+            evicted: frames that remaining rows still need.
 
         Returns:
             the slots; None if there is a gap in the fields `pairs`. Nothing is written then.
