@@ -106,24 +106,46 @@ class TestByHand:
             table.validate()
 
 
+@given(
+    st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=20),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+@settings(max_examples=50)
+@pytest.mark.requirement("per-draws")
+def test_weights_follow_from_the_probabilities(values, alpha, beta):
+    weights = [(value + 1e-3) ** alpha for value in values]
+    raw = [(len(values) * weight / sum(weights)) ** -beta for weight in weights]
+    for kernels in ("numba", "torch"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRL_STORAGES_BACKEND", kernels)
+            table = filled(*values, alpha=alpha, eps=1e-3)
+        for normalize in ("batch", "storage", "none"):
+            table.normalize = normalize
+            slots, got, _ = table.draw(random_noise(64), beta, len(values))
+            drawn = [raw[slot] for slot in slots.tolist()]
+            scale = {"batch": max(drawn), "storage": max(raw), "none": 1.0}[normalize]
+            assert got.tolist() == pytest.approx([each / scale for each in drawn], rel=1e-5)
+
+
 @given(st.integers(1, 300), st.integers(0, 50), st.sampled_from([0.3, 0.6, 1.7]))
 @settings(max_examples=50)
 def test_a_priority_weighs_the_same_wherever_it_stands(size, offset, alpha):
-    priorities = torch.rand(size, generator=torch.Generator().manual_seed(size)) * 10
-    weights = leaf_weights(priorities, alpha=alpha, eps=1e-6)
-    alone = [leaf_weights(each.reshape(1), alpha=alpha, eps=1e-6) for each in priorities]
+    priorities = torch.rand(size, generator=torch.Generator().manual_seed(size)).double() * 10
+    weights = leaf_weights(priorities, alpha)
+    alone = [leaf_weights(each.reshape(1), alpha) for each in priorities]
     assert torch.equal(weights, torch.cat(alone))
-    shifted = leaf_weights(torch.cat([torch.ones(offset), priorities]), alpha=alpha, eps=1e-6)
+    shifted = leaf_weights(torch.cat([torch.ones(offset).double(), priorities]), alpha)
     assert torch.equal(weights, shifted[offset:])
 
 
 def test_many_weigh_the_same_on_several_threads():
-    priorities = torch.rand(100_003, generator=torch.Generator().manual_seed(0))
-    parts = [leaf_weights(part, alpha=0.6, eps=1e-6) for part in priorities.split(999)]
+    priorities = torch.rand(100_003, generator=torch.Generator().manual_seed(0)).double()
+    parts = [leaf_weights(part, 0.6) for part in priorities.split(999)]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(leaf_weights(priorities, alpha=0.6, eps=1e-6), torch.cat(parts))
+        assert torch.equal(leaf_weights(priorities, 0.6), torch.cat(parts))
     finally:
         torch.set_num_threads(threads)
 

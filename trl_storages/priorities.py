@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from trl_storages.functional.priorities import draw_weight, importance_weight
 from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import sendable
@@ -76,26 +75,24 @@ _VECTOR = 16
 _SERIAL = 32_768
 
 
-def leaf_weights(priorities: torch.Tensor, *, alpha: float, eps: float) -> torch.Tensor:
+def leaf_weights(raised: torch.Tensor, alpha: float) -> torch.Tensor:
     """Returns `(p + eps)^alpha`, bitwise equal for equal priorities at any position.
 
     So weights do not depend on whether they are computed one by one or all at once.
 
     Args:
-        priorities: `[n]` float32.
+        raised: `[n]` float64, p + eps.
         alpha: priority exponent.
-        eps: added to priorities.
 
     Returns:
         `[n]` float64.
     """
-    size, weights = priorities.numel(), priorities.double()
+    size = raised.numel()
     if left_over := -size % _VECTOR:
-        weights = torch.cat([weights, weights.new_ones(left_over)])
+        raised = torch.cat([raised, raised.new_ones(left_over)])
     if size > _SERIAL:
-        parts = [draw_weight(part, alpha=alpha, eps=eps) for part in weights.split(_SERIAL)]  # type: ignore[no-untyped-call]
-        return torch.cat(parts)[:size]
-    weights = draw_weight(weights, alpha=alpha, eps=eps)
+        return torch.cat([part**alpha for part in raised.split(_SERIAL)])[:size]  # type: ignore[no-untyped-call]
+    weights = raised**alpha
     return weights[:size] if left_over else weights
 
 
@@ -169,7 +166,7 @@ class PriorityTable:
         return self._rows.largest.item() or 1.0
 
     def _weigh(self, priorities: torch.Tensor) -> torch.Tensor:
-        return leaf_weights(priorities, alpha=self._alpha, eps=self._eps)
+        return leaf_weights(priorities.double() + self._eps, self._alpha)
 
     def _all_weights(self) -> torch.Tensor:
         """Returns the weight of each slot, computed from the raw priorities."""
@@ -228,8 +225,7 @@ class PriorityTable:
         elif ranges is not None and self._normalize == "none":
             reference = self._tree.range_sums(ranges).sum() / ranges.diff(dim=0).sum()
         slots, ratios = self._tree.draw(noise, ranges, reference)
-        weights = importance_weight(ratios, beta=beta).float()
-        return slots, weights, self._rows.generations.index_select(0, slots)
+        return slots, ratios.pow_(beta).float(), self._rows.generations.index_select(0, slots)
 
     def _arrange(self, num_lanes: int) -> None:
         self._plant(num_lanes)
@@ -299,12 +295,12 @@ class PriorityTable:
         self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
     ) -> bool:
         """Applies priorities; returns whether they were rejected (CPU only)."""
-        written, wrong = self._rows.report(slots, priority, generation)
+        written, raised, wrong = self._rows.report(slots, priority, self._eps, generation)
         if not self._on_host:
             self._deferred_error.note(wrong)
         elif wrong:
             return True
-        self._tree.set(written, self._weigh(priority))
+        self._tree.set(written, leaf_weights(raised, self._alpha))
         return False
 
     def _refuse(self, slots: torch.Tensor, priority: torch.Tensor) -> NoReturn:

@@ -316,9 +316,14 @@ def test_both_keep_what_was_reported_as_lists_do(case):
                 if slot >= 0:
                     priorities[slot] = priority
             for table in tables:
-                got = table.report(torch.from_numpy(slots), torch.from_numpy(new), stamps)
-                assert got[0].tolist() == expected
-                assert bool(got[1]) == wrong
+                priority = torch.from_numpy(new)
+                written, raised, refused = table.report(
+                    torch.from_numpy(slots), priority, 0.1, stamps
+                )
+                assert written.tolist() == expected
+                assert torch.equal(raised.isnan(), priority.isnan())
+                assert torch.equal(raised.nan_to_num(), (priority.double() + 0.1).nan_to_num())
+                assert bool(refused) == wrong
         for table in tables:
             assert table.priorities.tolist() == priorities
             assert table.generations.tolist() == generations
@@ -391,7 +396,7 @@ def test_nothing_waits_for_the_device(gpu):
     tree.keep_least(True)
     answers = [rows.renew(slots)]
     stamps = rows.generations[slots]
-    answers += rows.report(slots, torch.rand(16, device=gpu), stamps)
+    answers += rows.report(slots, torch.rand(16, device=gpu), 0.1, stamps)
     tree.set(slots, torch.rand(16, dtype=torch.float64, device=gpu))
     tree.renew(torch.rand(5000, dtype=torch.float64, device=gpu))
     for parts in (None, slots[:6].view(2, 3)):

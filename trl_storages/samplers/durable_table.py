@@ -110,7 +110,7 @@ class DurableTable(PriorityTable):
             self._tree.renew(self._all_weights())
         else:
             self._tree.set(evicted, _NO_WEIGHT)
-            self._tree.set(slots, self._weigh(priority).double())
+            self._tree.set(slots, self._weigh(priority))
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails

@@ -57,8 +57,9 @@ class RawPriorities:
         self,
         slots: torch.Tensor,
         priorities: torch.Tensor,
+        eps: float,
         generations: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
         Slots that are negative or have no row are ignored. Nothing changes if any priority is NaN,
@@ -67,10 +68,12 @@ class RawPriorities:
         Args:
             slots: `[B]` int64.
             priorities: `[B]` float32.
+            eps: added to them in the result.
             generations: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
-            `[B]` int64 slots, -1 for ignored ones, and `[]` bool whether the report was rejected.
+            `[B]` int64 slots, -1 for ignored ones; `[B]` float64 the priorities plus `eps`; and `[]` bool
+            whether the report was rejected.
         """
         low, high = torch.aminmax(priorities)
         right = (low >= 0) & (high < ABSENT) & (slots < self._spare).all()
@@ -83,4 +86,4 @@ class RawPriorities:
         new = torch.where(last == self._spare, ABSENT, priorities[order])
         self._priorities[last] = new
         torch.maximum(self.largest, torch.where(there, priorities, 0.0).amax(), out=self.largest)
-        return torch.where(there, at, -1), ~right
+        return torch.where(there, at, -1), priorities.double() + eps, ~right

@@ -54,8 +54,9 @@ class RawPriorities:
         self,
         slots: torch.Tensor,
         priorities: torch.Tensor,
+        eps: float,
         generations: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, bool]:
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
         Slots that are negative or have no row are ignored. Nothing changes if any priority is NaN,
@@ -64,15 +65,17 @@ class RawPriorities:
         Args:
             slots: `[B]` int64.
             priorities: `[B]` float32.
+            eps: added to them in the result.
             generations: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
-            `[B]` int64 slots, -1 for ignored ones, and whether the report was rejected.
+            `[B]` int64 slots, -1 for ignored ones; `[B]` float64 the priorities plus `eps`; and whether
+            the report was rejected.
         """
-        written = torch.empty_like(slots)
-        stamps = 0 if generations is None else generations.data_ptr()
-        batch = slots.numel(), slots.data_ptr(), priorities.data_ptr(), stamps, written.data_ptr()
-        return written, _report_rows(*self._arrays, *batch)
+        written, raised = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.float64)
+        stamps = 0 if generations is None else address(generations)
+        batch = stamps, *map(address, (slots, priorities, written, raised))
+        return written, raised, _report_rows(*self._arrays, slots.numel(), eps, *batch)
 
 
 @compiled
@@ -107,16 +110,20 @@ def _report_rows(
     old_generations: np.ndarray,
     largest: np.ndarray,
     size: int,
+    eps: float,
+    generations_at: int,
     slots_at: int,
     new_at: int,
-    generations_at: int,
     written_at: int,
+    raised_at: int,
 ) -> bool:
     """Updates the priorities of rows, and returns whether the report was rejected."""
     slots, written = array_at(slots_at, size, np.int64), array_at(written_at, size, np.int64)
     new, generations = array_at(new_at, size, np.float32), array_at(generations_at, size, np.int32)
+    raised = array_at(raised_at, size, np.float64)
     wrong = False
     for i in range(slots.shape[0]):
+        raised[i] = np.float64(new[i]) + eps
         # NaN fails both comparisons.
         wrong |= not (new[i] >= 0 and new[i] < ABSENT) or slots[i] >= old.shape[0]
     for i in range(slots.shape[0]):
