@@ -362,14 +362,13 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
                 watch.warn_of_tears()
         count = self._write_count + steps.rows.num_rows
-        append = partial(self._append, steps, count, shape, then)
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._whole(partial(append, blocks, pairs))
+            slots = self._whole(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
                 return slots
         gaps: list[Gaps] = []
@@ -385,16 +384,16 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._whole(partial(append, blocks, _NO_PAIRS, evicted))  # type: ignore[return-value]
+        return self._whole(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
 
-    def _whole(self, append: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Writes all or nothing, even if an interrupt comes in between; `append` is `_append`."""
+    def _whole(self, *write: Any) -> torch.Tensor | None:
+        """Does what `_append` does with these arguments, or nothing, even if it is interrupted."""
         episodes = self._storage.episodes
         counters = episodes.counters()
         try:
-            return append()
+            return self._append(*write)
         except BaseException as error:
-            if complete(error, lambda: (episodes.recount(counters), append())):
+            if complete(error, lambda: (episodes.recount(counters), self._append(*write))):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
@@ -409,23 +408,23 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
     def _append(
         self,
         steps: Steps,
-        count: int,
-        shape: torch.Size | None,
-        then: Then | None,
         blocks: Sequence[Block],
         pairs: np.ndarray,
-        evicted: Sequence[Evicted] = (),
+        evicted: Sequence[Evicted],
+        shape: torch.Size | None,
+        then: Then | None,
+        count: int,
     ) -> torch.Tensor | None:
         """Writes checked steps. Idempotent: it may be repeated from the beginning.
 
         Args:
             steps: as in `_write`.
-            count: of writes, after this one.
-            shape: as in `_write`.
-            then: as in `_write`.
             blocks: as in `_write`.
             pairs: compared fields, as in `GapWatch.pairs`.
-            evicted: frames that remaining rows still need.
+            evicted: frames that the remaining rows still need.
+            shape: as in `_write`.
+            then: as in `_write`.
+            count: the write count after these steps.
 
         Returns:
             the slots; None if there is a gap in the fields `pairs`. Nothing is written then.
