@@ -217,7 +217,7 @@ class PriorityTable:
         if newest_of is not None:
             if newest_of.num_envs != self._tree.num_lanes:
                 finish(partial(self._arrange, newest_of.num_envs))
-            ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)  # type: ignore[arg-type]
+            ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)
         if self._normalize == "storage":
             reference = self._tree.least(ranges)
         elif self._normalize == "none" and ranges is None:

@@ -461,7 +461,7 @@ def test_priorities_follow_the_rows(data):
             value = data.draw(st.sampled_from([0.5, 2.0, 8.0]))
             largest = max(largest, value) if largest > 1 or value > 1 else largest
             for words, table in zip(kept, raw, strict=True):
-                table.report(ints([slot]), torch.tensor([value]))
+                table.report(ints([slot]), torch.tensor([value]), 0.0)
                 table.largest.fill_(largest if largest > 1 else 0.0)
                 words.put(ints([size]), table.largest.reshape(1))
                 words.put(ints([slot]), torch.tensor([value]))

@@ -222,7 +222,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         if window is None:
             slots, weight, stamp = table.draw(noise, self.beta, _num_rows(storage))
         else:
-            window = torch.as_tensor(window, device=table.device)
             if episodes is None:
                 episodes = episodes_of(storage)  # raises
             slots, weight, stamp = table.draw(noise, self.beta, window, episodes)

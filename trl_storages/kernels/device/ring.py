@@ -200,10 +200,11 @@ class Ring(RingTables):
         begun = take(self.spans[:, FIRST], take(self.episode, rows))
         return rows, valid, offset.add_(step.unsqueeze(1)) == begun
 
-    def newest_ranges(self, window: torch.Tensor, lane_leaves: int) -> torch.Tensor:
+    def newest_ranges(self, window: torch.Tensor | int, lane_leaves: int) -> torch.Tensor:
         """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane."""
         lane_ids = torch.arange(self.num_envs, device=self.device)
         fill, lanes = self.by_fill()
+        window = torch.as_tensor(window, device=self.device)
         # The window takes all rows of the `emptied` emptiest lanes; the other lanes share the rest of it.
         end = fill.cumsum(0) + fill * (self.num_envs - 1 - lane_ids)
         emptied = torch.searchsorted(end, window, right=True)

@@ -257,11 +257,11 @@ class Ring(RingTables):
         _sequences(self._arrays, slots.numel(), *how, *batch)
         return rows, valid, begins
 
-    def newest_ranges(self, window: torch.Tensor, lane_leaves: int) -> torch.Tensor:
+    def newest_ranges(self, window: torch.Tensor | int, lane_leaves: int) -> torch.Tensor:
         """Returns the leaf ranges of the newest rows in a `SumTree`, which is lane by lane.
 
         Args:
-            window: `[]` int64, how many rows, by the order of `slots_by_age`.
+            window: a number or `[]` int64, how many rows, by the order of `slots_by_age`.
             lane_leaves: leaves per lane, at least R.
 
         Returns:
