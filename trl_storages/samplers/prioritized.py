@@ -283,14 +283,13 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 from that of the indices. Nothing has changed then.
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
-        slots = self._as_slots(index)
+        # First, as the table may move to the storage's device.
+        self._settle(storage)
+        slots, device = self._as_slots(index), self.device
         priority = arguments.values("priority", priority).detach()
+        priority = on_device(priority, device, torch.float32)
         if stamp is not None:
             arguments.tensor("stamp", stamp)
-        self._settle(storage)
-        # The table may have moved to the storage's device.
-        device = self.device
-        slots, priority = on_device(slots, device), on_device(priority, device, torch.float32)
         if priority.numel() == 1:
             priority = priority.reshape(1).expand(slots.numel())
         for name, given in (("priority", priority), ("stamp", stamp)):

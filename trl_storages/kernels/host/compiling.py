@@ -91,7 +91,7 @@ class _Cache(FunctionCache):
 
 
 def inlined(function: _Loop) -> _Loop:
-    """Inlines a formula into the loops of its file that call it."""
+    """Inlines a formula into the loops that call it; caches of other files do not notice its changes."""
     return _njit(inline="always")(function)
 
 
