@@ -1,6 +1,6 @@
 """Derives the fields of a transition, and its choices of actions, from gymnasium or TorchRL spaces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,36 +125,42 @@ def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
 
 def _group(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field]:
     """Returns the fields of an observation, action or info; a TorchRL composite has its own keys."""
-    if isinstance(space, TensorSpec):
-        entries = (
-            space.items(include_nested=True, leaves_only=True)
-            if isinstance(space, Composite)
-            else [(key, space)]
-        )
-        return {unravel_key(name): _spec_field(leaf, name, batch_dims) for name, leaf in entries}
-    if not isinstance(space, spaces.Space):
+    return {
+        name: _spec_field(leaf, name, batch_dims)
+        if isinstance(leaf, TensorSpec)
+        else _space_field(leaf, name)
+        for name, leaf in _leaves_of(space, key)
+    }
+
+
+def _leaves_of(space: Any, key: NestedKey) -> Iterator[tuple[NestedKey, Any]]:
+    """Yields the spaces or specs of single entries."""
+    if isinstance(space, Composite):
+        found = space.items(include_nested=True, leaves_only=True)
+    elif isinstance(space, TensorSpec):
+        found = [(key, space)]
+    elif isinstance(space, spaces.Space):
+        # The entries of a dictionary of observations are at the root, as in TorchRL.
+        is_root = key == OBSERVATION and isinstance(space, spaces.Dict)
+        found = leaves(space, f"the space of {key!r}", () if is_root else key_path(key))
+    else:
         raise TypeError(
             f"the space of {key!r} must be a gymnasium space or a TorchRL spec, got {space!r}"
         )
-    # The entries of a dictionary of observations are at the root, as in TorchRL.
-    is_root = key == OBSERVATION and isinstance(space, spaces.Dict)
-    prefix = () if is_root else key_path(key)
-    found = leaves(space, f"the space of {key!r}", prefix)
-    return {unravel_key(path): _space_field(leaf, path) for path, leaf in found}
+    return ((unravel_key(path), leaf) for path, leaf in found)
 
 
-def _space_field(space: spaces.Space[Any], path: tuple[str, ...]) -> Field:
+def _space_field(space: spaces.Space[Any], key: NestedKey) -> Field:
     fixed = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
     if not isinstance(space, fixed) or space.shape is None:
         raise TypeError(
-            f"the space of {unravel_key(path)!r} must be a Box, Discrete, MultiBinary, "
-            f"MultiDiscrete or a Dict of them, got {space}; "
-            "convert it with a wrapper such as gymnasium.wrappers.FlattenObservation"
+            f"the space of {key!r} must be a Box, Discrete, MultiBinary, MultiDiscrete or a Dict of "
+            f"them, got {space}; convert it, as by gymnasium.wrappers.FlattenObservation"
         )
     dtype = NUMPY_TO_TORCH.get(space.dtype)
     if dtype is None:
         raise TypeError(
-            f"the space of {unravel_key(path)!r} must have one of the dtypes "
+            f"the space of {key!r} must have one of the dtypes "
             f"{sorted(map(str, NUMPY_TO_TORCH))}, got {space.dtype}"
         )
     is_scalar_box = isinstance(space, spaces.Box) and not space.shape
@@ -186,25 +192,18 @@ def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, 
     >>> choices_of(spaces.Discrete(3, start=1))["action"]
     Choices(first=1, number=3)
     """
-    found: list[tuple[NestedKey, Any]]
-    if isinstance(action_space, Composite):
-        found = [*action_space.items(include_nested=True, leaves_only=True)]
-    elif isinstance(action_space, TensorSpec):
-        found = [(ACTION, action_space)]
-    else:
-        found = [*leaves(action_space, "the action space", key_path(ACTION))]
     choices: dict[NestedKey, Choices] = {}
-    for key, space in found:
+    for key, space in _leaves_of(action_space, ACTION):
         match space:
             case spaces.Discrete():
-                choices[unravel_key(key)] = Choices(int(space.start), int(space.n))
+                choices[key] = Choices(int(space.start), int(space.n))
             case spaces.MultiDiscrete():
-                choices[unravel_key(key)] = Choices(space.start, space.nvec)
+                choices[key] = Choices(space.start, space.nvec)
             # Before Categorical, its base class.
             case MultiCategorical():
-                choices[unravel_key(key)] = Choices(0, space.nvec.numpy())
+                choices[key] = Choices(0, space.nvec.numpy())
             case Categorical():
-                choices[unravel_key(key)] = Choices(0, space.n)
+                choices[key] = Choices(0, space.n)
     return choices
 
 

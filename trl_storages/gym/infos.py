@@ -18,7 +18,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.callers import warn_caller
-from trl_storages.gym.layout import StepLayout, entries
+from trl_storages.gym.layout import StepLayout, entries, leaves_of, read_tree
 from trl_storages.keys import DONE, REWARD, key_path
 from trl_storages.rows import as_array
 
@@ -182,8 +182,8 @@ def last_observations(
             "that the environments have (env.metadata['autoreset_mode'])"
         )
     name = "infos['final_obs']"
-    values = layout.observations.read(entries(given), name)
-    for leaf, value in zip(layout.observations.leaves, values, strict=True):
+    values = read_tree(layout.observations, entries(given), name)
+    for leaf, value in zip(leaves_of(layout.observations), values, strict=True):
         column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
         yield leaf.next_key, column[0]
 

@@ -1,6 +1,6 @@
 """Maps the arguments of a step, which may be nested, to the fields of a transition."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, unravel_key
@@ -19,17 +19,7 @@ from trl_storages.keys import (
     next_key,
 )
 
-__all__ = [
-    "Leaf",
-    "StepLayout",
-    "Tree",
-    "TreeReader",
-    "add_field",
-    "entries",
-    "layout_of",
-    "learn_fields",
-    "tree_of",
-]
+__all__ = ["Leaf", "StepLayout", "Tree", "entries", "leaves_of", "plan", "read_tree", "tree_of"]
 
 
 class Leaf(NamedTuple):
@@ -64,66 +54,54 @@ def _label(path: Sequence[str]) -> str:
     return "".join(f"[{name!r}]" for name in path)
 
 
-class TreeReader:
-    """Reads nested dictionaries that must have exactly the keys of a tree.
+def read_tree(tree: Tree, values: Any, argument: str) -> list[Any]:
+    """Returns the value of each leaf of a tree from nested dictionaries with exactly its keys.
 
-    Args:
-        tree: the required keys.
+    Raises:
+        KeyError: an entry is missing.
+        TypeError: a value is not a dictionary where the tree has one.
+        ValueError: there are entries that the tree lacks.
     """
+    if type(tree) is Leaf:
+        return [values]
+    branches: dict[str, Tree] = tree  # type: ignore[assignment]
+    # An isinstance check against Mapping takes longer than the reading.
+    if type(values) is not dict or len(values) != len(branches):
+        _check_names([*branches], values, argument)
+    found = []
+    try:
+        for name, branch in branches.items():
+            if type(branch) is Leaf:
+                found.append(values[name])
+            else:
+                found += read_tree(branch, values[name], argument)
+    except KeyError:
+        _check_names([*branches], values, argument)
+        raise
+    return found
 
-    def __init__(self, tree: Tree) -> None:
-        # The names, and which of them are dictionaries; None for a plain value.
-        self._names: list[str] | None = None
-        self._below: list[tuple[int, TreeReader]] = []
-        #: The leaves, in the order in which values are read.
-        self.leaves: list[Leaf] = [tree] if isinstance(tree, Leaf) else []
-        if isinstance(tree, dict):
-            self._names = [*tree]
-            branches = [TreeReader(branch) for branch in tree.values()]
-            self.leaves = [leaf for branch in branches for leaf in branch.leaves]
-            below = [(at, it) for at, it in enumerate(branches) if it._names is not None]
-            # Last first, so that splicing in nested values does not shift the remaining positions.
-            self._below = below[::-1]
 
-    def read(self, values: Any, argument: str) -> list[Any]:
-        """Returns the value of each leaf.
+def leaves_of(tree: Tree) -> list[Leaf]:
+    """Returns the leaves of a tree in the order in which values are read."""
+    return [leaf for _, leaf in leaves(tree, "")]
 
-        Raises:
-            KeyError: an entry is missing.
-            TypeError: a value is not a dictionary where the tree has one.
-            ValueError: there are entries that the tree lacks.
-        """
-        if self._names is None:
-            return [values]
-        # An isinstance check against Mapping takes longer than the reading.
-        if type(values) is not dict or len(values) != len(self._names):
-            self._check(values, argument)
-        try:
-            found = [values[name] for name in self._names]
-        except KeyError:
-            self._check(values, argument)
-            raise
-        for at, branch in self._below:
-            found[at : at + 1] = branch.read(found[at], argument)
-        return found
 
-    def _check(self, values: Any, argument: str) -> None:
-        """Raises the error for values that are not a mapping with exactly the keys of the tree."""
-        names: list[str] = self._names  # type: ignore[assignment]
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"{argument} must be a dictionary with the keys {sorted(names)}, "
-                f"got {type(values).__name__}"
-            )
-        if missing := [name for name in names if name not in values]:
-            raise KeyError(
-                f"{argument} must have the key {missing[0]!r}; there are {sorted(map(str, values))}"
-            )
-        if extra := sorted(str(name) for name in values if name not in names):
-            raise ValueError(
-                f"{argument} must have the keys {sorted(names)} only, got {extra} too; "
-                "leave them out, or make the storage for a space that has them"
-            )
+def _check_names(names: list[str], values: Any, argument: str) -> None:
+    """Raises the error for values that are not a mapping with exactly these keys."""
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{argument} must be a dictionary with the keys {sorted(names)}, "
+            f"got {type(values).__name__}"
+        )
+    if missing := [name for name in names if name not in values]:
+        raise KeyError(
+            f"{argument} must have the key {missing[0]!r}; there are {sorted(map(str, values))}"
+        )
+    if extra := sorted(str(name) for name in values if name not in names):
+        raise ValueError(
+            f"{argument} must have the keys {sorted(names)} only, got {extra} too; "
+            "leave them out, or make the storage for a space that has them"
+        )
 
 
 class StepLayout(NamedTuple):
@@ -131,8 +109,8 @@ class StepLayout(NamedTuple):
 
     fields: Mapping[NestedKey, Field]
     columns: Mapping[NestedKey, Column]
-    observations: TreeReader
-    actions: TreeReader
+    observations: Tree
+    actions: Tree
     pairs: Sequence[tuple[NestedKey, NestedKey]]
     """The keys of each observation, now and one step later."""
     places: Sequence[tuple[NestedKey, Column, str, str]]
@@ -151,63 +129,80 @@ def entries(observations: Any) -> Any:
     return observations
 
 
-def layout_of(
-    fields: Mapping[NestedKey, Field], info_keys: Sequence[NestedKey], num_envs: int
+def plan(
+    given: Mapping[NestedKey, Field] | None,
+    observations: Any,
+    actions: Any,
+    infos: Mapping[NestedKey, Any],
+    num_envs: int,
+    is_vector: bool,
 ) -> StepLayout:
-    """Returns the layout of known fields.
+    """Returns the layout of the given fields, or of those of a first step.
 
-    Keys that also exist under `next` are observations; the rest, infos aside, are actions.
+    Args:
+        given: the fields; None takes them from the step.
+        observations: of the step.
+        actions: of the step.
+        infos: the entries of its infos to keep.
+        num_envs: E.
+        is_vector: whether values have the leading dimension.
+
+    Raises:
+        TypeError: a value is not numeric, or a name is not a string.
+        ValueError: two entries have the same key.
     """
+    if given is None:
+        fields = _learn_fields(observations, actions, is_vector)
+    else:
+        fields = {**OUTCOME_FIELDS, **given}
+    for key, value in infos.items():
+        if given is None or key not in fields:
+            _add_field(fields, key, value, f"infos[{key!r}]", is_vector)
+    return _layout_of(fields, infos, num_envs)
+
+
+def _layout_of(
+    fields: Mapping[NestedKey, Field], info_keys: Collection[NestedKey], num_envs: int
+) -> StepLayout:
+    # Keys that also exist under `next` are observations; the rest, infos aside, are actions.
     at_root = [key for key in fields if key_path(key)[0] != "next" and key not in info_keys]
     pairs = [(key, next_key(key)) for key in at_root if next_key(key) in fields]
     actions = [key for key in at_root if next_key(key) not in fields]
     # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
     is_plain = all(key_path(key)[0] == "action" for key in actions)
     columns = {key: Column(*field, num_envs, lossy=key == REWARD) for key, field in fields.items()}
-    seen = TreeReader(tree_of(key for key, _ in pairs))
-    done = TreeReader(tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions))
+    seen = tree_of(key for key, _ in pairs)
+    done = tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions)
     places = [
         (TERMINATED, columns[TERMINATED], "terminateds", ""),
         (TRUNCATED, columns[TRUNCATED], "truncateds", ""),
         (REWARD, columns[REWARD], "rewards", ""),
-        *((leaf.key, columns[leaf.key], "observations", leaf.label) for leaf in seen.leaves),
-        *((leaf.key, columns[leaf.key], "actions", leaf.label) for leaf in done.leaves),
+        *((leaf.key, columns[leaf.key], "observations", leaf.label) for leaf in leaves_of(seen)),
+        *((leaf.key, columns[leaf.key], "actions", leaf.label) for leaf in leaves_of(done)),
         *(
             (leaf.next_key, columns[leaf.key], "next_observations", leaf.label)
-            for leaf in seen.leaves
+            for leaf in leaves_of(seen)
         ),
     ]
     return StepLayout(fields, columns, seen, done, pairs, places)
 
 
-def learn_fields(observations: Any, actions: Any, *, is_vector: bool) -> dict[NestedKey, Field]:
-    """Returns the fields of a first step without its infos, with the dtypes of its values.
-
-    Raises:
-        TypeError: a value is not numeric, or a name is not a string.
-        ValueError: two entries have the same key.
-    """
+def _learn_fields(observations: Any, actions: Any, is_vector: bool) -> dict[NestedKey, Field]:
+    """Returns the fields of a first step without its infos, with the dtypes of its values."""
     fields, what = dict(OUTCOME_FIELDS), "observations and actions"
     for path, value in leaves(observations, what):
-        key, label = unravel_key(path), _label(path)
-        add_field(fields, key, value, f"observations{label}", is_vector=is_vector)
+        key = unravel_key(path)
+        _add_field(fields, key, value, f"observations{_label(path)}", is_vector)
         check_free(next_key(key), fields)
         fields[next_key(key)] = fields[key]
     for path, value in leaves(actions, what, key_path(ACTION)):
-        label = _label(path[1:])
-        add_field(fields, unravel_key(path), value, f"actions{label}", is_vector=is_vector)
+        _add_field(fields, unravel_key(path), value, f"actions{_label(path[1:])}", is_vector)
     return fields
 
 
-def add_field(
-    fields: dict[NestedKey, Field], key: NestedKey, value: Any, name: str, *, is_vector: bool
+def _add_field(
+    fields: dict[NestedKey, Field], key: NestedKey, value: Any, name: str, is_vector: bool
 ) -> None:
-    """Adds the field of a value to `fields`.
-
-    Raises:
-        TypeError: the value is not made of numbers.
-        ValueError: the key is taken.
-    """
     tensor = as_tensor(value, name)
     check_free(key, fields)
     fields[key] = (tensor.dtype, tensor.shape[1:] if is_vector else tensor.shape)

@@ -27,7 +27,7 @@ from trl_storages.gym.infos import (
     info_values,
     last_observations,
 )
-from trl_storages.gym.layout import StepLayout, add_field, entries, layout_of, learn_fields
+from trl_storages.gym.layout import StepLayout, entries, plan, read_tree
 from trl_storages.keys import DONE
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved import SavedPart, SavedState
@@ -178,11 +178,11 @@ class GymRecorder(SavedPart):
         if layout is None:
             flags = self._ends(terminateds, truncateds, is_vector)
             found = self._infos(infos, lanes, self._reset_already(flags), is_vector)
-            layout = self._plan(observations, actions, found, is_vector)
+            layout = plan(self._given, observations, actions, found, self.num_envs, is_vector)
         values = [
-            *layout.observations.read(observations, "observations"),
-            *layout.actions.read(actions, "actions"),
-            *layout.observations.read(next_observations, "next_observations"),
+            *read_tree(layout.observations, observations, "observations"),
+            *read_tree(layout.actions, actions, "actions"),
+            *read_tree(layout.observations, next_observations, "next_observations"),
         ]
         desk = self._desk_for(layout, rows, values[0], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
@@ -353,19 +353,6 @@ class GymRecorder(SavedPart):
             key: info_values(infos, key, lanes, finals, num_envs=size, is_vector=is_vector)
             for key in self.info_keys
         }
-
-    def _plan(
-        self, observations: Any, actions: Any, found: Mapping[NestedKey, Any], is_vector: bool
-    ) -> StepLayout:
-        """Returns the layout of the given fields, or of those of this first step."""
-        if self._given is None:
-            fields = learn_fields(observations, actions, is_vector=is_vector)
-        else:
-            fields = {**OUTCOME_FIELDS, **self._given}
-        for key, value in found.items():
-            if self._given is None or key not in fields:
-                add_field(fields, key, value, f"infos[{key!r}]", is_vector=is_vector)
-        return layout_of(fields, self.info_keys, self.num_envs)
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
