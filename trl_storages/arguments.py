@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
@@ -65,16 +64,14 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
     """
     if type(value) is int and at_least <= value <= at_most:
         return value
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        whole = None
-    if whole is not None and not _is_bool(value) and at_least <= whole <= at_most:
-        return whole
-    kind = ValueError if _is_number(value) else TypeError
-    if isinstance(value, float) and value.is_integer():
-        raise kind(f"{name} must be an integer, got {value} (float): pass {int(value)}.")
-    too_large = whole is not None and whole > at_most
+    number = _scalar(value)
+    is_number = _is_real(number)
+    if is_number and isinstance(number, int) and at_least <= number <= at_most:
+        return int(number)
+    kind = ValueError if is_number else TypeError
+    if isinstance(number, float) and number.is_integer():
+        raise kind(f"{name} must be an integer, got {number} (float): pass {int(number)}.")
+    too_large = is_number and number > at_most
     limits = f"from {at_least} to {at_most}" if too_large else f"of at least {at_least}"
     raise kind(f"{name} must be an integer {limits}, got {shown(value)}.")
 
@@ -125,9 +122,9 @@ def number(
     opening = "[" if at_least is not None else "("
     closing = "]" if at_most < math.inf or infinite else ")"
     limits = f"in {opening}{low:g}, {at_most:g}{closing}"
-    if not _is_number(value):
+    if not _is_real(real := _scalar(value)):
         raise TypeError(f"{name} must be a number {limits}, got {shown(value)}.")
-    real = float(value)  # type: ignore[arg-type]
+    real = float(real)
     is_above = real > low if at_least is None else real >= low
     if not (is_above and real <= at_most) or (math.isinf(real) and not infinite):
         raise ValueError(f"{name} must be {limits}, got {shown(value)}.")
@@ -399,21 +396,14 @@ def tracker(what: str, show: bool) -> Callable[[Iterable[Item]], Iterable[Item]]
     return lambda items: tqdm(items, desc=what, leave=False)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) in (
-        torch.bool,
-        np.bool_,
-    )
+def _scalar(value: Any) -> Any:
+    """Returns the number in a one-element tensor or array, and any other value as it is."""
+    is_array = isinstance(value, torch.Tensor | np.ndarray | np.generic)
+    return value.item() if is_array and math.prod(value.shape) == 1 else value
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int | float | np.integer | np.floating):
-        return not isinstance(value, bool)
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.dtype is not torch.bool and not value.is_complex()
-    if isinstance(value, np.ndarray):
-        return value.size == 1 and value.dtype.kind in "iuf"
-    return False
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def counted(number: int, what: str) -> str:
@@ -427,10 +417,10 @@ def counted(number: int, what: str) -> str:
 
 def shown(value: Any) -> str:
     """Returns a description of a value, short enough for one line."""
-    if isinstance(value, torch.Tensor | np.ndarray) and (value.ndim or not _is_number(value)):
-        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return str(value.item())
+        if not value.shape and _is_real(number := value.item()):
+            return str(number)
+        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
     if isinstance(value, TensorDictBase):
         return f"a {type(value).__name__} {list(value.batch_size)}"
     text = repr(value)

@@ -101,9 +101,8 @@ def check_storable(key: NestedKey) -> None:
     """Raises a ValueError if sampling sets this key in batches."""
     if (other := overlapping(key, SET_BY_SAMPLING)) is not None:
         raise ValueError(
-            f"a stored field must not have a name that sampling sets in batches, got {key!r}, where "
-            f"they have {other!r} of their own: rename it in its space, info_keys, "
-            "extra_fields, fields or data."
+            f"a stored field must not have a name that sampling sets in batches, got {key!r}, where they "
+            f"have {other!r}: rename it in its space, info_keys, extra_fields, fields or data."
         )
 
 

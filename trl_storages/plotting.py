@@ -95,9 +95,8 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     _check(storage)
     if (sampler := prioritized_of(storage.sampler)) is None:
         raise TypeError(
-            f"storage must draw by priority, got one that draws by "
-            f"{type(layers_of(storage.sampler)[-1]).__name__}: pass "
-            "sampler=PERSampler(...), or alpha=0.6 to a ready-made storage."
+            "storage must draw by priority, got one that draws by "
+            f"{type(layers_of(storage.sampler)[-1]).__name__}: make it with alpha=0.6, or a PERSampler."
         )
     priorities = _array(sampler.priorities).astype(np.float64)
     ax = _axes("plot_priorities", ax, (6, 2.6))

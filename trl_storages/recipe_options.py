@@ -160,9 +160,8 @@ def chosen(
     names = [*signature(made).parameters, "service_backend", "service_backend_options"]
     if useless := [name for name in given if name in OPTIONS and name not in names]:
         raise TypeError(
-            f"{made.__name__} has no option {useless[0]!r}: it draws whole episodes uniformly, and "
-            f"shows them as they are stored. UniformReplayStorage({useless[0]}=...) has "
-            "sample_episodes(n) too."
+            f"{made.__name__} has no option {useless[0]!r}: it draws whole episodes uniformly. "
+            f"UniformReplayStorage({useless[0]}=...) has sample_episodes(n) too."
         )
     if parts := [name for name in given if name in _PARTS]:
         raise TypeError(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import gymnasium
 import torch
 from gymnasium import Space
-from gymnasium.spaces import Dict
 from gymnasium.vector import VectorEnv
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorSpec
@@ -168,14 +167,6 @@ class UniformReplayStorage(ReplayStorage):
             goals: the sampler that draws goals and the transform that writes them; None keeps stored
                 goals.
         """
-        for name, space in (
-            ("observation_space", observation_space),
-            ("action_space", action_space),
-        ):
-            what = "a gymnasium space or a TorchRL spec"
-            arguments.instance(name, space, (Space, TensorSpec), what=what)
-            if isinstance(space, Dict) and not space.spaces:
-                raise ValueError(f"{name} must have an entry, got {space}.")
         num_envs, info_keys = given["num_envs"], given["info_keys"]
         if (storage_size := given["storage_size"]) < num_envs:
             raise ValueError(
@@ -310,9 +301,8 @@ class UniformReplayStorage(ReplayStorage):
     def open(cls, path: str | Path, **options: Any) -> NoReturn:
         """Raises a TypeError: the spaces and options of a ready-made storage are not on disk."""
         raise TypeError(
-            f"{cls.__name__} needs its spaces and options again: construct it with "
-            f"path={str(path)!r}, and it goes on where it was. ReplayStorage.open(path, sampler=..., "
-            "transform=...) opens the rows without them."
+            f"{cls.__name__} needs its spaces and options again: construct it with path={str(path)!r}. "
+            "ReplayStorage.open(path, sampler=..., transform=...) opens the rows without them."
         )
 
 
@@ -447,9 +437,8 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def _sample_part(self, batch_size: int) -> NoReturn:
         raise ValueError(
-            f"the storages of an ensemble must give rows, and {type(self).__name__} gives whole "
-            "episodes: pass ready-made storages of another kind, for parts of episodes with "
-            "sample_unit=EpisodeSequence(...)."
+            f"the storages of an ensemble must give rows, and {type(self).__name__} gives episodes: "
+            "pass others, with sample_unit=EpisodeSequence(...) for parts of episodes."
         )
 
 

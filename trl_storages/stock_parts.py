@@ -143,8 +143,7 @@ def check_buffers(storage: Storage, num_envs: int) -> None:
         if num_steps > room > 0:
             warn_caller(
                 f"a sequence of sample_unit has {num_steps} steps, and a lane of the storage holds "
-                f"{room}: the rest will always be padding. Make the storage larger, or the sequence "
-                "shorter."
+                f"{room}: the rest is padding. Make the storage larger, or the sequence shorter."
             )
 
 
@@ -167,8 +166,7 @@ def check_not_joined(storage: Storage, writer: Writer, num_registered: int) -> N
     if owners and num_registered >= len(owners):
         raise ValueError(
             "the members of TorchRL's ReplayBufferEnsemble must be its own buffers, got a ReplayStorage: "
-            "it would pass by what the sampler drew, transforms and priorities; join storages by "
-            "ReplayStorageEnsemble(*storages, shares=...)."
+            "join storages by ReplayStorageEnsemble(*storages, shares=...)."
         )
 
 

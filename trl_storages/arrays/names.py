@@ -95,9 +95,8 @@ def as_dictionary(argument: str, data: Any) -> Mapping[str, Any]:
     after = found.get("next")
     if isinstance(after, Mapping) and any(name in ROLE_OF for name in after):
         raise TypeError(
-            f"{argument} must be a dictionary of arrays by names such as 'next_observations', got one "
-            f"with {sorted(map(str, after))} under 'next', as TorchRL's transitions are: write such a "
-            "TensorDict into a storage by extend()."
+            f"{argument} must be a dictionary of arrays, got one with {sorted(map(str, after))} "
+            "under 'next', as TorchRL's transitions are: write such a TensorDict by extend()."
         )
     return found
 

@@ -125,9 +125,8 @@ def filled(
     )
     if size // num_envs < longest_episode:
         raise ValueError(
-            f"an episode must fit into the storage, and the longest has {longest_episode} steps; got "
-            f"storage_size={size} for {counted(num_envs, 'lane')}. Make it larger, or leave it out to "
-            "hold all."
+            f"an episode must fit into a lane, and the longest has {longest_episode} steps; got "
+            f"storage_size={size} for {counted(num_envs, 'lane')}. Leave it out to hold all."
         )
     fields = transitions.fields
     observation_keys, action_keys = transitions.observation_keys, transitions.action_keys
@@ -198,9 +197,8 @@ def _check_signature(
                 )
             return
     raise TypeError(
-        "recipe must be a ready-made storage such as HERReplayStorage, or a function that takes what "
-        f"they take: specs of observations and actions, and the options {[*own]}; got {name}: "
-        f"{reason}."
+        "recipe must be a ready-made storage such as HERReplayStorage, or a function that takes specs "
+        f"and the options {[*own]}, as they do; got {name}: {reason}."
     )
 
 

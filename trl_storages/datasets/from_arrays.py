@@ -127,9 +127,8 @@ def _check_is_flat(transitions: Transitions) -> None:
     if len(sizes) == 1 and (num_steps := next(iter(sizes)).numel()) > 1:
         raise ValueError(
             "data must have one row for each step, [N, ...], and all its entries have a second dimension "
-            f"of {num_steps}: if it is T of [E, T, ...], pass each as value.reshape(E * T, "
-            "*value.shape[2:]), and ends= with a flag at the last step of each of the E. If not, as with "
-            "many agents, pass ends=, np.zeros(N) for a single trajectory."
+            f"of {num_steps}: if they are [E, T, ...], pass each as value.reshape(E * T, "
+            "*value.shape[2:]), and ends= with a flag at the last step of each of the E; if not, ends=."
         )
 
 
@@ -138,8 +137,8 @@ def _warn_of_no_ends(data: Mapping[str, Any]) -> None:
     found = f" It stores {names} as they are, whatever they tell." if names else ""
     warn_caller(
         "data has no entry that is known to tell where episodes end (terminals, timeouts, dones...), so "
-        f"all its rows are one episode.{found} Pass ends=, one flag for each row, or the name of an "
-        "entry that is 1 at the last row of each episode; ends=np.zeros(N) for a single trajectory."
+        f"all its rows are one episode.{found} Pass ends=, a flag for each row or the name of an entry "
+        "that has them; np.zeros(N) for a single trajectory."
     )
 
 

@@ -256,9 +256,8 @@ class _Episodes:
                 if not same.all():
                     step = int((~same.flatten(1).all(1)).nonzero()[0, 0]) + 1
                     raise ValueError(
-                        f"each row must begin with the {key!r} that the row before it led to, as Minari "
-                        f"stores them as one, and step {step} of episode {number} does not: write the "
-                        "storage with on_gap='cut'."
+                        f"each row must begin with the {key!r} that the row before it led to, and step "
+                        f"{step} of episode {number} does not: write the storage with on_gap='cut'."
                     )
             terminated, truncated = (rows[key].flatten() for key in (TERMINATED, TRUNCATED))
             truncated[-1] |= ~terminated[-1]

@@ -160,9 +160,8 @@ class Desk:
             self._has_warned, lane = True, int(strange[0, 0])
             got = rewards[tuple(strange[0])]
             warn_caller(
-                f"rewards must be finite, got {got} of environment {lanes[lane]}: a batch that has such "
-                "a row spoils the networks that learn from it. It is stored as it is, and this is said "
-                "once."
+                f"rewards must be finite, got {got} of environment {lanes[lane]}: networks that learn "
+                "from it are spoilt. It is stored as it is, and this is said once."
             )
 
 

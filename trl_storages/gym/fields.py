@@ -89,8 +89,10 @@ def transition_fields(
         observations = {
             OBSERVATION if key == "state" else key: field for key, field in observations.items()
         }
-    if not observations:
-        raise ValueError(f"the observation space must have an entry, got {observation_space}")
+    actions = _group(action_space, ACTION, batch_dims)
+    for name, entries in (("observation", observations), ("action", actions)):
+        if not entries:
+            raise ValueError(f"the {name} space must have an entry, got {name}_space without")
     infos: list[tuple[NestedKey, Field]] = []
     names = arguments.keys("info_keys", info_keys)
     if isinstance(info_keys, Mapping):
@@ -105,7 +107,7 @@ def transition_fields(
     fields: dict[NestedKey, Field] = dict(OUTCOME_FIELDS)
     for key, field in (
         *observations.items(),
-        *_group(action_space, ACTION, batch_dims).items(),
+        *actions.items(),
         *infos,
         *((next_key(key), field) for key, field in observations.items()),
     ):

@@ -81,10 +81,9 @@ def info_values(
             value = _lane_value(infos, path, lane, is_vector)
         if value is _MISSING:
             raise KeyError(
-                f"the info {'.'.join(full)!r} must be there at every step, environment {lane} "
-                f"does not have it; there are {_names(infos, lane)}; "
-                "correct info_keys or extra_fields, or hand it on, as in "
-                f"{{**infos, {full[-1]!r}: ...}}"
+                f"the info {'.'.join(full)!r} must be there at every step, environment {lane} does not "
+                f"have it; there are {_names(infos, lane)}; correct info_keys or extra_fields, or hand "
+                f"it on, as in {{**infos, {full[-1]!r}: ...}}"
             )
         values.append(value)
     if not is_vector:
@@ -98,8 +97,7 @@ def _refuse_pair(value: Any, path: tuple[str, ...]) -> None:
     if isinstance(value, tuple) and value and all(isinstance(each, torch.Tensor) for each in value):
         raise TypeError(
             f"infos[{path[0]!r}] must be one tensor, got a tuple of {len(value)}: store each under a "
-            "name of its own, such as the two of an LSTM with extra_fields={'hidden': ..., 'cell': ...} "
-            "by {**infos, 'hidden': hidden, 'cell': cell}"
+            "name of its own, as with extra_fields={'hidden': ..., 'cell': ...}"
         )
 
 
@@ -176,10 +174,9 @@ def last_observations(
         if not needed:
             return
         raise ValueError(
-            f"environment {lane} ended, and with autoreset_mode 'SameStep' "
-            f"infos['final_obs'] must hold its last observation, got the keys "
-            f"{_names(infos, lane)}; pass the infos of `step` as they are, or the autoreset_mode "
-            "that the environments have (env.metadata['autoreset_mode'])"
+            f"infos['final_obs'] must hold the last observation of environment {lane}, which ended, with "
+            f"autoreset_mode 'SameStep', got the keys {_names(infos, lane)}; pass the infos of `step` as "
+            "they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
         )
     name = "infos['final_obs']"
     values = read_tree(layout.observations, entries(given), name)
@@ -208,9 +205,8 @@ def check_last_observations(
             if not np.array_equal(as_array(value), as_array(columns[key][lane])):
                 raise ValueError(
                     f"next_observations must hold the last observation of environment {lane}, which "
-                    "ended, but infos['final_obs'] is another one: the environment was reset in the same "
-                    "step; make the storage with "
-                    "autoreset_mode=env.metadata['autoreset_mode']"
+                    "ended, but infos['final_obs'] is another one: it was reset in the same step; make "
+                    "the storage with autoreset_mode=env.metadata['autoreset_mode']"
                 )
 
 
@@ -251,17 +247,15 @@ def ends_to_watch(
         lane = next(iter(last))
         if several and not is_told:
             raise ValueError(
-                f"every step must be a transition, but environment {lane} ended, and this step of "
-                "it has no reward and begins with the observation that it ended with: gymnasium "
-                "only resets it in this step. Make the storage with "
-                "autoreset_mode=env.metadata['autoreset_mode'], which is 'NextStep' then; or with "
-                "'Disabled', if the loop resets by itself to where an episode may end."
+                f"every step must be a transition, but environment {lane} ended, and this step has no "
+                "reward and begins with the observation that it ended with: gymnasium only resets it. "
+                "Make the storage with autoreset_mode=env.metadata['autoreset_mode'] ('NextStep'), or "
+                "with 'Disabled', if the loop resets by itself to where an episode may end."
             )
         warn_caller(
-            f"environment {lane} ended, and its next step begins with the observation that it "
-            "ended with. If the environments reset themselves in the next step, that step is no "
-            "transition: make the storage with autoreset_mode=env.metadata['autoreset_mode']; "
-            "otherwise reset them when they end."
+            f"environment {lane} ended, and its next step begins with the observation it ended with. "
+            "If environments reset themselves in that step, make the storage with "
+            "autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them when they end."
         )
         return None
     after = [as_array(columns[key]) for _, key in pairs]

@@ -63,18 +63,16 @@ def drawn_priorities(
             )
     if stamp is None:
         warn_caller(
-            f"the batch lacks {keys.PRIORITY_STAMP!r}, so a row that was overwritten since the draw gets "
-            "the priority of the one before it: pass it with the rest, as in batch.select('index', "
-            "'priority_stamp', 'td_error')."
+            f"the batch lacks {keys.PRIORITY_STAMP!r}, so rows overwritten since the draw get priorities "
+            "of others: pass it with the rest, as in batch.select('index', 'priority_stamp', 'td_error')."
         )
     # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
     rows = data.batch_size if anchor is None else anchor.shape
     num_steps = 1 if anchor is None else sequence_length
     if rows and rows[-1] % num_steps:
         raise ValueError(
-            "a batch of sequences must hold them whole and one after another, as "
-            f"[n * {num_steps}] or [n, {num_steps}], got {list(rows)}: give the "
-            "batch back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
+            f"a batch of sequences must be [n * {num_steps}] or [n, {num_steps}], got {list(rows)}: give "
+            "it back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
         )
     num_sequences, given = rows.numel() // num_steps, priority.shape
     is_one_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
@@ -128,7 +126,6 @@ def _check_not_broadcast(priority: torch.Tensor, batch: torch.Size, name: str) -
         size = list(batch)
         raise ValueError(
             f"{name} must have one value a row, shape {size} or {[*size, 1]}, got "
-            f"{list(priority.shape)}, which comes of arithmetic between {size} and {[*size, 1]}, such "
-            'as a value without its last dimension and a reward with it; compare with batch["next", '
-            '"reward"].shape. Nothing was updated.'
+            f"{list(priority.shape)}, which comes of arithmetic between {size} and {[*size, 1]}: compare "
+            'with batch["next", "reward"].shape. Nothing was updated.'
         )

@@ -84,7 +84,6 @@ class BatchSource:
     def __getitems__(self, rows: list[int]) -> NoReturn:
         """Raises a TypeError: `DataLoader(storage)` would read single rows, unsampled."""
         raise TypeError(
-            f"a DataLoader would read the rows {rows[:3]}... one by one as they are stored, past sampler "
-            "and transforms: use storage.loader(num_workers=...), which draws from a directory (path=), "
-            "or, in this process, storage.batches(num_batches)."
+            f"a DataLoader would read the rows {rows[:3]}... past sampler and transforms: use "
+            "storage.loader(num_workers=...) with path=, or storage.batches(num_batches)."
         )

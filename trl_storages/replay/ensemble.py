@@ -408,7 +408,6 @@ def _check_alike(batches: dict[int, TensorDictBase]) -> None:
         if own.get(key) != other.get(key)
     ]:
         raise ValueError(
-            f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Let a "
-            "transform of one storage leave it out (ExcludeTransform), add it or convert it "
-            "(DTypeCastTransform)."
+            f"the batches of an ensemble must have the same entries, but {'; '.join(differences)}. Leave "
+            "it out, or convert it, by a transform of one (ExcludeTransform, DTypeCastTransform)."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
@@ -26,6 +26,9 @@ __all__ = ["ReplayBatches", "make_loader"]
 
 # Workers may be started before the first row is written.
 _PATIENCE = 60.0  # seconds
+# Options of DataLoader that endless batches fix, and those that are checked here.
+_FIXED = {"batch_sampler", "collate_fn", "dataset", "drop_last", "sampler", "shuffle"}
+_OWN = {"num_workers", "batch_size", "fetch_every", "pin_memory", "seed"}
 
 
 class ReplayBatches(IterableDataset[TensorDictBase]):
@@ -86,7 +89,12 @@ def make_loader(
     options: dict[str, Any],
 ) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
-    _check_options(options)
+    for name in options:
+        if name not in (known := {*signature(DataLoader).parameters} - _FIXED):
+            raise TypeError(
+                f"loader() has no option {name!r}: {meant(name, known | _OWN)} Its batches are drawn by "
+                "the storage's own sampler and transforms, without end."
+            )
     num_workers = arguments.integer("num_workers", num_workers)
     fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
@@ -119,21 +127,6 @@ def make_loader(
         generator=None if seed is None else torch.Generator().manual_seed(seed),
         **options,
     )
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises a TypeError for what `DataLoader` does not have, or what is fixed for endless batches."""
-    known = {*signature(DataLoader).parameters}
-    fixed = {"batch_sampler", "collate_fn", "dataset", "drop_last", "sampler", "shuffle"}
-    own = {"num_workers", "batch_size", "fetch_every", "pin_memory", "seed"}
-    for name in options:
-        if name in fixed:
-            raise TypeError(
-                f"loader() has no option {name!r}: its batches are drawn by the storage's own sampler "
-                "and transforms, without end."
-            )
-        if name not in known:
-            raise TypeError(f"loader() has no option {name!r}: {meant(name, known - fixed | own)}")
 
 
 def _without_rows(sampler: Any) -> Sampler:

@@ -124,9 +124,8 @@ class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[mi
     def _check_method(self, name: str) -> None:
         super()._check_method(name)
         raise AttributeError(
-            f"the client of a storage has no attribute {name!r} with transport='distributed': it "
-            "writes, samples, reports priorities and sets parameters. Call the handle, or leave "
-            "transport out."
+            f"the client of a storage has no attribute {name!r} with transport='distributed': call the "
+            "handle, or leave transport out."
         )
 
 
@@ -149,9 +148,8 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     def __init__(self, *args: Any, where: Mapping[str, Any], **options: Any) -> None:
         if unknown := {*where} - {"ray_init_config", "remote_config"}:
             raise TypeError(
-                f"service_backend_options must be of ray_init_config and remote_config, got "
-                f"{sorted(unknown)}: what the actor needs is in remote_config, as in "
-                "{'remote_config': {'num_cpus': 0.5}}."
+                "service_backend_options must be of ray_init_config and remote_config, got "
+                f"{sorted(unknown)}: pass them as in {{'remote_config': {{'num_cpus': 0.5}}}}."
             )
         super().__init__(*args, **where, **options)
         try:
@@ -361,6 +359,5 @@ class _InActor:
 def _refuse(method: str) -> NoReturn:
     raise RuntimeError(
         f"{method}() must know whose step it is given, and in a Ray actor any process may call it: "
-        "gather the steps of an environment and call extend(steps, lanes=[lane]), each process with a "
-        "lane of its own; or extend(steps) with whole episodes."
+        "call extend(steps, lanes=[lane]), each process with its own, or extend(whole_episodes)."
     )
