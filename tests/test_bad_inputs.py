@@ -25,7 +25,7 @@ from torchrl.data import LazyTensorStorage
 import trl_storages
 from trl_storages import datasets, plotting
 from trl_storages.replay.batches import BatchSource
-from trl_storages.saved import SavedPart
+from trl_storages.saved.parts import SavedPart
 
 #: Name -> what users pick up.
 PUBLIC = {

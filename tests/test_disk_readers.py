@@ -22,7 +22,7 @@ from trl_storages import (
     ReplayStorage,
     UniformSampler,
 )
-from trl_storages.saved import write_state
+from trl_storages.saved.files import write_state
 
 pytestmark = [
     pytest.mark.requirement("disk-workers"),

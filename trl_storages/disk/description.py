@@ -24,7 +24,8 @@ from trl_storages.disk.files import damaged, opened, write_text
 from trl_storages.kernels.marks import MOST_HISTORIES
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
-from trl_storages.saved import MOST_BYTES, SavedState, parse_json
+from trl_storages.saved.parts import SavedState
+from trl_storages.saved.untrusted import MOST_BYTES, parse_json
 
 __all__ = [
     "Description",

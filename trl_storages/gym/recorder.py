@@ -30,7 +30,7 @@ from trl_storages.gym.infos import (
 from trl_storages.gym.layout import StepLayout, entries, plan, read_tree
 from trl_storages.keys import DONE
 from trl_storages.rows import Layout, StepBlock, as_array
-from trl_storages.saved import SavedPart, SavedState
+from trl_storages.saved.parts import SavedPart, SavedState
 
 __all__ = ["GymRecorder", "Memory"]
 

@@ -60,7 +60,7 @@ from trl_storages.replay.saving import (
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
-from trl_storages.saved import forget_state, read_state, write_state
+from trl_storages.saved.files import forget_state, read_state, write_state
 from trl_storages.signatures import SealedStorage, shown
 from trl_storages.stock_parts import check_part, mark_stored_rows
 from trl_storages.transforms import parts_of, transform_batch

@@ -33,7 +33,7 @@ from trl_storages.rows import (
     rows_part,
 )
 from trl_storages.samplers import prioritized_of
-from trl_storages.saved import SavedPart, SavedState, as_part
+from trl_storages.saved.parts import SavedPart, SavedState, as_part
 from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
 

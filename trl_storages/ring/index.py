@@ -24,7 +24,7 @@ from trl_storages.kernels.tables import CURSOR, Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes
-from trl_storages.saved import SavedPart, SavedState
+from trl_storages.saved.parts import SavedPart, SavedState
 from trl_storages.signatures import shown
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from trl_storages.keys import (
 from trl_storages.rows.entries import Nested
 from trl_storages.rows.frames import FrameStack, stacks_of
 from trl_storages.rows.views import Views, nest
-from trl_storages.saved import DTYPES, dtype_name
+from trl_storages.saved.files import DTYPES, dtype_name
 
 __all__ = ["Field", "Layout"]
 

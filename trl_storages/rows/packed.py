@@ -40,7 +40,8 @@ from trl_storages.rows.layout import Layout
 from trl_storages.rows.saved_rows import NO_WRITER, Moved, SavedRows, named_entries, table_of
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import rows_of
-from trl_storages.saved import SavedPart, copy_in_pieces
+from trl_storages.saved.files import copy_in_pieces
+from trl_storages.saved.parts import SavedPart
 from trl_storages.signatures import answers_names, shown
 
 if TYPE_CHECKING:

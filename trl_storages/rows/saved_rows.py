@@ -20,7 +20,7 @@ from trl_storages.rows.entries import tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import stage
-from trl_storages.saved import SavedState
+from trl_storages.saved.parts import SavedState
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, RowTable

@@ -14,7 +14,8 @@ from torchrl.data import Storage, TensorStorage
 from trl_storages.rows.entries import nested_sizes, tensors_of
 from trl_storages.rows.layout import Layout
 from trl_storages.rows.packed import PackedStorage
-from trl_storages.saved import SavedPart, SavedState, StockPart, copy_in_pieces
+from trl_storages.saved.files import copy_in_pieces
+from trl_storages.saved.parts import SavedPart, SavedState, StockPart
 
 __all__ = ["StockRows", "rows_part"]
 

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.saved import SavedPart, SavedState, as_part
+from trl_storages.saved.parts import SavedPart, SavedState, as_part
 from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import checked_draw
 

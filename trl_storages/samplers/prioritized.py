@@ -26,7 +26,7 @@ from trl_storages.priorities import ABSENT, Normalization, PriorityTable
 from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
-from trl_storages.saved import SavedPart, SavedState
+from trl_storages.saved.parts import SavedPart, SavedState
 from trl_storages.signatures import Sealed, Setting, shown
 from trl_storages.stock_parts import checked_draw
 

@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.rows import RowView
-from trl_storages.saved import SavedState
+from trl_storages.saved.parts import SavedState
 
 __all__ = ["ReplayTransform", "parts_of", "transform_batch"]
 

@@ -31,7 +31,7 @@ from trl_storages.rows import (
     check_writable,
     read_fields,
 )
-from trl_storages.saved import SavedPart, SavedState
+from trl_storages.saved.parts import SavedPart, SavedState
 from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
