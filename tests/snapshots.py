@@ -18,8 +18,7 @@ from trl_storages.samplers import PERSampler, WrappingSampler
 
 __all__ = ["assert_unchanged", "files_of", "snapshot"]
 
-# What a part may remember to be faster, and what the kernel's lock is held by.
-_CACHES = {"_made"}
+# What the kernel's lock is held by.
 _LOCK = "lock"
 
 
@@ -89,7 +88,7 @@ def _scalars(part: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str | None) and name not in _CACHES
+        if isinstance(value, bool | int | float | str | None)
     }
 
 

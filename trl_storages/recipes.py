@@ -437,7 +437,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
 
     def _sample_part(self, batch_size: int) -> NoReturn:
         raise ValueError(
-            f"the storages of an ensemble must give rows, and {type(self).__name__} gives episodes: "
+            f"the storages of an ensemble must give rows, {type(self).__name__} gives whole episodes: "
             "pass others, with sample_unit=EpisodeSequence(...) for parts of episodes."
         )
 

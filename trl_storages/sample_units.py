@@ -84,9 +84,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             burn_in=arguments.integer("burn_in", burn_in),
             bootstrap=arguments.integer("bootstrap", bootstrap),
         )
-        # Cache (key, value) of entries that depend on the batch size only. Replaced as one tuple, as
-        # storages that draw in different threads may share a unit.
-        self._made: tuple[tuple[Any, ...], dict[str, Tensor]] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -123,8 +120,11 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
         expanded = {name: _repeat(value, num_steps) for name, value in info.items()}
         expanded[keys.ANCHOR_INDEX] = _repeat(index, num_steps)
-        numbers = self._numbers(index.shape[0], index.device)
-        expanded |= {name: value.clone() for name, value in numbers.items()}
+        place = torch.arange(rows.numel(), device=index.device)
+        step = place % num_steps
+        expanded[keys.SEQUENCE_ID] = place // num_steps
+        expanded[keys.STEP_IN_SEQUENCE] = step
+        expanded[keys.LEARNING_MASK] = (step >= self.burn_in) & (step < self.burn_in + self.length)
         expanded[keys.VALIDITY_MASK] = valid.reshape(-1).to(index.device)
         expanded[keys.IS_INIT] = begins.reshape(-1, 1).to(index.device)
         return rows.reshape(-1).to(index.device), expanded
@@ -199,22 +199,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
                 f"got {list(batch.shape)}, and {key!r} of {list(column.shape)}."
             )
         return column.reshape(-1, self.num_steps)[:, self.burn_in :]
-
-    def _numbers(self, num_anchors: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns the entries that do not depend on the anchors, cached from the last batch."""
-        made_for = (num_anchors, device, self.burn_in, self.length, self.bootstrap)
-        if (made := self._made) is not None and made[0] == made_for:
-            return made[1]
-        number = torch.arange(num_anchors, device=device)
-        step = torch.arange(self.num_steps, device=device)
-        learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
-        numbers = {
-            keys.SEQUENCE_ID: _repeat(number, self.num_steps),
-            keys.STEP_IN_SEQUENCE: step.repeat(num_anchors),
-            keys.LEARNING_MASK: learning.repeat(num_anchors),
-        }
-        self._made = made_for, numbers
-        return numbers
 
     @shown
     def __repr__(self) -> str:

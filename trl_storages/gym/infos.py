@@ -174,7 +174,7 @@ def last_observations(
         if not needed:
             return
         raise ValueError(
-            f"infos['final_obs'] must hold the last observation of environment {lane}, which ended, with "
+            f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
             f"autoreset_mode 'SameStep', got the keys {_names(infos, lane)}; pass the infos of `step` as "
             "they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
         )

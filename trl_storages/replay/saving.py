@@ -255,7 +255,7 @@ class _Transforms(SavedPart):
             own_kinds = [type(part).__name__ for part in parts_of(self._module)]
             raise ValueError(
                 f"the saved storage must have the transforms of this one, {own_kinds}, got others, with "
-                f"entries {[*state_dict]}: make this one with its n_step and goals. Nothing was changed."
+                f"entries {[*state_dict]}: make it with those, such as its n_step. Nothing was changed."
             )
         own = SavedState(state_dict, "the saved state of the transforms", [*before])
         try:
