@@ -23,10 +23,10 @@ from trl_storages.keys import DONE, REWARD, key_path
 from trl_storages.rows import as_array
 
 __all__ = [
+    "Infos",
     "LastBits",
     "check_last_observations",
     "ends_to_watch",
-    "info_values",
     "last_observations",
 ]
 
@@ -35,62 +35,109 @@ _MISSING = object()
 LastBits = dict[int, list[bytes]]
 
 
-def info_values(
-    infos: Any,
-    key: NestedKey,
-    lanes: Sequence[int],
-    ended: Sequence[int],
-    *,
-    num_envs: int,
-    is_vector: bool,
-) -> Any:
-    """Returns an info entry of the L environments `lanes`.
+class Infos:
+    """The infos of a step.
 
     Args:
-        infos: of the step.
-        key: of the entry in the infos; a leading "next" does not count.
-        lanes: the L environments.
-        ended: those of them that were reset in the same step: the infos of their step are in
-            `final_info`, and those at the top level are of the reset. But what the loop itself added
-            to the infos of a vector, which has no mask, is of the step.
+        infos: in any of the three forms.
         num_envs: E.
-        is_vector: whether the infos are of a vector of environments.
-
-    Returns:
-        `[L, ...]`, without the leading dimension where `is_vector` is false.
-
-    Raises:
-        KeyError: an environment does not have the entry.
-        TypeError: it is a tuple of tensors.
+        is_vector: whether they are of a vector of environments.
     """
-    path = key_path(key)
-    path = path[1:] if path[0] == "next" else path
-    if isinstance(infos, Mapping):
-        _refuse_pair(infos.get(path[0]), path)
-    if is_vector and not ended and isinstance(infos, Mapping):
-        whole = _whole(infos, path, lanes, num_envs)
-        if whole is not _MISSING:
+
+    def __init__(self, infos: Any, num_envs: int, is_vector: bool) -> None:
+        self._infos, self._num_envs, self._is_vector = infos, num_envs, is_vector
+        self._is_mapping = type(infos) is dict or isinstance(infos, Mapping)
+
+    def of_lanes(self, key: NestedKey, lanes: Sequence[int], ended: Sequence[int]) -> Any:
+        """Returns an entry of the L environments `lanes`.
+
+        Args:
+            key: of the entry; a leading "next" does not count.
+            lanes: the L environments.
+            ended: those of them that were reset in the same step: the infos of their step are in
+                `final_info`, and those at the top level are of the reset. But what the loop itself added
+                to the infos of a vector, which has no mask, is of the step.
+
+        Returns:
+            `[L, ...]`, without the leading dimension for a single environment.
+
+        Raises:
+            KeyError: an environment does not have the entry.
+            TypeError: it is a tuple of tensors.
+        """
+        path = key_path(key)
+        path = path[1:] if path[0] == "next" else path
+        if self._is_mapping:
+            _refuse_pair(self._infos.get(path[0]), path)
+        is_of_loop = self._is_vector and self._is_mapping
+        if is_of_loop and not ended and (whole := self._whole(path, lanes)) is not _MISSING:
             return whole
-    values = []
-    was_reset = set(ended)
-    is_of_loop = is_vector and isinstance(infos, Mapping) and f"_{path[0]}" not in infos
-    for lane in lanes:
-        full = ("final_info", *path) if lane in was_reset else path
-        value = _lane_value(infos, full, lane, is_vector)
-        if value is _MISSING and is_of_loop:
-            value = _lane_value(infos, path, lane, is_vector)
-        if value is _MISSING:
-            raise KeyError(
-                f"the info {'.'.join(full)!r} must be there at every step, environment {lane} does not "
-                f"have it; there are {_names(infos, lane)}; correct info_keys or extra_fields, or hand "
-                f"it on, as in {{**infos, {full[-1]!r}: ...}}"
+        is_of_loop = is_of_loop and f"_{path[0]}" not in self._infos
+        values = []
+        for lane in lanes:
+            full = ("final_info", *path) if lane in ended else path
+            value = self._of_lane(full, lane)
+            if value is _MISSING and is_of_loop:
+                value = self._of_lane(path, lane)
+            if value is _MISSING:
+                raise KeyError(
+                    f"the info {'.'.join(full)!r} must be there at every step, environment {lane} does "
+                    f"not have it; there are {self._names(lane)}; correct info_keys or extra_fields, or "
+                    f"hand it on, as in {{**infos, {full[-1]!r}: ...}}"
+                )
+            values.append(value)
+        if not self._is_vector:
+            return values[0]
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(values)
+        return np.stack([np.asarray(value) for value in values])
+
+    def final_observation(self, lane: int, *, needed: bool) -> Any:
+        """Returns the last observation of an environment that ended; None if it is not there.
+
+        Raises:
+            ValueError: it is needed.
+        """
+        found = self._of_lane(("final_obs",), lane)
+        found = None if found is _MISSING else found
+        if found is None and needed:
+            raise ValueError(
+                f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
+                f"autoreset_mode 'SameStep', got the keys {self._names(lane)}; pass the infos of `step` "
+                "as they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
             )
-        values.append(value)
-    if not is_vector:
-        return values[0]
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
-    return np.stack([np.asarray(value) for value in values])
+        return found
+
+    def _whole(self, path: tuple[str, ...], lanes: Sequence[int]) -> Any:
+        """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
+        value = self._infos
+        for name in path:
+            if not isinstance(value, Mapping) or name not in value:
+                return _MISSING
+            mask = value.get(f"_{name}")
+            if mask is not None and not mask.all() and not mask[list(lanes)].all():
+                return _MISSING
+            value = value[name]
+        # Object arrays and lists, filled by the environments, are read one environment at a time.
+        if not getattr(value, "shape", ()) or value.dtype == object:
+            return _MISSING
+        return value if len(lanes) == self._num_envs else value[list(lanes)]
+
+    def _of_lane(self, path: tuple[str, ...], lane: int) -> Any:
+        is_masked = self._is_vector and self._is_mapping
+        value = self._infos[lane] if self._is_vector and not is_masked else self._infos
+        for name in path:
+            if not isinstance(value, Mapping) or name not in value:
+                return _MISSING
+            mask = value.get(f"_{name}") if is_masked else None
+            if mask is not None and not mask[lane]:
+                return _MISSING
+            value = value[name]
+        return _row(value, lane) if is_masked else value
+
+    def _names(self, lane: int) -> list[str]:
+        infos = self._infos if self._is_mapping else self._infos[lane]
+        return sorted(str(name) for name in infos if not str(name).startswith("_"))
 
 
 def _refuse_pair(value: Any, path: tuple[str, ...]) -> None:
@@ -99,37 +146,6 @@ def _refuse_pair(value: Any, path: tuple[str, ...]) -> None:
             f"infos[{path[0]!r}] must be one tensor, got a tuple of {len(value)}: store each under a "
             "name of its own, as with extra_fields={'hidden': ..., 'cell': ...}"
         )
-
-
-def _whole(infos: Any, path: tuple[str, ...], lanes: Sequence[int], num_envs: int) -> Any:
-    """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
-    value = infos
-    for name in path:
-        if not isinstance(value, Mapping) or name not in value:
-            return _MISSING
-        mask = value.get(f"_{name}")
-        if mask is not None and not mask.all() and not mask[list(lanes)].all():
-            return _MISSING
-        value = value[name]
-    # Object arrays and lists, filled by the environments, are read one environment at a time.
-    if not getattr(value, "shape", ()) or value.dtype == object:
-        return _MISSING
-    return value if len(lanes) == num_envs else value[list(lanes)]
-
-
-def _lane_value(infos: Any, path: tuple[str, ...], lane: int, is_vector: bool) -> Any:
-    if is_vector and not isinstance(infos, Mapping):
-        infos, is_vector = infos[lane], False
-    for name in path:
-        if not isinstance(infos, Mapping) or name not in infos:
-            return _MISSING
-        mask = infos.get(f"_{name}") if is_vector else None
-        if mask is not None and not mask[lane]:
-            return _MISSING
-        infos = infos[name]
-    if not is_vector:
-        return infos
-    return _row(infos, lane)
 
 
 def _row(value: Any, lane: int) -> Any:
@@ -145,17 +161,11 @@ def _row(value: Any, lane: int) -> Any:
         ) from error
 
 
-def _names(infos: Any, lane: int) -> list[str]:
-    if not isinstance(infos, Mapping):
-        infos = infos[lane] if isinstance(infos, Sequence) and lane < len(infos) else {}
-    return sorted(str(name) for name in infos if not str(name).startswith("_"))
-
-
 # Loops whose environments are reset in another way than the storage was told.
 
 
 def last_observations(
-    layout: StepLayout, infos: Any, lane: int, *, is_vector: bool, needed: bool
+    layout: StepLayout, infos: Infos, lane: int, *, needed: bool
 ) -> Iterator[tuple[NestedKey, torch.Tensor]]:
     """Yields the checked entries of the last observation of an environment that ended.
 
@@ -163,21 +173,14 @@ def last_observations(
         layout: of the transitions.
         infos: those of the step.
         lane: the environment.
-        is_vector: whether the infos are of a vector of environments.
         needed: whether the infos must hold it; if False, nothing is yielded if they don't.
 
     Raises:
         KeyError, TypeError, ValueError: it is not an observation, or missing.
     """
-    given = _lane_value(infos, ("final_obs",), lane, is_vector)
-    if given is None or given is _MISSING:
-        if not needed:
-            return
-        raise ValueError(
-            f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
-            f"autoreset_mode 'SameStep', got the keys {_names(infos, lane)}; pass the infos of `step` as "
-            "they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
-        )
+    given = infos.final_observation(lane, needed=needed)
+    if given is None:
+        return
     name = "infos['final_obs']"
     values = read_tree(layout.observations, entries(given), name)
     for leaf, value in zip(leaves_of(layout.observations), values, strict=True):
@@ -186,7 +189,7 @@ def last_observations(
 
 
 def check_last_observations(
-    columns: Mapping[NestedKey, Any], layout: StepLayout, infos: Any, is_vector: bool
+    columns: Mapping[NestedKey, Any], layout: StepLayout, infos: Infos
 ) -> None:
     """Refuses next observations that are the first of a new episode, if the infos show it.
 
@@ -194,13 +197,12 @@ def check_last_observations(
         columns: the transitions of a step, `[E, ...]`.
         layout: how they were read.
         infos: those of the step.
-        is_vector: whether the infos are of a vector of environments.
 
     Raises:
         ValueError: the last observation in the infos is not the next observation that was given.
     """
     for lane in np.flatnonzero(as_array(columns[DONE])).tolist():
-        last = last_observations(layout, infos, lane, is_vector=is_vector, needed=False)
+        last = last_observations(layout, infos, lane, needed=False)
         for key, value in last:
             if not np.array_equal(as_array(value), as_array(columns[key][lane])):
                 raise ValueError(
@@ -254,7 +256,7 @@ def ends_to_watch(
             )
         warn_caller(
             f"environment {lane} ended, and its next step begins with the observation it ended with. "
-            "If environments reset themselves in that step, make the storage with "
+            "If environments reset themselves, that step is no transition: make the storage with "
             "autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them when they end."
         )
         return None

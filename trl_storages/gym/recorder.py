@@ -21,10 +21,10 @@ from trl_storages.gym.columns import Column
 from trl_storages.gym.desk import Desk
 from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
 from trl_storages.gym.infos import (
+    Infos,
     LastBits,
     check_last_observations,
     ends_to_watch,
-    info_values,
     last_observations,
 )
 from trl_storages.gym.layout import StepLayout, entries, plan, read_tree
@@ -166,6 +166,7 @@ class GymRecorder(SavedPart):
         observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
+        said = Infos(infos, self.num_envs, is_vector)
         lanes = self._all_lanes
         ended, goes_on = self._ended, self._goes_on
         if goes_on is None and self.autoreset_mode is _NEXT_STEP and ended.any():
@@ -177,7 +178,8 @@ class GymRecorder(SavedPart):
         layout = self.layout
         if layout is None:
             flags = self._ends(terminateds, truncateds, is_vector)
-            found = self._infos(infos, lanes, self._reset_already(flags), is_vector)
+            ended_now = self._reset_already(flags)
+            found = {key: said.of_lanes(key, lanes, ended_now) for key in self.info_keys}
             layout = plan(self._given, observations, actions, found, self.num_envs, is_vector)
         values = [
             *read_tree(layout.observations, observations, "observations"),
@@ -197,22 +199,18 @@ class GymRecorder(SavedPart):
         if finals:
             # Replace the first observations of the new episodes.
             for lane in finals:
-                ended_with = last_observations(
-                    layout, infos, lane, is_vector=is_vector, needed=True
-                )
-                for key, row in ended_with:
+                for key, row in last_observations(layout, said, lane, needed=True):
                     block.put(key, row, lane)
         elif infos and is_end:
-            check_last_observations(columns, layout, infos, is_vector)
+            check_last_observations(columns, layout, said)
         last = self._last
         if last is not None and (last or is_end) and self.autoreset_mode in _BY_HAND:
             is_told = self.autoreset_mode is not None
             last = ends_to_watch(last, columns, layout.pairs, is_told=is_told)
-        if self.info_keys:
-            for key, value in self._infos(infos, lanes, finals, is_vector).items():
-                column = Column(*layout.fields[key], len(lanes))
-                read = column.read(value, "infos", f"[{key!r}]", is_vector)
-                block.put(key, read, lanes)
+        for key in self.info_keys:
+            column = Column(*layout.fields[key], len(lanes))
+            value = said.of_lanes(key, lanes, finals)
+            block.put(key, column.read(value, "infos", f"[{key!r}]", is_vector), lanes)
         if self.autoreset_mode is _NEXT_STEP:
             ended = as_array(done)[:, 0].copy()
         block.lanes = None if len(lanes) == self.num_envs else lanes
@@ -343,16 +341,6 @@ class GymRecorder(SavedPart):
             return []
         found: list[int] = np.flatnonzero(as_array(done)).tolist()
         return found
-
-    def _infos(
-        self, infos: Any, lanes: list[int], finals: list[int], is_vector: bool
-    ) -> dict[NestedKey, Any]:
-        """Returns the entries of the infos to keep, for some environments."""
-        size = self.num_envs
-        return {
-            key: info_values(infos, key, lanes, finals, num_envs=size, is_vector=is_vector)
-            for key in self.info_keys
-        }
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

@@ -124,8 +124,8 @@ class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[mi
     def _check_method(self, name: str) -> None:
         super()._check_method(name)
         raise AttributeError(
-            f"the client of a storage has no attribute {name!r} with transport='distributed': call the "
-            "handle, or leave transport out."
+            f"the client of a storage has no attribute {name!r} with transport='distributed': it writes, "
+            "samples and reports priorities. Call the handle, or leave transport out."
         )
 
 
