@@ -186,20 +186,15 @@ def chosen(
 
 def with_options(shown: Signature, options: type[RowOptions], defaults: RowOptions) -> Signature:
     """Replaces `**options` in a signature by the individual options."""
-    hints, changed = get_type_hints(options), {**defaults}
-    parameters = []
-    for parameter in shown.parameters.values():
-        if parameter.kind is not Parameter.VAR_KEYWORD:
-            parameters.append(parameter)
-            continue
-        parameters += [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY,
-                default=changed.get(name, OPTIONS[name].default),
-                annotation=hint,
-            )
-            for name, hint in hints.items()
-            if name not in shown.parameters
-        ]
-    return shown.replace(parameters=parameters)
+    own = {
+        name: it for name, it in shown.parameters.items() if it.kind is not Parameter.VAR_KEYWORD
+    }
+    if len(own) == len(shown.parameters):
+        return shown
+    every: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()} | {
+        **defaults
+    }
+    for name, hint in get_type_hints(options).items():
+        by_name = Parameter(name, Parameter.KEYWORD_ONLY, default=every[name], annotation=hint)
+        own.setdefault(name, by_name)
+    return shown.replace(parameters=[*own.values()])

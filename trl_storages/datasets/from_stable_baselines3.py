@@ -78,14 +78,13 @@ def from_stable_baselines3(
         )
         for lane in range(buffer.n_envs)
     ]
-    named = [None if len(lanes) == 1 else [number] for number in range(len(lanes))]
     return filled(
         recipe,
         lanes[0],
         [
             block
-            for lane, which in zip(lanes, named, strict=True)
-            for block in blocks_of(lane, which)
+            for number, lane in enumerate(lanes)
+            for block in blocks_of(lane, [number] if len(lanes) > 1 else None)
         ],
         num_rows=sum(map(len, lanes)),
         longest_episode=max(lane.longest_episode for lane in lanes),

@@ -135,46 +135,38 @@ class Column:
         raise TypeError(f"{name} must be {wanted}, got {got}, {remedy}")
 
     def _shape_error(self, got: list[int], name: str, is_vector: bool) -> ValueError:
-        shape = list(self._shape)
+        shape, size, remedy = list(self._shape), counted(self._num_envs, "environment"), ""
+        must = f"have the shape {shape} for a single environment"
+        if is_vector:
+            must = f"have the shape {list(self._vector)} ({size}, then {shape} each)"
         if len(shape) > 2 and (one := got[is_vector:]) in (shape[1:], shape[:-1]):
-            num_frames = shape[0] if one == shape[1:] else shape[-1]
-            return ValueError(
-                f"{name} must have the shape {list(self._vector) if is_vector else shape}, got {got}; "
-                f"pass stacks of {num_frames} frames, as gymnasium.wrappers.FrameStackObservation(env, "
-                f"{num_frames}) makes them, or of as many channels"
+            count = shape[0 if one == shape[1:] else -1]
+            remedy = (
+                f"pass stacks of {count} frames, as gymnasium.wrappers.FrameStackObservation(env, "
+                f"{count}) makes them, or of as many channels"
             )
-        if not is_vector:
+        elif not is_vector:
             remedy = "for a vector of environments all arguments have a leading dimension, flags included"
             if got[:1] == [1] and math.prod(got) == math.prod(shape):
                 remedy = f"pass it without the leading 1, as by value.reshape({shape})"
-            return ValueError(
-                f"{name} must have the shape {shape} for a single environment, got {got}; {remedy}"
-            )
-        if got[:1] != [self._num_envs] == got[1:2]:
-            if got[0] == 1 and got[2:] == shape:
-                remedy = "value[0]"
-            else:
-                layers = [got[0], *got[2:]]
-                remedy = f"value.transpose(0, 1), for a field of the shape {layers} each"
-            return ValueError(
-                f"{name} must hold {counted(self._num_envs, 'environment')} in its first dimension, got "
-                f"{got}, as torch's recurrent networks return their states: pass {remedy}"
-            )
-        if got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
-            return ValueError(
-                f"{name} must hold {counted(self._num_envs, 'environment')}, got {got[0]}; "
-                f"make the storage with num_envs={got[0]}"
-            )
-        remedy = ""
-        if got == shape and self._num_envs == shape[0]:
+        elif got[:1] != [self._num_envs] == got[1:2]:
+            must = f"hold {size} in its first dimension"
             remedy = (
-                "; make the storage of the spaces of one environment, single_observation_space and "
+                f"pass value.transpose(0, 1), for a field of the shape {[got[0], *got[2:]]} each"
+            )
+            if got[0] == 1 and got[2:] == shape:
+                remedy = "pass value[0]"
+            remedy = f"as torch's recurrent networks return their states: {remedy}"
+        elif got and (got[1:] == shape or (shape == [1] and len(got) == 1)):
+            return ValueError(
+                f"{name} must hold {size}, got {got[0]}; make the storage with num_envs={got[0]}"
+            )
+        elif got == shape and self._num_envs == shape[0]:
+            remedy = (
+                "make the storage of the spaces of one environment, single_observation_space and "
                 "single_action_space"
             )
-        return ValueError(
-            f"{name} must have the shape {list(self._vector)} ({counted(self._num_envs, 'environment')}, "
-            f"then {shape} each), got {got}{remedy}"
-        )
+        return ValueError(f"{name} must {must}, got {got}" + (f"; {remedy}" if remedy else ""))
 
 
 def _share(array: NDArray[Any]) -> torch.Tensor:

@@ -71,8 +71,8 @@ def drawn_priorities(
     num_steps = 1 if anchor is None else sequence_length
     if rows and rows[-1] % num_steps:
         raise ValueError(
-            f"a batch of sequences must be [n * {num_steps}] or [n, {num_steps}], got {list(rows)}: give "
-            "it back as it was sampled, or batch.reshape(-1, sample_unit.num_steps)."
+            f"a batch of sequences must hold them whole, as [n * {num_steps}] or [n, {num_steps}], got "
+            f"{list(rows)}: give it back as sampled, or batch.reshape(-1, sample_unit.num_steps)."
         )
     num_sequences, given = rows.numel() // num_steps, priority.shape
     is_one_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
