@@ -29,6 +29,7 @@ from trl_storages.gym.infos import (
 )
 from trl_storages.gym.layout import StepLayout, entries, plan, read_tree
 from trl_storages.keys import DONE
+from trl_storages.ring.naming import Lanes, named_lanes
 from trl_storages.rows import Layout, StepBlock, as_array
 from trl_storages.saved.parts import SavedPart, SavedState
 
@@ -247,24 +248,17 @@ class GymRecorder(SavedPart):
             self.layout, self._ended, self._last = memory
             self._goes_on = None
 
-    def reset(self, lanes: Any = None) -> None:
+    def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, for use after a manual `reset` of the environments.
 
         Args:
-            lanes: that were reset: numbers, or `[E]` bool; None for all.
+            lanes: that were reset: distinct numbers, or `[E]` bool; None for all.
 
         Raises:
             ValueError: no such environment.
         """
-        which = np.asarray(self._all_lanes if lanes is None else lanes)
-        size = self.num_envs
-        is_mask = which.dtype == bool
-        if which.shape != (size,) if is_mask else not np.isin(which, self._all_lanes).all():
-            raise ValueError(
-                f"lanes must be numbers from 0 to {size - 1} or {size} flags, got {lanes!r}"
-            )
         ended = self._ended.copy()
-        ended[which if is_mask else which.astype(np.int64)] = False
+        ended[[*named_lanes(lanes, self.num_envs)]] = False
         self._ended = ended
         self.forget_observations()
 
