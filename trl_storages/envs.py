@@ -143,24 +143,19 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         return (achieved == desired).all(axis=-1)
 
     def _bit(self, action: Any) -> int:
-        values = np.asarray(action)
+        values, n_bits = np.asarray(action), self.n_bits
         if self.continuous:
-            if values.shape != (self.n_bits,) or not np.isfinite(values).all():
-                raise ValueError(
-                    f"action must be {self.n_bits} finite numbers, got {action!r}; "
-                    "to pass the number of a bit, make the environment with continuous=False"
-                )
-            return int(values.argmax())
-        if (
-            values.size != 1
-            or values.dtype.kind not in "iu"
-            or not 0 <= values.item() < self.n_bits
-        ):
+            must = f"{n_bits} finite numbers"
+            fits = values.shape == (n_bits,) and np.isfinite(values).all()
+        else:
+            must, is_whole = f"the number of a bit, 0 to {n_bits - 1}", values.dtype.kind in "iu"
+            fits = values.size == 1 and is_whole and 0 <= values.item() < n_bits
+        if not fits:
             raise ValueError(
-                f"action must be the number of a bit, 0 to {self.n_bits - 1}, got {action!r}; "
-                "to pass a vector, make the environment with continuous=True"
+                f"action must be {must}, got {action!r}; for actions of the other kind make the "
+                f"environment with continuous={not self.continuous}"
             )
-        return int(values.item())
+        return int(values.argmax() if self.continuous else values.item())
 
     def _random_bits(self) -> NDArray[np.float32]:
         return self.np_random.integers(0, 2, self.n_bits).astype(np.float32)
