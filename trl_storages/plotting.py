@@ -229,9 +229,9 @@ def plot_episode(
         sample = arguments.integer("sample", sample, at_most=num_samples - 1)
         chosen = episode[sample]
     which = np.flatnonzero(episode == chosen)
-    shown = {name: column[which] for name, column in columns.items()}
-    begin, end = _bars(shown)
+    begin, end = _bars({name: column[which] for name, column in columns.items()})
     order = np.lexsort((end, begin))
+    num_found = len(order)
     if len(order) > most:
         picked = np.linspace(0, len(order) - 1, most).round().astype(np.int64)
         if sample is not None:
@@ -239,20 +239,22 @@ def plot_episode(
             at = np.flatnonzero(which[order] == sample)[0]
             picked[np.abs(picked - at).argmin()] = at
         order = order[picked]
+    which = which[order]
+    shown = {name: column[which] for name, column in columns.items()}
     ax = _axes("plot_episode", ax, (6.5, 1.2 + 0.22 * len(order)))
     from matplotlib.ticker import MaxNLocator
 
-    _draw_samples(ax, shown, begin, end, order)
+    _draw_samples(ax, shown, begin[order], end[order])
     length = int(shown["length"][0, 0])
     finished = bool(storage.episodes.is_finished(torch.as_tensor(shown["slot"][:1, 0])).item())
     style, label = ("-", "ended") if finished else (":", "cut or running")
     ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
-    ax.set_yticks(range(len(order)), which[order].tolist(), fontsize=7)
+    ax.set_yticks(range(len(order)), which.tolist(), fontsize=7)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlim=(-0.4, length + 0.4), ylim=(len(order) - 0.4, -0.6))
     ax.set(xlabel="step of the episode", ylabel="sample")
-    more = f", {len(order)} shown" if len(order) < len(which) else ""
-    return _titled(ax, f"{length} steps, {len(which)} of {num_samples} samples{more}")
+    more = f", {len(order)} shown" if len(order) < num_found else ""
+    return _titled(ax, f"{length} steps, {num_found} of {num_samples} samples{more}")
 
 
 def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -268,27 +270,22 @@ def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_samples(
-    ax: Axes,
-    shown: dict[str, np.ndarray],
-    begin: np.ndarray,
-    end: np.ndarray,
-    order: np.ndarray,
+    ax: Axes, shown: dict[str, np.ndarray], begin: np.ndarray, end: np.ndarray
 ) -> None:
     """Draws a line for each sample."""
-    lines = np.arange(len(order))
-    ax.hlines(lines, begin[order], end[order], _BLUE, lw=5, label="sample")
-    ax.plot(begin[order], lines, "o", color=_DARK, ms=3.5)
+    lines = np.arange(len(begin))
+    ax.hlines(lines, begin, end, _BLUE, lw=5, label="sample")
+    ax.plot(begin, lines, "o", color=_DARK, ms=3.5)
     if "relabelled" not in shown:
         return
-    relabelled = shown["relabelled"][order, 0]
-    same = shown["goal_same_episode"][order, 0]
-    goal = (shown["step"] + shown["goal_offset"])[order, 0] + 1
+    relabelled, same = shown["relabelled"][:, 0], shown["goal_same_episode"][:, 0]
+    goal = (shown["step"] + shown["goal_offset"])[:, 0] + 1
     inside, outside = relabelled & same, relabelled & ~same
-    ax.hlines(lines[inside], end[order][inside], goal[inside], _ORANGE, ":", lw=1.2)
+    ax.hlines(lines[inside], end[inside], goal[inside], _ORANGE, ":", lw=1.2)
     ax.plot(goal[inside], lines[inside], "*", color=_ORANGE, ms=9, label="its goal", ls="none")
     for mask, text in ((~relabelled, "stored goal"), (outside, "goal of another episode")):
         for line in lines[mask]:
-            first, last = begin[order[line]], end[order[line]]
+            first, last = begin[line], end[line]
             # Put the label on the side with more room.
             is_right = 2 * (first + last) < 3 * shown["length"][0, 0]
             x, offset, side = (last, 5, "left") if is_right else (first, -6, "right")
