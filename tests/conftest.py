@@ -1,23 +1,20 @@
 """One profile of hypothesis, one thread of torch and the skips of what is missing, for all tests."""
 
+from __future__ import annotations
+
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.multiprocessing
-import torchrl
 from hypothesis import HealthCheck, settings
-from on_gpu import waiting_raises
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
 
-torch.set_num_threads(1)
-# TorchRL's environments and collectors return to this number when they are closed.
-torchrl._THREAD_POOL_INIT = 1
-# The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
-os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+if TYPE_CHECKING:
+    import torch
+
+# Imports and collected tests stay to the end: garbage collections would only walk them.
+gc.disable()
 
 # Derandomised: a run says something about the code, never about its luck. The "search" profile
 # (HYPOTHESIS_PROFILE=search) looks for new counterexamples instead.
@@ -35,9 +32,26 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # Other processes run the tests, and start the sooner.
+    import torch
+    import torchrl
+
+    torch.set_num_threads(1)
+    # TorchRL's environments and collectors return to this number when they are closed.
+    torchrl._THREAD_POOL_INIT = 1
+    # The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+    from torchrl.data.replay_buffers.samplers import SumSegmentTreeFp32
+
     # Long ones come first: one that is left to the end keeps the other workers waiting.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device"
@@ -50,14 +64,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Half a million objects of modules and tests need not be walked by each garbage collection.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
     """A generator with a fixed seed, so that statistics never flicker."""
+    import torch
+
     return torch.Generator().manual_seed(20)
 
 
@@ -76,6 +92,10 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
     A simulated one has no data, so that every read of it on the host raises, also one in a test.
     """
+    import torch
+    from on_gpu import waiting_raises
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     device = torch.device("cuda:0")
     if request.param == "real":
         with waiting_raises():
@@ -90,6 +110,8 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture
 def start_processes_by() -> Iterator[Callable[[str], None]]:
     """Chooses how TorchRL starts workers: "spawn" is its default, "fork" has nothing to import."""
+    import torch.multiprocessing
+
     previous = torch.multiprocessing.get_start_method(allow_none=True)
     yield lambda method: torch.multiprocessing.set_start_method(method, force=True)
     torch.multiprocessing.set_start_method(previous, force=True)
