@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,14 +35,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # Other processes run the tests, and start the sooner.
+        return  # Its workers run the tests, and start the sooner.
+    paths = [str(Path(__file__).parent / "quick_start"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     import torch
     import torchrl
 
     torch.set_num_threads(1)
     # TorchRL's environments and collectors return to this number when they are closed.
     torchrl._THREAD_POOL_INIT = 1
-    # The threads that torch computes with do not survive a fork: a child that asks for them waits for ever.
+    # The threads that torch computes with do not survive a fork: a child that asks for them waits.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 

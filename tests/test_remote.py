@@ -215,24 +215,29 @@ def on_ray(local_ray):
 
 
 # Processes take seconds to start, so that tests share storages whose rows are theirs alone.
+WITH_GOALS = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "batch_size": 8}
 
 
 @pytest.fixture(scope="module")
 def with_goals(local_ray) -> Iterator[RayReplayBuffer]:
-    options = {"reward_fn": reward, "storage_size": 60, "alpha": 0.6, "batch_size": 8}
-    replay = made_on_ray(HERReplayStorage, *SPACES, **options)
+    replay = made_on_ray(HERReplayStorage, *SPACES, **WITH_GOALS)
     yield replay
     replay.shutdown()
 
 
-@pytest.fixture(scope="module", params=["ray", "distributed"])
-def by_transport(local_ray, request) -> Iterator[tuple[RayReplayBuffer, str]]:
-    options = {"storage_size": 60, "alpha": 0.6, "transport": request.param}
-    replay = made_on_ray(UniformReplayStorage, *SPACES, **options)
-    yield replay, request.param
+@pytest.fixture(scope="module")
+def by_distributed(local_ray) -> Iterator[RayReplayBuffer]:
+    replay = made_on_ray(HERReplayStorage, *SPACES, transport="distributed", **WITH_GOALS)
+    yield replay
     replay.shutdown()
 
 
+@pytest.fixture(params=["ray", "distributed"])
+def by_transport(with_goals, by_distributed, request) -> tuple[RayReplayBuffer, str]:
+    return {"ray": with_goals, "distributed": by_distributed}[request.param], request.param
+
+
+@pytest.mark.slow
 class TestActors:
     def test_parameters_are_set_through_clients(self, with_goals):
         client = with_goals.client()
@@ -383,27 +388,26 @@ class TestActors:
         check_rows(here)
         assert here.episodes.episodes()["finished"].all()
 
-    def test_batches_of_one_layout_cross_by_torch_distributed(self, on_ray):
-        options = {"reward_fn": reward, "storage_size": 60, "batch_size": 32, "alpha": 0.6}
-        replay = on_ray(HERReplayStorage, *SPACES, transport="distributed", **options)
-        client = replay.client()
+    def test_batches_of_one_layout_cross_by_torch_distributed(self, by_distributed):
+        client = by_distributed.client()
 
         for number in (1, 2, 1):
             client.extend(steps(number, 10))
         for _ in range(3):
             batch = client.sample()
             check_batch(batch)
-            batch["td_error"] = torch.full((32,), 0.5)
+            batch["td_error"] = torch.full((8,), 0.5)
             client.update_tensordict_priority(batch.select("index", "priority_stamp", "td_error"))
 
-        here = HERReplayStorage(*SPACES, **options)
-        here.load_state_dict(replay.state_dict())
+        here = HERReplayStorage(*SPACES, **WITH_GOALS)
+        here.load_state_dict(by_distributed.state_dict())
         check_rows(here)
         assert here.episodes.episodes()["length"].tolist() == [10, 10, 10]
         assert (here.sampler.base.priorities[batch["index"]] == 0.5).all()
 
 
 # TorchRL's collectors and losses warn about options of their own that are to change.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_guide_runs(local_ray):
     check_md_file(GUIDE, memory=True)
