@@ -3,6 +3,7 @@
 import pytest
 import torch
 from goal_data import HISTORIES, distance_reward
+from in_pairs import in_pairs
 from on_gpu import assert_equal_on, noise_of_the_cpu
 from torchrl.data import RandomSampler
 from torchrl.envs.transforms import Compose
@@ -34,10 +35,15 @@ SAMPLERS = {
     "all": lambda size: HERSampler(base=ERESampler(0.99, c_min=3, base=PERSampler(size))),
 }
 
+each_combination = in_pairs(
+    history=[*HISTORIES], unit=[None, EpisodeSequence(3, burn_in=1)], sampler=[*SAMPLERS]
+)
+
 
 def batches(history, sampler, unit, device="cpu"):
     """The slots of what was written, and four batches with what they were drawn with."""
-    transform = NStep(3, 0.9)
+    history = HISTORIES[history]
+    sampler, transform = SAMPLERS[sampler](history.capacity), NStep(3, 0.9)
     if isinstance(sampler, HERSampler):
         transform = Compose(GoalRelabel(distance_reward), transform)
     buffer = ReplayStorage(
@@ -59,14 +65,12 @@ def batches(history, sampler, unit, device="cpu"):
 
 
 @pytest.mark.requirement("backends")
-@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-@pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)], ids=["rows", "sequences"])
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@each_combination
 def test_same_seed_same_batches(history, unit, sampler, monkeypatch):
     drawn = []
     for backend in ("numba", "torch"):
         monkeypatch.setenv("TRL_STORAGES_BACKEND", backend)
-        drawn.append(batches(history, sampler(history.capacity), unit))
+        drawn.append(batches(history, sampler, unit))
     for one, other in zip(*drawn, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
@@ -76,14 +80,12 @@ def test_same_seed_same_batches(history, unit, sampler, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.requirement("devices")
-@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-@pytest.mark.parametrize("unit", [None, EpisodeSequence(3, burn_in=1)], ids=["rows", "sequences"])
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@each_combination
 def test_same_noise_same_batches_on_a_gpu(history, unit, sampler, monkeypatch):
     """A GPU has random numbers of its own; for the same ones it answers as the CPU does."""
     drawn = []
     for device in ("cpu", "cuda"):
         with noise_of_the_cpu(monkeypatch, 5):
-            drawn.append(batches(history, sampler(history.capacity), unit, device))
+            drawn.append(batches(history, sampler, unit, device))
     for one, other in zip(*drawn, strict=True):
         assert_equal_on(other, one)

@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList
+from in_pairs import in_pairs
 from tensordict import TensorDict
 from torchrl.data import (
     Binary,
@@ -138,11 +139,13 @@ def as_tensors(value):
     return torch.from_numpy(value) if is_array else value
 
 
-@pytest.mark.parametrize("convert", [lambda value: value, as_tensors], ids=["numpy", "torch"])
-@pytest.mark.parametrize("form", ["dict", "list"])
-@pytest.mark.parametrize("info_at_reset", [True, False])
-@pytest.mark.parametrize("fields", [FIELDS, None], ids=["given", "learned"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@in_pairs(
+    mode=MODES,
+    fields=[FIELDS, None],
+    info_at_reset=[True, False],
+    form=["dict", "list"],
+    convert=[lambda value: value, as_tensors],
+)
 def test_each_lane_equals_a_loop_of_its_own(mode, fields, info_at_reset, form, convert):
     envs = SyncVectorEnv(
         [lambda: CountingEnv(info_at_reset=info_at_reset) for _ in range(4)], autoreset_mode=mode

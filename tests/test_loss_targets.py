@@ -8,6 +8,7 @@ unless that is terminal.
 import pytest
 import torch
 from goal_data import HISTORIES, goal_transitions
+from in_pairs import in_pairs
 from n_step_oracle import fold
 from oracles import RingOracle
 from tensordict.nn import TensorDictModule
@@ -164,9 +165,7 @@ class Renamed:
             self.buffer.writer.extend(data, lanes=lanes)
 
 
-@each_loss
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("n_steps", [1, 3])
+@in_pairs(name=[*LOSSES], history=[*HISTORIES], n_steps=[1, 3])
 def test_targets_equal_a_plain_loop(name, history, n_steps):
     """Terminals, time limits and newest rows are in each history, wrap-around in most."""
     history = HISTORIES[history]

@@ -6,6 +6,7 @@ import torch
 from goal_data import HISTORIES, AsDrawn, achieved_goals, distance_reward, goal_transitions, write
 from hypothesis import given
 from hypothesis import strategies as st
+from in_pairs import in_pairs
 from n_step_oracle import assert_folded, fold
 from oracles import RingOracle
 from tensordict import TensorDict
@@ -79,9 +80,7 @@ def reached(achieved_goal, desired_goal, transition):
 
 @pytest.mark.requirement("n-step")
 class TestFold:
-    @each_storage
-    @each_history
-    @pytest.mark.parametrize("n_steps", [1, 2, 3, 5, 40])
+    @in_pairs(name=[*HISTORIES], storage_type=STORAGES, n_steps=[1, 2, 3, 5, 40])
     def test_equals_a_plain_loop(self, name, storage_type, n_steps):
         buffer, oracle = filled(NStep(n_steps, 0.9), name, storage_type=storage_type)
         batch = buffer.sample(64)

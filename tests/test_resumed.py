@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from in_pairs import in_pairs
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 from torchrl.envs import DoubleToFloat
@@ -126,11 +127,13 @@ def check(storage, before, loop):
         assert begins[its].tolist() == [transition[2] for transition in made]
 
 
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled", None])
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("way", WAYS)
+@in_pairs(
+    way=[*WAYS],
+    kind=[*OPTIONS],
+    num_envs=[1, 3],
+    mode=["NextStep", "SameStep", "Disabled", None],
+    is_new=[True, False],
+)
 def test_the_next_steps_after_a_resume(way, kind, num_envs, mode, is_new, tmp_path):
     for number, num_steps in enumerate(STEPS_BEFORE):
         place = tmp_path / str(number)
@@ -217,15 +220,19 @@ def collected(number, num_steps, num_envs, done=False):
     return TensorDict(entries, [num_envs, num_steps])
 
 
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
-@pytest.mark.parametrize("is_flat", [False, True], ids=["lanes", "flat"])
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("rows", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("way", ["dump", "state dict", "pickle", "disk"])
-@pytest.mark.parametrize("on_gap", ["warn", "cut"])
-def test_a_collector_after_a_resume(way, rows, num_envs, is_flat, is_new, on_gap, tmp_path):
-    if way == "disk" and rows is LazyTensorStorage:
-        pytest.skip("TorchRL's own storages in files start empty")
+@in_pairs(
+    # TorchRL's own storages in files start empty.
+    kind=[
+        *((way, PackedStorage) for way in WAYS),
+        *((way, LazyTensorStorage) for way in ("dump", "state dict", "pickle")),
+    ],
+    num_envs=[1, 3],
+    is_flat=[False, True],
+    is_new=[True, False],
+    on_gap=["warn", "cut"],
+)
+def test_a_collector_after_a_resume(kind, num_envs, is_flat, is_new, on_gap, tmp_path):
+    way, rows = kind
 
     def again(path):
         storage = PackedStorage(60, scratch_dir=path) if path else rows(60)
