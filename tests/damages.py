@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,18 @@ def _entries(state: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
             yield from _entries(value, (*path, key))
 
 
-def damaged_states(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a copy of a state for each way in which one entry of it may be wrong, with its name."""
+def damaged_states(
+    state: dict[str, Any], known: Container[str] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a copy of a state for each way in which one entry of it may be wrong, with its name.
+
+    Those whose names are known are left out.
+    """
     for path, value in [*_entries(state)]:
-        for name, damage in _changes(value).items():
+        for how, damage in _changes(value).items():
+            name = f"{'.'.join(path)}: {how}"
+            if name in known:
+                continue
             damaged = copy.deepcopy(state)
             inner = damaged
             for key in path[:-1]:
@@ -81,7 +89,7 @@ def damaged_states(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
                 del inner[path[-1]]
             else:
                 inner[path[-1]] = damage
-            yield f"{'.'.join(path)}: {name}", damaged
+            yield name, damaged
 
 
 def _replaced(file: Path, data: bytes) -> None:

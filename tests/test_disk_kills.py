@@ -53,7 +53,8 @@ def prepared(path, num_lanes, fill):
 
 def run(module, *args):
     """Runs a script in a process of its own, and returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
+    paths = os.environ["PYTHONPATH"], str(TESTS), str(TESTS.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if module == "stores":
         # Only what is compiled has fences; interpreted, each of its stores is seen.
         environment |= {"TRL_STORAGES_BACKEND": "numba", "NUMBA_DISABLE_JIT": "1"}

@@ -287,11 +287,8 @@ class FullCombination(RuleBasedStateMachine):
         self.per.validate()
         assert len(self.buffer.episodes) == len(self.oracle.live())
         assert (self.ere.update, self.ere.num_updates) == (self.update, self.num_updates)
-        stored = self.per.priorities
-        there = {
-            slot: stored[slot].item() for slot in range(len(stored)) if stored[slot].isfinite()
-        }
-        assert there == self.priorities
+        stored = enumerate(self.per.priorities.tolist())
+        assert {slot: it for slot, it in stored if math.isfinite(it)} == self.priorities
 
 
 class FourLanes(FullCombination):

@@ -86,7 +86,7 @@ def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(
 @pytest.mark.slow
 def test_what_follows_signs_more_often_than_half_the_time_has_a_memory(guide):
     recurrent = guide("recurrent")
-    assert recurrent.train("memory", 0, recurrent.Budget(batches=64)) >= 0.75
+    assert recurrent.train("memory", 0, recurrent.Budget(batches=48)) >= 0.75
 
 
 def test_without_a_memory_exactly_half_of_the_signs_are_followed(guide):
@@ -133,7 +133,7 @@ def test_targets_reach_n_steps_on_and_stop_where_nobody_has_been(guide):
 @pytest.mark.parametrize("agent", ["trainer", "script"])
 def test_hindsight_learns_by_a_trainer_and_by_a_plain_script(guide, agent):
     torchrl_trainer = guide("torchrl_trainer")
-    budget = torchrl_trainer.Budget(bits=6, steps=2_000)
+    budget = torchrl_trainer.Budget(bits=5, steps=1_000)
     assert torchrl_trainer.train(agent, 0, budget) >= 0.90
 
 
@@ -163,7 +163,7 @@ def test_both_hand_over_the_same_rows(guide, monkeypatch):
 @pytest.mark.slow
 def test_half_of_each_batch_from_demonstrations_finds_what_chance_does_not(guide):
     rlpd = guide("rlpd")
-    assert rlpd.train("rlpd", 0, rlpd.Budget(episodes=100, steps=1_200, tests=20)) >= 0.50
+    assert rlpd.train("rlpd", 0, rlpd.Budget(episodes=100, steps=1_000, tests=20)) >= 0.50
 
 
 def test_data_and_steps_online_make_batches_of_both(guide):
@@ -219,9 +219,11 @@ def test_shifts_move_all_frames_of_a_stack_alike(guide):
 
 
 @pytest.mark.slow
-def test_balls_are_caught_from_pixels(guide):
+def test_balls_are_caught_from_pixels(guide, monkeypatch):
     pixels = guide("pixels")
-    assert pixels.train("frames", 0, pixels.Budget()) >= 0.60
+    # Balls fall less deep, and chance catches 0.4.
+    monkeypatch.setattr(pixels, "CELLS", 7)
+    assert pixels.train("frames", 0, pixels.Budget(steps=1_800)) >= 0.70
 
 
 # Results, at the whole budgets.

@@ -4,6 +4,7 @@ Every entry of every state and every file of every dump is damaged in every way 
 """
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -190,18 +191,24 @@ def is_harmless(name):
     )
 
 
+# What each state or dump holds is damaged once.
+WALKED_WHOLE = ("all of them", "over TorchRL's rows")
+
+
+@cache
+def damages_of_all_of_them():
+    return {name for name, _ in damaged_states(filled(MAKERS["all of them"], 8).state_dict())}
+
+
 @each_kind
 def test_each_entry_of_a_state(kind):
     make = MAKERS[kind]
+    known = () if kind in WALKED_WHOLE else damages_of_all_of_them()
     state, walk = filled(make, 8).state_dict(), Walk(lambda: filled(make, 3))
-    for name, damaged in damaged_states(state):
+    for name, damaged in damaged_states(state, known):
         if not is_harmless(name):
             walk.load(name, lambda storage, damaged=damaged: storage.load_state_dict(damaged))
     walk.close()
-
-
-# What each dump holds is damaged once.
-WALKED_WHOLE = ("all of them", "over TorchRL's rows")
 
 
 @each_kind
