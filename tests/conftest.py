@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # Its workers run the tests, and start the sooner.
     paths = [str(Path(__file__).parent / "quick_start"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # Of processes that tests start, too: there is one test for each core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     import torchrl
 

@@ -874,8 +874,8 @@ def test_nonsense_is_refused_by_name_and_changes_nothing(
             wrong += complaints(error, parameter, value)
         else:
             wrong.append(f"{value!r} was taken: {made!r:.60}")
-        for was, storage in before:
-            assert_unchanged(was, storage)
+    for was, storage in before:
+        assert_unchanged(was, storage)
     assert not wrong, f"{name}({parameter}=...):\n" + "\n".join(wrong)
 
 

@@ -87,9 +87,9 @@ def test_writes(gpu, num_envs, storage_type, sampler):
     slots = buffer.add(step if num_envs > 1 else step[0])
     assert slots.device == gpu
     assert slots.shape == ((num_envs,) if num_envs > 1 else ())
-    for _ in range(4):
+    for _ in range(2):
         # More than the ring has room for, too.
-        buffer.extend(step.unsqueeze(1).expand(num_envs, 7) if num_envs > 1 else step.expand(7))
+        buffer.extend(step.unsqueeze(1).expand(num_envs, 14) if num_envs > 1 else step.expand(14))
     buffer.writer.extend(step[:1], lanes=[num_envs - 1])
     assert len(buffer) == buffer.episodes.capacity
     check(buffer.sample(8), gpu, 8)

@@ -180,7 +180,6 @@ def local_ray() -> Iterator[None]:
         # Actors are other processes, which the package need not be installed for.
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        patch.setenv("OMP_NUM_THREADS", "1")
         start_ray()
         yield
         with warnings.catch_warnings():
