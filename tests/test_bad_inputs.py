@@ -866,20 +866,19 @@ def test_nonsense_is_refused_by_name_and_changes_nothing(
     before = [(snapshot(each), each) for each in (world.storage, world.whole)]
     # None where it is not allowed is as bad as anything else.
     bad = [*BAD[kind.rstrip("?")]] + ([] if kind.endswith("?") else [None])
-    calls = ({**good, parameter: value} for value in bad)
-    wrong = [line for arguments in calls for line in tried(world, name, arguments, parameter)]
+    wrong = [line for value in bad for line in tried(world, name, good, parameter, value)]
     for was, storage in before:
         assert_unchanged(was, storage)
     assert not wrong, f"{name}({parameter}=...):\n" + "\n".join(wrong)
 
 
-def tried(world: World, name: str, arguments: dict[str, Any], parameter: str) -> list[str]:
+def tried(world: World, name: str, good: dict[str, Any], parameter: str, value: Any) -> list[str]:
     """Says what is wrong with how a bad argument is refused."""
     try:
-        made = world.call(name, arguments)
+        made = world.call(name, {**good, parameter: value})
     except Exception as error:
-        return complaints(error, parameter, arguments[parameter])
-    return [f"{arguments[parameter]!r} was taken: {made!r:.60}"]
+        return complaints(error, parameter, value)
+    return [f"{value!r} was taken: {made!r:.60}"]
 
 
 def complaints(error: Exception, parameter: str, value: Any) -> list[str]:
