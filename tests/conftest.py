@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     import torch
 
+# Only for processes that tests start.
+collect_ignore = ["quick_start"]
+
 # Imports and collected tests stay to the end: garbage collections would only walk them.
 gc.disable()
 
