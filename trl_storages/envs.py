@@ -137,8 +137,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         for name, goal in (("achieved_goal", achieved), ("desired_goal", desired)):
             if goal.shape[-1:] != (self.n_bits,):
                 raise ValueError(
-                    f"{name} must have {self.n_bits} bits in its last dimension, "
-                    f"got the shape {list(goal.shape)}"
+                    f"{name} must have {self.n_bits} bits in its last dimension, got {list(goal.shape)}"
                 )
         return (achieved == desired).all(axis=-1)
 
@@ -152,8 +151,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
             fits = values.size == 1 and is_whole and 0 <= values.item() < n_bits
         if not fits:
             raise ValueError(
-                f"action must be {must}, got {action!r}; for actions of the other kind make the "
-                f"environment with continuous={not self.continuous}"
+                f"action must be {must}, got {action!r}; others need continuous={not self.continuous}"
             )
         return int(values.argmax() if self.continuous else values.item())
 

@@ -217,8 +217,7 @@ def _array(value: Any, label: str) -> Values:
             array = None
     if array is None or array.ndim == 0:
         raise TypeError(
-            f"{label} must be an array of numbers with one row for each step, got "
-            f"{arguments.shown(value)}."
+            f"{label} must be numbers, one row for each step, got {arguments.shown(value)}."
         )
     return array
 

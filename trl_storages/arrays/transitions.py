@@ -101,8 +101,7 @@ class Transitions:
         if isinstance(ends, str):
             if ends not in (names := may_be_flags(data)):
                 raise KeyError(
-                    f"ends must be flags or the name of an entry with flags, got {ends!r}; there are "
-                    f"{names}."
+                    f"ends must be flags or the name of such an entry, got {ends!r}; there are {names}."
                 )
             data, ends = {name: data[name] for name in data if name != ends}, data[ends]
         entries = sort_entries(data, argument)
@@ -288,8 +287,7 @@ def _num_rows(entries: Entries, argument: str) -> int:
     lengths = {key: len(value) for key, value in (*entries.fields, *flags)}
     if len({*lengths.values()}) > 1:
         raise ValueError(
-            f"the entries of {argument} must have one row for each step, got the lengths "
-            f"{lengths}; leave out what is not of steps."
+            f"{argument} must have one row for each step, got {lengths}; leave out what is not of steps."
         )
     return next(iter(lengths.values()))
 

@@ -193,8 +193,7 @@ def _steps_of(path: Mapping[str, Any], number: int) -> tuple[dict[tuple[str, ...
     for key, value in found.items():
         if not (hasattr(value, "__len__") and getattr(value, "ndim", True)):
             raise TypeError(
-                f"{_name(key)!r} of each episode of data must be an array of one row for each step, got "
-                f"{type(value).__name__}."
+                f"{_name(key)!r} of each episode of data must have one row a step, got {value!r:.40}."
             )
     of = {name: ROLE_OF.get(name) for name in path}
     actions = [value for key, value in found.items() if of[key[0]] == "actions"]

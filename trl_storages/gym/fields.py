@@ -99,8 +99,7 @@ def transition_fields(
         for name, space in zip(names, info_keys.values(), strict=True):
             if isinstance(space, (Composite, spaces.Dict)):
                 raise TypeError(
-                    f"the info {name!r} must be a single tensor, got {space}; "
-                    f"name its entries, as in ({name!r}, ...)"
+                    f"the info {name!r} must be a single tensor, got {space}; name each ({name!r}, ...)"
                 )
             infos += _group(space, name, 0).items()
     # The fields of every transition come first, so that no entry can replace them.
@@ -120,8 +119,7 @@ def check_free(key: NestedKey, taken: Mapping[NestedKey, Any]) -> None:
     """Raises a ValueError if a transition with the keys `taken` has no place for `key`."""
     if (other := overlapping(key, taken)) is not None:
         raise ValueError(
-            f"the keys of a transition must differ, got {key!r} beside {other!r}; "
-            "rename one of them in its space or in info_keys"
+            f"the keys of a transition must differ, got {key!r} beside {other!r}; rename one of them"
         )
 
 

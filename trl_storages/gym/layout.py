@@ -90,8 +90,7 @@ def _check_names(names: list[str], values: Any, argument: str) -> None:
     """Raises the error for values that are not a mapping with exactly these keys."""
     if not isinstance(values, Mapping):
         raise TypeError(
-            f"{argument} must be a dictionary with the keys {sorted(names)}, "
-            f"got {type(values).__name__}"
+            f"{argument} must be a dictionary of {sorted(names)}, got {type(values).__name__}"
         )
     if missing := [name for name in names if name not in values]:
         raise KeyError(

@@ -273,8 +273,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         key = keys.INDEX if data.get(keys.ANCHOR_INDEX, None) is None else keys.ANCHOR_INDEX
         if (index := data.get(key, None)) is None:
             raise KeyError(
-                f"the batch lacks its entry {key!r}, which says which rows were drawn: pass what "
-                "sample() returned."
+                f"the batch lacks its entry {key!r}, the rows drawn: pass what sample() returned."
             )
         self._check_rows(index, ids)
         for number, storage in enumerate(self._storages):
@@ -304,8 +303,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         priority = arguments.values("priority", priority)
         if buffer_ids.shape != index.shape:
             raise ValueError(
-                f"buffer_ids must have the shape of index, {list(index.shape)}, got "
-                f"{list(buffer_ids.shape)}."
+                f"buffer_ids must have the shape of index, {[*index.shape]}, got {[*buffer_ids.shape]}."
             )
         self._check_rows(index, buffer_ids)
         for number, sampler in enumerate(self._prioritized):
@@ -336,8 +334,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         ids: torch.Tensor | None = data.get(keys.BUFFER_IDS, None)
         if ids is None:
             raise KeyError(
-                f"the batch lacks {keys.BUFFER_IDS!r}, which says of each row from which storage it is: "
-                "pass what sample() returned."
+                f"the batch lacks {keys.BUFFER_IDS!r}, the storage of each row: pass what was sampled."
             )
         return ids
 

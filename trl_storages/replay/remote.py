@@ -324,8 +324,7 @@ class _InActor:
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not len(self.episodes):
             raise RuntimeError(
-                "the storage is empty: other processes write to it by extend(steps, lanes=[lane]); "
-                "sample when they have, as len(replay) says."
+                "the storage is empty: other processes write to it by extend(steps, lanes=[lane])."
             )
         batch = super().sample(*args, **kwargs)  # type: ignore[misc]
         return tuple(map(self._sent, batch)) if isinstance(batch, tuple) else self._sent(batch)

@@ -342,8 +342,7 @@ def read_generator(saved: Any) -> torch.Generator | None:
         generator.set_state(state)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the saved generator must be one of a device that is here, and whole: {error}. Nothing was "
-            "changed."
+            f"the saved generator must be whole, and of a device here: {error}. Nothing was changed."
         ) from error
     return generator
 
