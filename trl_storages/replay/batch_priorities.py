@@ -79,7 +79,7 @@ def drawn_priorities(
     if not is_one_each and given != rows:
         for shape in {rows, torch.Size([rows.numel()])}:
             _check_not_broadcast(priority, shape, name)
-    priority = priority.detach().reshape(-1)
+    priority = priority.detach().flatten()
     if anchor is None:
         [slots] = saying
     else:

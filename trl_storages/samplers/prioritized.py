@@ -247,7 +247,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
         # Buffers notify of each write twice: by `mark_update`, then here.
-        marked, self._marked = self._marked, None
+        marked, self.__dict__["_marked"] = self._marked, None
         if marked is not None and marked is index:
             return
         slots = self._as_slots(index)
@@ -260,7 +260,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """Gives rows that were overwritten the largest priority."""
         if not self._settle(storage):
             self._table.write(self._as_slots(index))
-        self._marked = index
+        self.__dict__["_marked"] = index
 
     def update_priority(
         self,
@@ -296,10 +296,10 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             if given is not None and given.numel() != slots.numel():
                 raise ValueError(_not_one_each(name, given, slots.numel()))
         if stamp is not None:
-            stamp = on_device(stamp, device, torch.int32).reshape(-1).contiguous()
+            stamp = on_device(stamp, device, torch.int32).flatten().contiguous()
         # `Sealed.__setattr__` would take longer.
         self.__dict__.update(_marked=None, _unanswered=-math.inf)
-        self._table.update(slots, priority.reshape(-1).contiguous(), stamp)
+        self._table.update(slots, priority.flatten().contiguous(), stamp)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
@@ -311,7 +311,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         slots = arguments.values("index", index)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        return on_device(slots, self.device, torch.int64).reshape(-1).contiguous()
+        return on_device(slots, self.device, torch.int64).flatten().contiguous()
 
     # The storage
 
