@@ -186,7 +186,8 @@ def fold(
     """
     if rewards.dtype is not torch.float32 or dtype is not torch.float32:
         rewards = rewards.double()
-    out = torch.empty(rewards.shape[1:], dtype=rewards.dtype)
+    # Several ints are parsed faster than a size.
+    out = rewards.new_empty(*rewards.shape[1:])
     by_row = rewards.contiguous().numpy().reshape(len(weights), -1)
     _fold(by_row, *map(address, (length, weights, out)))
     return out if out.dtype is dtype else out.to(dtype)
