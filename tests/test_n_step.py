@@ -26,7 +26,6 @@ from trl_storages.sample_units import EpisodeSequence
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
 each_storage = pytest.mark.parametrize("storage_type", STORAGES)
-each_history = pytest.mark.parametrize("name", HISTORIES)
 INFO_KEYS = ["effort", ("next", "observation")]
 
 
@@ -295,9 +294,7 @@ def test_any_writes_at_all(written, n_steps, gamma, strategy, ends):
 
 @pytest.mark.requirement("her-n-step")
 class TestHindsight:
-    @each_storage
-    @each_history
-    @pytest.mark.parametrize("ends", [False, True], ids=["flags as stored", "ends at the goal"])
+    @in_pairs(name=[*HISTORIES], storage_type=STORAGES, ends=[False, True])
     def test_one_goal_for_the_window(self, name, storage_type, ends):
         functions = {"reward_fn": effort_reward, "terminated_fn": reached if ends else None}
         transform = Compose(
