@@ -8,13 +8,15 @@ import pytest
 from disk.acts import Act, keep, load, prioritise, write
 from disk.history import History
 from disk.moments import Moments, put_back
-from disk.power import opens_after_cut
+from disk.platter import Platter
+from disk.power import opens_after_cut, syncs_seen
 from disk.recorded import Recorded
 from disk.rows import KINDS, abandon, found, is_torn, make
 from interrupter import Interrupter
 
 import trl_storages
 from trl_storages import ReplayStorage, UniformSampler
+from trl_storages.disk import Directory
 from trl_storages.disk.words import Words
 from trl_storages.writing import writer
 
@@ -155,37 +157,39 @@ def failing_again(folder, name, stride, first):
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
 def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored, lasts):
     """Whatever a failed write has stored is not taken for what was written in its place."""
-    storage, history = make(tmp_path / "rows", 1, SIZE), History(1, SIZE)
+    path, rng = tmp_path / "rows", random.Random(0)
+    storage, history = make(path, 1, SIZE), History(1, SIZE)
     act = write(history, 5)
     act.do(storage)
     storage.flush()
     history = act.after
     history.flush()
     for line in range(1 if stored == "plain" else 5, 400, 9 if stored == "plain" else 23):
-        with Moments(tmp_path / "rows") as moments:
-            failing = write(history, 4)
-            interrupter = Interrupter(line, trl_storages, error=MemoryError, lasts=lasts)
+        platter, go_back = Platter(path, 512), Directory.go_back
+        platter.sync_all()
+
+        def seen(*args, platter=platter, go_back=go_back):
+            platter.look()
+            go_back(*args)
+
+        failing = write(history, 4)
+        interrupter = Interrupter(line, trl_storages, error=MemoryError, lasts=lasts)
+        with syncs_seen(platter), mock.patch.object(Directory, "go_back", seen):
             with suppress(MemoryError), again_and_again(interrupter):
                 failing.do(storage)
-        if not storage.storage.directory.is_writer:
-            storage = make(tmp_path / "rows", 1, SIZE)
-        if found(storage) == failing.after.live:
-            history = failing.after
-            continue
-        further = write(history, 1)
-        further.do(storage)
-        history = further.after
-        # The rows and the marks of the failed write, with what was said last of the directory.
-        with Moments(tmp_path / "rows") as now:
-            pass
-        for files in moments.all[-3:]:
-            mixed = {
-                name: files.get(name, data) if name.startswith(("rows", "marks")) else data
-                for name, data in now.all[-1].items()
-            }
-            mixed = {name: data for name, data in mixed.items() if not name.startswith("commits")}
-            commits = {n: bytes(len(d)) for n, d in now.all[-1].items() if n.startswith("commits")}
-            opens_after_cut({**mixed, **commits}, tmp_path / "cut", history, SIZE)
+            platter.look()
+            if not storage.storage.directory.is_writer:
+                storage = make(path, 1, SIZE)
+            if found(storage) == failing.after.live:
+                history = failing.after
+            else:
+                further = write(history, 1)
+                further.do(storage)
+                history = further.after
+                platter.look()
+                for _ in range(6):
+                    opens_after_cut(platter.after_cut(rng), tmp_path / "cut", history, SIZE)
+        platter.close()
 
 
 def test_killed_while_a_step_is_recorded(tmp_path):

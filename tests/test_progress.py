@@ -32,7 +32,7 @@ def test_opening_and_checking(storage, capsys):
     again = ReplayStorage.open(path, check=True, progress=True)
     said = capsys.readouterr().err
     assert "opening rows:   0%" in said
-    assert "| 0/5 " in said
+    assert "| 0/10 " in said
     assert found(again) == found(storage)
     again.validate(progress=True)
     assert "checking rows:   0%" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trl_storages.kernels import device, host
 from trl_storages.kernels.host import disk as host_disk
-from trl_storages.kernels.marks import pack_marks, unpack_marks
-from trl_storages.kernels.tables import Block
+from trl_storages.kernels.marks import is_of, pack_marks
+from trl_storages.kernels.tables import Block, steps_between
 
 KERNELS = (host, device)
 BACKENDS = pytest.mark.parametrize("kernels", KERNELS, ids=["host", "device"])
@@ -115,11 +115,13 @@ def test_every_bit_of_a_row_its_mark_and_slot_counts():
     assert len(torch.cat(sums).unique()) == 3 * 64 + 1
 
 
-@given(st.integers(0, 2**19 - 1), st.integers(0, 2**41 - 1), st.booleans(), st.booleans())
-def test_marks_say_what_was_packed(history, step, begins, ends):
-    mark = pack_marks(history, ints([step]), torch.tensor([begins]), torch.tensor([ends]))
-    assert mark.item() == history << 44 | step << 3 | ends << 2 | begins << 1 | 1
-    assert [part.item() for part in unpack_marks(mark)] == [history, step, True, begins, ends]
+@given(st.integers(0, 2**60 - 1), st.booleans(), st.booleans())
+def test_marks_say_what_was_packed(step, begins, ends):
+    mark = pack_marks(ints([step]), torch.tensor([begins]), torch.tensor([ends]))
+    assert mark.item() == step << 3 | ends << 2 | begins << 1 | 1
+    assert is_of(mark, ints([step]))
+    assert not is_of(mark, ints([step ^ 1]))
+    assert not is_of(mark - 1, ints([step]))
 
 
 @BACKENDS
@@ -161,18 +163,18 @@ class Lanes:
         ]
         self.tables = [Table(kernels, self.rings[0].num_slots, 2) for kernels in KERNELS]
         self.commits = [
-            kernels.Commits(ints([0]), torch.zeros(2, 3 + 4 * num_envs, dtype=torch.int64))
+            kernels.Commits(ints([0]), torch.zeros(2, 2 + 4 * num_envs, dtype=torch.int64))
             for kernels in KERNELS
         ]
         self.marks, self.is_open = [[] for _ in range(num_envs)], [False] * num_envs
 
-    def write(self, history, done, cut, lanes, priorities=(None, None)):
+    def write(self, done, cut, lanes, priorities=(None, None)):
         which = [*range(len(self.marks))] if lanes is None else lanes
         flags = torch.tensor(done)
         for i, lane in enumerate(which):
             for s, ends in enumerate(done[i]):
                 begins = not self.is_open[lane] or (cut is not None and cut[i][s])
-                mark = history << 44 | len(self.marks[lane]) << 3 | ends << 2 | begins << 1 | 1
+                mark = len(self.marks[lane]) << 3 | ends << 2 | begins << 1 | 1
                 self.marks[lane].append(mark)
                 self.is_open[lane] = not ends
         rows = torch.randint(2**40, (*flags.shape, 2))
@@ -188,7 +190,7 @@ class Lanes:
             before[cleared, 0] = 0
             assert torch.equal(table.marks, before)
             table.rows[written] = rows[slots >= 0]
-            table.marked.seal(ring, history, flags.shape[1], lanes, kept)
+            table.marked.seal(ring, flags.shape[1], lanes, kept)
             expected = ints([self.marks[lane][-flags.shape[1] :] for lane in which])[slots >= 0]
             assert torch.equal(table.marks[written, 0], expected)
             assert table.marked.check(written).all()
@@ -197,15 +199,10 @@ class Lanes:
 
 
 @given(st.data())
-def test_an_index_is_fed_from_marks(data):
-    """Writes of every shape by several histories, some of which begin before others ended."""
+def test_marks_of_writes_of_every_shape(data):
     num_envs, places = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     lanes = Lanes(num_envs, places, data.draw(st.sampled_from([0, 1, 3])))
-    histories, firsts = [], []
     for _ in range(data.draw(st.integers(1, 5))):
-        if not histories or data.draw(st.booleans()):
-            histories.append((histories or [0])[-1] + data.draw(st.integers(1, 3)))
-            firsts.append(lanes.rings[0].cursors.tolist())
         which = data.draw(
             st.none() | st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)
         )
@@ -213,47 +210,34 @@ def test_an_index_is_fed_from_marks(data):
         row = st.lists(st.booleans(), min_size=steps, max_size=steps)
         size = num_envs if which is None else len(which)
         block = st.lists(row, min_size=size, max_size=size)
-        lanes.write(histories[-1], data.draw(block), data.draw(st.none() | block), which)
+        lanes.write(data.draw(block), data.draw(st.none() | block), which)
     ring = lanes.rings[0]
     tails, cursors = ring.tails.clone(), ring.cursors.clone()
-    known = ints(histories), ints(firsts)
     tables = dict(zip(KERNELS, lanes.tables, strict=True))
-    ask = lambda kernels: tables[kernels].marked.flags(tails, cursors, *known)  # noqa: E731
-    done, begins, right = both(ask)
-    spans = zip(lanes.marks, tails.tolist(), cursors.tolist(), strict=True)
+    spans = [*zip(lanes.marks, tails.tolist(), cursors.tolist(), strict=True)]
     expected = [mark for marks, tail, cursor in spans for mark in marks[tail:cursor]]
-    assert done.tolist() == [mark >> 2 & 1 == 1 for mark in expected]
-    assert begins.tolist() == [mark >> 1 & 1 == 1 for mark in expected]
-    assert right.all()
+    lane, step = steps_between(tails, cursors)
+    assert step.tolist() == [step for _, tail, cursor in spans for step in range(tail, cursor)]
+    at = ring.slots_at(step, lane)
+    assert both(lambda kernels: tables[kernels].marks[at, 0]).tolist() == expected
     live = ring.slots_by_age(torch.arange(len(expected)))
     for kernels, one in zip(KERNELS, lanes.rings, strict=True):
         assert tables[kernels].marked.hold(one, live.view(1, -1))
-    # A history made known now owns some of the steps that others wrote.
-    taken = [data.draw(st.integers(0, cursor)) for cursor in cursors.tolist()]
-    known = ints([*histories, histories[-1] + 1]), ints([*firsts, taken])
-    steps = [range(*span) for span in zip(tails.tolist(), cursors.tolist(), strict=True)]
-    kept = [step < taken[lane] for lane, span in enumerate(steps) for step in span]
-    assert both(ask)[2].tolist() == kept
     # One row goes: nobody takes its slot for it.
-    known = ints(histories), ints(firsts)
     slot = data.draw(st.sampled_from(live.tolist()))
     other = data.draw(st.sampled_from([0, 1 << 43 | 1]))
     for kernels, one in zip(KERNELS, lanes.rings, strict=True):
         tables[kernels].marks[slot, 0] = other
         assert not tables[kernels].marked.hold(one, live)
-    at = [
-        step % ring.ring_steps * num_envs + lane for lane, span in enumerate(steps) for step in span
-    ]
-    assert both(ask)[2].tolist() == [place != slot for place in at]
 
 
 @BACKENDS
 def test_what_is_committed_keeps_its_marks(kernels):
     """A write that is done once more, of which some lanes were committed."""
     ring = kernels.Ring(6, 2, CPU, spare_steps=1)
-    selector, tables = ints([0]), torch.zeros(2, 3 + 4 * 2, dtype=torch.int64)
+    selector, tables = ints([0]), torch.zeros(2, 2 + 4 * 2, dtype=torch.int64)
     commits, table = kernels.Commits(selector, tables), Table(kernels, 8)
-    commits.publish(ints([1, 0, 0, 2, 0, 0, 0, 0, 0, 0]))
+    commits.publish(ints([0, 0, 2, 0, 0, 0, 0, 0, 0]))
     table.marks[:, 0] = 1
     table.marked.clear(ring, 2, None, commits)
     assert table.marks[:, 0].tolist() == [0, 1, 0, 1, 1, 1, 1, 1]
@@ -274,7 +258,7 @@ def test_rows_are_held_with_those_before_them_in_their_episode(kernels, num_lane
         ring.append(
             kernels.NewRows([], np.zeros((0, 2), np.int64), num_lanes, 0, done, CPU), Block(1)
         )
-        marked.seal(ring, 1, 1)
+        marked.seal(ring, 1)
     whole = marks.clone()
     lane = num_lanes - 1
     for seen in range(6, 10):
@@ -284,16 +268,6 @@ def test_rows_are_held_with_those_before_them_in_their_episode(kernels, num_lane
             marks[lost % 8 * num_lanes + lane] = 0
             is_read = max(seen - past_steps, 5) <= lost <= seen
             assert marked.hold(ring, slots) == (not is_read), (seen, lost)
-
-
-def test_a_history_that_goes_on_further_back_than_the_one_before():
-    """After a power cut: steps from 3 on are written once more."""
-    lanes = Lanes(1, 8, 2)
-    lanes.write(1, [[False] * 6], None, None)
-    known = ints([1, 2, 3]), ints([[0], [5], [3]])
-    tables = dict(zip(KERNELS, lanes.tables, strict=True))
-    right = both(lambda kernels: tables[kernels].marked.flags(ints([0]), ints([6]), *known)[2])
-    assert right.tolist() == [True] * 3 + [False] * 3
 
 
 @BACKENDS
@@ -396,7 +370,7 @@ def test_priorities_are_sealed(pairs):
 
 
 def test_the_largest_priority_lies_behind_the_others():
-    table = Priorities([1 << 44 | 1, 0])
+    table = Priorities([8 | 1, 0])
     assert all(kept.is_new for kept in table.kept.values())
     assert table.get([0, 1, 2]).isnan().all()
     table.put([2], [7.5])
@@ -430,7 +404,7 @@ def test_priorities_follow_the_rows(data):
     for _ in range(data.draw(st.integers(1, 6))):
         steps = data.draw(st.integers(1, places + 2))
         before = lanes.rings[0].cursors.tolist()
-        lanes.write(1, [[False] * steps] * num_envs, None, None, kept)
+        lanes.write([[False] * steps] * num_envs, None, None, kept)
         newest = [
             (lane, step)
             for lane, cursor in enumerate(before)
@@ -509,14 +483,14 @@ def test_lanes_are_committed_as_their_words(kernels):
     ring = kernels.Ring(6, 2, CPU, spare_steps=1)
     append(ring, torch.tensor([[False, True, False, False, False]] * 2), None, None)
     append(ring, torch.tensor([[True]]), None, ints([1]))
-    selector, tables = ints([4]), torch.zeros(2, 2 + 4 * 2 + 1, dtype=torch.int64)
+    selector, tables = ints([4]), torch.zeros(2, 1 + 4 * 2 + 1, dtype=torch.int64)
     commits = kernels.Commits(selector, tables)
-    commits.publish_lanes(ring, 3, 11, np.array([7, 8]))
+    commits.publish_lanes(ring, 11, np.array([7, 8]))
     assert commits.number == 5
-    assert commits.read().tolist() == [3, 11, 5, 6, 2, 3, 1, 0, 7, 8]
+    assert commits.read().tolist() == [11, 5, 6, 2, 3, 1, 0, 7, 8]
     with pytest.raises(ValueError, match="as many words"):
         kernels.Commits(selector, tables[:, :-1].contiguous()).publish_lanes(
-            ring, 3, 11, np.array([7, 8])
+            ring, 11, np.array([7, 8])
         )
 
 
@@ -534,11 +508,11 @@ def test_fences_and_processors(monkeypatch):
 def test_compiled_loops_hold_their_fences(loop, num_fences):
     """In the program as it is optimised, where stores that another one hides could be left out."""
     lanes = Lanes(1, 4, 1)
-    lanes.write(1, [[False] * 3], None, None)
+    lanes.write([[False] * 3], None, None)
     lanes.tables[0].marked.hold(lanes.rings[0], ints([0]))
     host.Commits(ints([0]), torch.zeros(2, 4, dtype=torch.int64)).publish(ints([1, 2, 3]))
-    words = torch.zeros(2, 7, dtype=torch.int64)
-    host.Commits(ints([0]), words).publish_lanes(lanes.rings[0], 1, 2, np.array([3]))
+    words = torch.zeros(2, 6, dtype=torch.int64)
+    host.Commits(ints([0]), words).publish_lanes(lanes.rings[0], 2, np.array([3]))
     compiled = getattr(host_disk, loop)
     anew = numba.njit(compiled.py_func)  # what comes from the cache can't be looked at
     anew.compile(compiled.signatures[0])

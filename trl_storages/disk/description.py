@@ -1,7 +1,7 @@
 """How a directory of rows describes itself: `storage.json`, and the name of the file beside it.
 
-Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, H histories, D
-steps before a row whose frames it is read with.
+Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, D steps before a
+row whose frames it is read with.
 """
 
 from __future__ import annotations
@@ -12,19 +12,13 @@ import re
 import uuid
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from trl_storages.disk.files import damaged, opened, write_text
-from trl_storages.kernels.marks import MOST_HISTORIES
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
-from trl_storages.saved.parts import SavedState
 from trl_storages.saved.untrusted import MOST_BYTES, parse_json
 
 __all__ = [
@@ -32,6 +26,7 @@ __all__ = [
     "announce",
     "check_is_free",
     "holds_storage",
+    "new_identity",
     "remove_files",
     "remove_other_files",
     "spare_steps",
@@ -45,10 +40,11 @@ _OWN = re.compile(r"rows\.\d{1,9}\.bin")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
-# Keeps the file small enough to be read back.
-_MOST_NUMBERS = 2**18
 
-Steps = list[int]
+
+def new_identity() -> str:
+    """Returns a name that no other storage has."""
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -59,28 +55,39 @@ class Description:
         layout: of a row.
         num_rows: live rows at most, as requested when the storage was created.
         num_lanes: E.
-        spare_steps: S.
         tails: `[E]` the first steps that may be live; earlier rows are never recovered.
         flushed: `[E]` the cursors at the last flush.
-        identity: unique to each creation of a directory.
+        identity: unique to each creation of a directory, and to each recovery that lost rows.
         generation: of the files in use.
-        histories: for each writer that still owns live steps, its number and `[E]` its first step in each
-            lane; the newest last.
         is_clean: whether nothing was written since the last flush.
         progress: other state to resume from: generator, sampler, recorder.
+
+    Raises:
+        TypeError, ValueError: it can't be that of a storage.
     """
 
     layout: Layout
     num_rows: int
     num_lanes: int
-    spare_steps: int
-    tails: Steps
-    flushed: Steps
-    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tails: list[int]
+    flushed: list[int]
+    identity: str = field(default_factory=new_identity)
     generation: int = 1
-    histories: list[Steps] = field(default_factory=list)
     is_clean: bool = True
     progress: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = [
+            (self.num_rows, 1, _MOST),
+            (self.num_lanes, 1, self.num_rows),
+            (self.generation, 1, 10**9 - 1),
+            *((step, 0, _MOST) for step in (*self.tails, *self.flushed)),
+        ]
+        fits = all(type(it) is int and least <= it <= most for it, least, most in numbers)
+        if not (fits and len(self.tails) == len(self.flushed) == self.num_lanes):
+            raise ValueError("its numbers are not those of rows and lanes")
+        if type(self.is_clean) is not bool:
+            raise TypeError("'is_clean' must be true or false")
 
     @property
     def steps_per_lane(self) -> int:
@@ -88,24 +95,19 @@ class Description:
         return self.num_rows // self.num_lanes
 
     @property
+    def spare_steps(self) -> int:
+        """S."""
+        return spare_steps(self.steps_per_lane, self.layout.past_steps)
+
+    @property
     def ring_steps(self) -> int:
         """R."""
         return self.steps_per_lane + self.spare_steps
 
     @property
-    def past_steps(self) -> int:
-        """D."""
-        return self.layout.past_steps
-
-    @cached_property
     def most_steps(self) -> int:
         """The most steps of a lane that a write can put in slots without a live row or a frame in use."""
-        return self.spare_steps - self.past_steps
-
-    @cached_property
-    def history(self) -> int:
-        """The number of the newest history, 0 before the first."""
-        return self.histories[-1][0] if self.histories else 0
+        return self.spare_steps - self.layout.past_steps
 
     def new_index(self) -> EpisodeIndex:
         """Returns an index of no rows."""
@@ -116,43 +118,13 @@ class Description:
         """The name of the file of rows."""
         return f"rows.{self.generation}.bin"
 
-    def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the numbers of the histories `[H]`, and their first steps `[H, E]`."""
-        known = torch.tensor(self.histories, dtype=torch.int64).view(-1, self.num_lanes + 1)
-        return known[:, 0], known[:, 1:]
-
-    def begun(self, cursors: np.ndarray, tails: np.ndarray) -> Description:
-        """Returns this description with a new history that owns the steps from `cursors` on.
-
-        Raises:
-            RuntimeError: there would be too many histories.
-        """
-        number = self.history + 1
-        known = np.array([*self.histories, [number, *cursors]])
-        # A step belongs to the newest history that began at or before it: drop the histories that own
-        # neither a live step nor one whose frame is in use.
-        firsts, oldest = known[:, 1:], tails - self.past_steps
-        ends = np.minimum.accumulate(firsts[:0:-1])[::-1]
-        owns_some = (np.maximum(firsts[:-1], oldest) < ends).any(1)
-        kept = known[np.append(owns_some, True)].tolist()
-        if number >= MOST_HISTORIES or len(kept) * (self.num_lanes + 2) > _MOST_NUMBERS:
-            raise RuntimeError(
-                f"the directory was opened and written {number} times, of which {len(kept)} left "
-                "rows: save them with dumps(), delete it by close(keep=False), make it anew, and load "
-                "them."
-            )
-        flushed = np.minimum(self.flushed, cursors).tolist()
-        steps: Any = {"histories": kept, "flushed": flushed, "tails": tails.tolist()}
-        return replace(self, **steps, is_clean=False)
-
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        own = {it.name: getattr(self, it.name) for it in fields(self)}
-        words = {**_KIND, **own, "layout": self.layout.to_json()}
+        words = {**_KIND, **vars(self), "layout": self.layout.to_json()}
         write_text(directory / _NAME, json.dumps({**words, "check": _check(words)}))
         (directory / _CREATING).unlink(missing_ok=True)
 
@@ -174,49 +146,22 @@ class Description:
         with opened(path) as file:
             text = file.read(MOST_BYTES + 1)
         try:
-            return cls._from_words(parse_json(text))
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(path, f"it does not describe a storage: {error}") from error
-
-    @classmethod
-    def _from_words(cls, words: Any) -> Description:
-        if not isinstance(words, dict):
-            raise TypeError(f"it must be an object of JSON, got {str(words)[:25]}")
-        if (got := {key: words.get(key) for key in _KIND}) != _KIND:
-            raise ValueError(
-                f"it must be of {_KIND}, got {str(got)[:50]} (format 1 was never released: delete it)"
-            )
-        if words.pop("check", None) != _check(words):
-            raise ValueError("it does not match its checksum")
-        names = [it.name for it in fields(cls)]
-        saved = SavedState(words, "the description", [*_KIND, *names])
-        num_rows = saved.integer("num_rows", 1, _MOST)
-        num_lanes = saved.integer("num_lanes", 1, num_rows)
-        layout = Layout.from_json(saved["layout"])
-        most_spare = num_rows // num_lanes + layout.past_steps
-        saved.integer("spare_steps", 1 + layout.past_steps, most_spare)
-        saved.integer("generation", 1, 10**9 - 1)
-        saved.flag("is_clean")
-        for steps in (saved["tails"], saved["flushed"]):
-            _check_numbers(steps, num_lanes)
-        for history in saved["histories"]:
-            _check_numbers(history, num_lanes + 1)
-        numbers = [0, *(number for number, *_ in saved["histories"]), MOST_HISTORIES]
-        if numbers != sorted(set(numbers)):
-            raise saved.error("histories", "numbered upwards", str(numbers)[:50])
-        return cls(**{**{name: saved[name] for name in names}, "layout": layout})
+            words = parse_json(text)
+            if (got := {key: words.get(key) for key in _KIND}) != _KIND:
+                raise ValueError(
+                    f"it must be of {_KIND}, got {str(got)[:50]} (format 1 was never released: delete it)"
+                )
+            if words.pop("check", None) != _check(words):
+                raise ValueError("it does not match its checksum")
+            own = {key: value for key, value in words.items() if key not in _KIND}
+            return cls(**{**own, "layout": Layout.from_json(own["layout"])})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise damaged(path, f"it does not describe a storage: {error!s:.200}") from error
 
 
 def _check(words: dict[str, Any]) -> int:
     """Returns the checksum of a description."""
     return zlib.crc32(json.dumps(words).encode())
-
-
-def _check_numbers(value: Any, length: int) -> None:
-    is_list = isinstance(value, list) and len(value) == length
-    if not (is_list and all(type(it) is int and 0 <= it <= _MOST for it in value)):
-        got = repr(value)[:50]
-        raise ValueError(f"there must be {length} whole numbers from 0 to {_MOST}, got {got}")
 
 
 def spare_steps(steps_per_lane: int, past_steps: int) -> int:

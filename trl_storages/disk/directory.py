@@ -21,9 +21,9 @@ from trl_storages.disk.description import (
     announce,
     check_is_free,
     holds_storage,
+    new_identity,
     remove_files,
     remove_other_files,
-    spare_steps,
 )
 from trl_storages.disk.files import WriterLock, damaged, removed, sync_directory
 from trl_storages.disk.recovery import recover
@@ -55,8 +55,6 @@ class Directory:
     def __init__(self, path: Path, lock: WriterLock, words: Words) -> None:
         self.path, self._lock, self.words = path, lock, words
         self.process = os.getpid()
-        # Whether this writer has begun its own history.
-        self._has_begun = False
         self._num_blind = 0
 
     # Creating and opening
@@ -73,9 +71,8 @@ class Directory:
         is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
-            spare = spare_steps(num_rows // num_lanes, layout.past_steps)
             none = [0] * num_lanes
-            description = Description(layout, num_rows, num_lanes, spare, none, none)
+            description = Description(layout, num_rows, num_lanes, none, none)
             try:
                 announce(path)
                 words = Words.create(path, description)
@@ -106,27 +103,31 @@ class Directory:
         """
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
-            state, num_lost = recover(words, check, track)
-            # Flushed rows may have been overwritten since, and lost: cap `flushed` at the cursors.
-            words.take_up_side(state, np.minimum(description.flushed, state.cursors))
+            state, is_whole = recover(words, check, track)
+            # Flushed rows may have been overwritten since, and lost.
+            flushed = np.minimum(description.flushed, state.cursors)
+            words.take_up_side(state, flushed)
+            index = description.new_index()
+            if not words.feed(index, state, track):
+                raise damaged(path, "its marks are not those of its steps")
             remove_other_files(path, description)
             directory = cls(path, lock, words)
-            if num_lost is not None:
-                # Renewed tips must be durable before a history relies on them, and the recovered state
-                # before the next write: the old table might match its rows, yet not what was recovered.
+            if not description.is_clean:
+                words.forget(state.cursors)
+            if not is_whole:
+                # Both are durable before the next write: the old table might match its rows, yet not
+                # what was recovered.
+                words.publish(state)
                 words.flush()
-                directory._begin(state)
-                words.flush()
+                steps: Any = {"flushed": flushed.tolist(), "tails": state.tails.tolist()}
+                directory._say(replace(description, identity=new_identity(), **steps))
                 warnings.warn(
                     f"{path} was not closed, and what was written last is not whole, as after a loss of "
-                    f"power: {num_lost} rows or more that were not flushed were lost, "
+                    "power: rows that were not flushed were lost, "
                     f"{int((state.cursors - state.tails).sum())} are there.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            index = description.new_index()
-            if not words.feed(index, directory.state, track):
-                raise damaged(path, "its marks are not those of its steps")
         return directory, index
 
     # Writing
@@ -165,7 +166,7 @@ class Directory:
             RuntimeError: this process may not write.
             OSError: the disk is full. Nothing has changed then.
         """
-        self.begin_history()
+        self.prepare()
         if block.num_steps > self.description.most_steps:
             self._make_room(index, block)
         self.words.marked.clear(index.ring, block.num_steps, block.lanes, self.words.commits)
@@ -173,7 +174,7 @@ class Directory:
     def _make_room(self, index: EpisodeIndex, block: Block) -> None:
         """Evicts in advance the rows that a write of more steps than are spare will replace."""
         state, own = self.state, self.description
-        kept = index.host_steps + block.num_steps - own.ring_steps + own.past_steps
+        kept = index.host_steps + block.num_steps - own.ring_steps + own.layout.past_steps
         tails = state.tails.copy()
         tails[block.which] = np.clip(kept, tails, state.cursors)[block.which]
         if (tails != state.tails).any():
@@ -194,11 +195,11 @@ class Directory:
             write_count: as in `commit`.
             trajectories: as in `commit`.
         """
-        words, history = self.words, self.description.history
+        words = self.words
         for block in blocks:
             steps = block.num_steps, block.lanes, words.priorities
             commit: Any = (words.commits, write_count, trajectories) if block is blocks[-1] else ()
-            words.marked.seal(index.ring, history, *steps, *commit)
+            words.marked.seal(index.ring, *steps, *commit)
 
     def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
         """Commits the state of an index.
@@ -212,25 +213,24 @@ class Directory:
             RuntimeError: this process may not write.
             OSError: the disk is full. Nothing has changed then.
         """
-        self.begin_history()
-        history = self.description.history
-        self.words.commits.publish_lanes(index.ring, history, write_count, trajectories)
+        self.prepare()
+        self.words.commits.publish_lanes(index.ring, write_count, trajectories)
 
     def go_back(self, index: EpisodeIndex) -> None:
         """Rolls back to the last commit after a write that failed.
 
-        Its leftovers belong to a history that has ended, so they never pass for the rows written in their
-        place. If the rollback fails too, for example for lack of memory, this process becomes a reader.
+        If the rollback fails too, for example for lack of memory, this process becomes a reader.
 
         Args:
             index: the episodes, whose counters are those before the write.
         """
         self.check_writable()
-        state, self._has_begun = self.state, False
+        state = self.state
         # Episodes may have been ended since the last commit.
         was_written = index.host_steps != state.cursors
         is_open = np.where(was_written, state.open, index.is_open.numpy())
         try:
+            self.words.forget(state.cursors)
             index.clear()
             self.words.feed(index, state._replace(open=is_open))
         except BaseException:
@@ -238,8 +238,8 @@ class Directory:
             index.clear()
             raise
 
-    def begin_history(self) -> None:
-        """Durably begins this writer's history, before its first change.
+    def prepare(self) -> None:
+        """Prepares for a change: durably says, before the first one, that the directory is not clean.
 
         Raises:
             RuntimeError: this process may not write.
@@ -247,17 +247,11 @@ class Directory:
                 Nothing has changed then.
         """
         self.check_writable()
-        if not self._has_begun:
-            self._begin(self.state)
+        if self.description.is_clean:
+            self._say(replace(self.description, is_clean=False))
         elif self._num_blind >= _MOST_BLIND:
             self._check_there()
         self._num_blind += 1
-
-    def _begin(self, state: State) -> None:
-        """Begins a history at the cursors of a state."""
-        self._say(self.description.begun(state.cursors, state.tails))
-        self.words.publish(state)
-        self._has_begun = True
 
     def _check_there(self) -> None:
         """Raises a FileNotFoundError if the directory is gone."""
@@ -281,7 +275,7 @@ class Directory:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        self.begin_history()
+        self.prepare()
         self._say(replace(self.description, tails=index.host_steps.tolist()))
         index.evict(index.host_steps)
         self.commit(index, write_count, trajectories)
@@ -307,26 +301,22 @@ class Directory:
         """
         self.check_writable()
         self._check_there()
-        old, number = self.description, self.description.history + 1
-        cursors, tails = index.host_steps.tolist(), index.host_tails.tolist()
-        histories = [[number, *(max(tail - old.past_steps, 0) for tail in tails)]]
-        steps: Any = {"histories": histories, "flushed": cursors, "tails": tails}
-        new = replace(old, generation=old.generation + 1, **steps, is_clean=False)
+        generation, cursors = self.description.generation + 1, index.host_steps.tolist()
+        steps: Any = {"flushed": cursors, "tails": index.host_tails.tolist()}
+        new = replace(self.description, generation=generation, **steps, is_clean=False)
         try:
             words = Words.create(self.path, new)
             fill(words)
-            for lane, (cursor, tail) in enumerate(zip(cursors, tails, strict=True)):
-                num_steps = cursor - tail + old.past_steps if tail < cursor else 0
-                words.marked.seal(index.ring, number, num_steps, [lane])
-            words.commits.publish_lanes(index.ring, number, write_count, trajectories)
+            commit: Any = words.commits, write_count, trajectories
+            words.marked.seal(index.ring, new.ring_steps, None, None, *commit)
             words.protect_tips(index.host_steps)
             words.flush()
             sync_directory(self.path)
             new.write(self.path)
         finally:
             # An interrupt may have come after the switch.
-            if (now := Description.read(self.path)).generation == new.generation:
-                self.words, self._has_begun = words, True
+            if (now := Description.read(self.path)).generation == generation:
+                self.words = words
             remove_other_files(self.path, now)
 
     # Flushing and closing

@@ -58,15 +58,15 @@ class Reader:
     ) -> None:
         check_platform(path)
         self.path = path
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: tuple[int, ...] | None = ()
         #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
         self.seen: list[torch.Tensor] | None = None
+        self.words: Words = None if directory is None else directory.words  # type: ignore[assignment]
+        self._identity = identity if directory is None else directory.description.identity
         if directory is None:
-            self._map(Description.read(path), identity)
-        else:
-            self.words = directory.words
+            self._look()
         if check is None:
             check = not (self.description.is_clean or has_writer(path))
         self._must_check = check
@@ -85,39 +85,34 @@ class Reader:
 
     # Following
 
-    def _map(self, description: Description, identity: str | None) -> None:
-        """Maps the files of a description, or of the one that has replaced it meanwhile."""
-        if identity not in (None, description.identity):
-            raise RuntimeError(
-                f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
-                "one."
-            )
-        try:
-            self.words = Words(self.path, description, writable=False)
-        except FileNotFoundError:
-            if (now := Description.read(self.path)) == description:
-                raise
-            self._map(now, description.identity)
-
-    def _look_at_description(self, index: EpisodeIndex) -> None:
-        """Takes in a changed description, with its generation and histories."""
-        now, old = stamp(self.path), self.description
-        if now == self._stamp:
+    def _look(self) -> None:
+        """Takes in a changed description, and maps its files if they are others."""
+        if (now := stamp(self.path)) == self._stamp:
             return
-        if now is None:
+        if now is None and self._identity is not None:
             raise RuntimeError(
                 f"the storage in {self.path} was deleted; there is nothing to be read."
             )
         new = Description.read(self.path)
-        if (new.identity, new.generation) == (old.identity, old.generation):
+        if self._identity not in (None, new.identity):
+            raise RuntimeError(
+                f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
+                "one."
+            )
+        self._identity = new.identity
+        if self.words is not None and self.description.generation == new.generation:
             self.words.description = new
         else:
-            self._map(new, old.identity)
-        self._stamp, new = now, self.description
-        if (new.generation, new.histories) != (old.generation, old.histories):
-            # Indexed rows may be leftovers of a killed writer.
-            index.clear()
             self.state, self._number = None, None
+            try:
+                self.words = Words(self.path, new, writable=False)
+            except FileNotFoundError:
+                if stamp(self.path) == now:
+                    raise
+                # A load has replaced the files meanwhile.
+                self._look()
+                return
+        self._stamp = now
 
     def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
         """Takes in what was committed since the last call.
@@ -136,15 +131,17 @@ class Reader:
         """
         until, wrong = time.monotonic() + _PATIENCE, None
         while True:
-            self._look_at_description(index)
+            self._look()
             words = self.words
+            if self.state is None:
+                index.clear()
             number = words.commits.number
             if number == self._number:
                 return False
             state = words.committed()
             if (
                 state is not None
-                and (not self._must_check or words.are_whole(state, track))
+                and not (self._must_check and self._is_damaged(state, track))
                 and words.feed(index, state, track)
             ):
                 self.state, self._number, self._must_check = state, number, False
@@ -154,10 +151,13 @@ class Reader:
                     f"{self.path} is damaged, or was not closed before the power failed: open it for "
                     "writing once."
                 )
-            # A writer announces a history before its first commit: read the description again.
-            self._stamp, wrong = None, number
+            # The description may have changed before this commit: read it again.
+            self._stamp, self.state, wrong = (), None, number
             if time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
+
+    def _is_damaged(self, state: State, track: Track) -> bool:
+        return len(self.words.damaged(state.tails, state.cursors, self.words.intact(track))) > 0
 
     # Reading
 
@@ -202,10 +202,7 @@ class Reader:
             index: the episodes.
             seen: int64 slots of rows that were committed at the last refresh.
         """
-        if not all(self.words.marked.hold(index.ring, slots) for slots in seen):
-            return False
-        # Read last, like the marks: a new writer may reuse slots that the old one would not have.
-        return self.state is None or self.words.history == self.state.history
+        return all(self.words.marked.hold(index.ring, slots) for slots in seen)
 
     def _too_slow(self) -> str:
         return (

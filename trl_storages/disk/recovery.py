@@ -11,12 +11,12 @@ import torch
 
 from trl_storages.disk.files import damaged
 from trl_storages.disk.words import State, Track, Words
-from trl_storages.kernels.marks import ENDS, unpack_marks
+from trl_storages.kernels.marks import ENDS
 
 __all__ = ["recover"]
 
 
-def recover(words: Words, check: bool | None, track: Track = iter) -> tuple[State, int | None]:
+def recover(words: Words, check: bool | None, track: Track = iter) -> tuple[State, bool]:
     """Works out which rows are valid.
 
     Args:
@@ -25,41 +25,21 @@ def recover(words: Words, check: bool | None, track: Track = iter) -> tuple[Stat
         track: reports progress.
 
     Returns:
-        the committed state and None. If it is not intact: the state that can be recovered, and how many
-        rows fewer that is, 0 if unknown.
+        the committed state and True; or, if it is not intact, the state that can be recovered, and False.
 
     Raises:
         ValueError: there is damage that a power loss can't explain.
     """
     is_clean, committed = words.description.is_clean, words.committed()
-    must_check = not is_clean if check is None else check
-    if committed is not None and (not must_check or words.are_whole(committed, track)):
-        return committed, None
+    if committed is not None and (is_clean if check is None else not check):
+        return committed, True
+    intact = words.intact(track)
+    if committed is not None and not len(words.damaged(committed.tails, committed.cursors, intact)):
+        return committed, True
     if is_clean:
         what = "its table of commits does" if committed is None else "rows that count do"
         raise damaged(words.path, f"{what} not match the checksum, though it was closed cleanly")
-    state = _runs(words, committed, _steps(words, track))
-    lost = 0 if committed is None else int(np.maximum(committed.cursors - state.cursors, 0).sum())
-    return state, lost
-
-
-def _steps(words: Words, track: Track) -> np.ndarray:
-    """Checks every slot.
-
-    Returns:
-        `[R, E]` int64, the step of the intact row in each slot, -1 where there is none.
-    """
-    size, own = len(words.rows), words.description
-    numbers, firsts = own.owners()
-    steps = torch.empty(size, dtype=torch.int64)
-    for slots in track(torch.split(torch.arange(size), words.piece)):
-        history, step, _, _, _ = unpack_marks(words.marks[slots, 0])
-        owner = torch.zeros_like(step)
-        for number, first in zip(numbers, firsts, strict=True):
-            owner = torch.where(first[slots % own.num_lanes] <= step, number, owner)
-        right = (history == owner) & (step % own.ring_steps == slots // own.num_lanes)
-        steps[slots] = torch.where(right & words.marked.check(slots), step, -1)
-    return steps.view(-1, own.num_lanes).numpy()
+    return _runs(words, committed, intact.view(-1, words.description.num_lanes).numpy()), False
 
 
 def _runs(words: Words, committed: State | None, steps: np.ndarray) -> State:
@@ -68,7 +48,7 @@ def _runs(words: Words, committed: State | None, steps: np.ndarray) -> State:
     Args:
         words: the files.
         committed: the selected table, if its checksum is right.
-        steps: `[R, E]` from `_steps`.
+        steps: `[R, E]` from `Words.intact`.
     """
     description = words.description
     durable, flushed = np.array(description.tails), np.array(description.flushed)
@@ -92,7 +72,7 @@ def _runs(words: Words, committed: State | None, steps: np.ndarray) -> State:
     is_open[tails == cursors] = 0
     count = int(cursors.sum()) if committed is None else committed.write_count
     numbers = unknown if committed is None else committed.trajectories
-    return State(description.history, count, cursors, tails, is_open, numbers)
+    return State(count, cursors, tails, is_open, numbers)
 
 
 def _with_tip(words: Words, run: tuple[int, int], lane: int) -> tuple[int, int] | None:
@@ -118,12 +98,12 @@ def _with_frames(
         words: the files.
         tails: `[E]` the first steps of the runs.
         cursors: `[E]` the steps after the newest ones.
-        steps: `[R, E]` from `_steps`.
+        steps: `[R, E]` from `Words.intact`.
 
     Returns:
         `[E]` int64 steps.
     """
-    before = tails - np.arange(1, words.description.past_steps + 1)[:, None]
+    before = tails - np.arange(1, words.description.layout.past_steps + 1)[:, None]
     found = np.take_along_axis(steps, before % len(steps), axis=0)
     num_there = ((found == before) & (before >= 0)).cumprod(0).sum(0)
     while (is_short := tails - words.seen_from(tails, cursors) > num_there).any():

@@ -16,7 +16,7 @@ import torch
 from trl_storages.disk.description import Description
 from trl_storages.disk.files import MappedWords, create_file, damaged
 from trl_storages.kernels import backend
-from trl_storages.kernels.marks import unpack_marks
+from trl_storages.kernels.marks import BEGINS, ENDS, STEP_BIT, is_of
 from trl_storages.kernels.sharing import (
     CONTINUES,
     ENTRY_BIT,
@@ -27,6 +27,7 @@ from trl_storages.kernels.sharing import (
     SideTable,
     tips_of,
 )
+from trl_storages.kernels.tables import steps_between
 from trl_storages.ring import EpisodeIndex
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class State(NamedTuple):
     """The contents of one commit. The file of commits holds two, each with a checksum.
 
     Args:
-        history: of the last write.
         write_count: rows written, as TorchRL's writers count them.
         cursors: `[E]` steps written to each lane.
         tails: `[E]` the first live step of each lane.
@@ -53,7 +53,6 @@ class State(NamedTuple):
         trajectories: `[E]` the collector's number of the last trajectory.
     """
 
-    history: int
     write_count: int
     cursors: np.ndarray
     tails: np.ndarray
@@ -104,12 +103,15 @@ class Words:
             values = parts["side"].view(-1, sharing.shared_words + 1)
             lanes = len(self.rows), description.num_lanes
             self.side = SideTable(*lanes, values, 0, self._enlarge_side)
-        own = self._headers, description.past_steps
-        self.marked = backend("cpu").MarkedRows(self.rows, self.marks, values, *own)
+        self._past_steps = description.layout.past_steps
+        self.marked = backend("cpu").MarkedRows(
+            self.rows, self.marks, values, self._headers, self._past_steps
+        )
         commits = parts["commits"]
         self._tables = commits[1:].view(2, -1)
         self.commits = backend("cpu").Commits(commits[:1], self._tables)
-        self._priorities = backend("cpu").PriorityWords(parts["priorities"], self.marks)
+        self._priority_words = parts["priorities"]
+        self._priorities = backend("cpu").PriorityWords(self._priority_words, self.marks)
         has_some = writable and not self._priorities.is_new
         self.priorities: PriorityWords | None = self._priorities if has_some else None
 
@@ -130,7 +132,7 @@ class Words:
         ends = place["priorities"].stop, place["commits"].stop
         create_file(path / description.data_name, *ends)
         words = cls(path, description, writable=True)
-        words.publish(State(0, 0, *np.zeros((4, description.num_lanes), np.int64)))
+        words.publish(State(0, *np.zeros((4, description.num_lanes), np.int64)))
         return words
 
     def keep_priorities(self, *, make: bool) -> PriorityWords:
@@ -161,14 +163,8 @@ class Words:
 
     # Commits
 
-    @property
-    def history(self) -> int:
-        """The history of the last commit."""
-        return int(self._tables[self.commits.number & 1, 0])
-
     def publish(self, state: State) -> None:
-        """Commits a state, as of the present history; a single store switches to it."""
-        state = state._replace(history=self.description.history)
+        """Commits a state; a single store switches to it."""
         self.commits.publish(torch.from_numpy(np.hstack(state)))
 
     def committed(self) -> State | None:
@@ -176,13 +172,12 @@ class Words:
         words, known = self.commits.read(), self.description
         if words is None:
             return None
-        history, write_count = words[:2].tolist()
-        cursors, tails, is_open, numbers = words[2:].view(4, -1).numpy()
+        cursors, tails, is_open, numbers = words[1:].view(4, -1).numpy()
         cursors, tails = (np.maximum(steps, known.tails) for steps in (cursors, tails))
         live = cursors - tails
-        if history > known.history or live.min() < 0 or live.max() > known.steps_per_lane:
+        if live.min() < 0 or live.max() > known.steps_per_lane:
             return None
-        return State(history, write_count, cursors, tails, is_open, numbers)
+        return State(int(words[0]), cursors, tails, is_open, numbers)
 
     # Shared next observations
 
@@ -199,7 +194,7 @@ class Words:
         if self.side is None:
             return
         # The entry that a lane's oldest row names may have been reused.
-        slots = self._slots(state.tails + 1, state.cursors)
+        slots = self._at(state.tails + 1, state.cursors)[1]
         entries = self._header(slots) >> ENTRY_BIT
         named = entries[entries != 0]
         tips = NUM_TIPS * self.description.num_lanes
@@ -214,7 +209,7 @@ class Words:
     def protect_tips(self, cursors: np.ndarray) -> None:
         """Protects the tips of the newest flushed rows, `[E]` at the steps before `cursors`."""
         if self.side is not None:
-            headers = self._header(self._slots(cursors - 1, cursors))
+            headers = self._header(self._at(cursors - 1, cursors)[1])
             self.side.lanes[:, FLUSHED] = headers >> TIP_BIT & NUM_TIPS
 
     def check_next(self, slots: torch.Tensor, *, tips: bool) -> torch.Tensor:
@@ -243,7 +238,12 @@ class Words:
             values[tip, -1] = backend("cpu").checksums(known[None], self.marks[at, 0], at)
         return bool(tip > 0)
 
-    # Frames of earlier rows
+    # Slots
+
+    def _at(self, firsts: np.ndarray, ends: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the steps from `firsts` `[E]` up to `ends` `[E]`, lane by lane, and their slots."""
+        lane, step = steps_between(torch.from_numpy(firsts), torch.from_numpy(ends))
+        return step, step % self.description.ring_steps * len(firsts) + lane
 
     def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns the first step `[E]` whose frame some live row is read with.
@@ -252,71 +252,69 @@ class Words:
             tails: `[E]` the oldest live steps.
             cursors: `[E]` the steps after the newest ones.
         """
-        num_lanes, most = len(tails), self.description.past_steps
-        if not most:
+        if not (most := self._past_steps):
             return tails
-        step = tails[:, None] - np.arange(most + 1)
-        slots = step % self.description.ring_steps * num_lanes + np.arange(num_lanes)[:, None]
-        _, marked_step, there, begins, _ = unpack_marks(self.marks[torch.from_numpy(slots), 0])
-        is_first = (there & begins).numpy() & (marked_step.numpy() == step)
+        step, slots = (it.view(len(tails), -1) for it in self._at(tails - most, tails + 1))
+        marks = self.marks[slots, 0]
+        is_first = (is_of(marks, step) & (marks & BEGINS != 0)).flip(1).numpy()
         # Back to the row that begins the episode, or by D steps.
         back = np.where(is_first.any(1), is_first.argmax(1), most)
         return np.where(tails < cursors, np.maximum(tails - back, 0), tails)
 
     def slots_read(self, tails: np.ndarray, cursors: np.ndarray) -> torch.Tensor:
         """Returns the slots `[n]` of live rows, and of the rows whose frames these are read with."""
-        return self._slots(self.seen_from(tails, cursors), cursors)
-
-    def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
-        """Returns the slots of the steps of all lanes, from `firsts` `[E]` up to `ends` `[E]`."""
-        counts = np.maximum(ends - firsts, 0)
-        lane = np.repeat(np.arange(len(counts)), counts)
-        # Restarts at the first step of each lane.
-        step = np.arange(len(lane)) + (firsts - counts.cumsum() + counts)[lane]
-        slots = step % self.description.ring_steps * len(counts) + lane
-        return torch.from_numpy(slots)
+        return self._at(self.seen_from(tails, cursors), cursors)[1]
 
     # Recovery and indexing
+
+    def forget(self, cursors: np.ndarray) -> None:
+        """Durably removes what a killed or failed writer left beyond `cursors` `[E]`.
+
+        Rows that are written there later are never mistaken for it.
+        """
+        lane = torch.arange(len(self.marks)) % len(cursors)
+        is_left = self.marks[:, 0] >> STEP_BIT >= torch.from_numpy(cursors)[lane]
+        self.marks[is_left, 0] = 0
+        self._priority_words[:-1][is_left] = 0
+        self.flush()
+
+    def intact(self, track: Track = iter) -> torch.Tensor:
+        """Checks every slot.
+
+        Args:
+            track: reports progress.
+
+        Returns:
+            `[M]` int64, the step of the intact row in each slot, -1 where there is none.
+        """
+        pieces = track(torch.split(torch.arange(len(self.rows)), self.piece))
+        is_right = torch.cat([self.marked.check(slots) for slots in pieces])
+        return torch.where(is_right, self.marks[:, 0] >> STEP_BIT, -1)
 
     def damaged(
         self,
         tails: np.ndarray,
         cursors: np.ndarray,
+        intact: torch.Tensor,
         *,
         tips: bool = True,
-        track: Track = iter,
     ) -> torch.Tensor:
         """Returns the slots `[n]` of rows that are not intact, or name next values that are not.
 
         Args:
             tails: `[E]` the oldest live steps.
             cursors: `[E]` the steps after the newest ones.
+            intact: `[M]` from `intact`.
             tips: whether to check the tips of the newest rows as well.
-            track: reports progress.
         """
-        pieces = torch.split(self.slots_read(tails, cursors), self.piece)
-        wrong = [slots[~self.marked.check(slots)] for slots in track(pieces)]
+        step, slots = self._at(self.seen_from(tails, cursors), cursors)
+        wrong = [slots[intact[slots] != step]]
         if self.side is not None:
-            after = self._slots(tails + 1, cursors)
-            newest = self._slots(np.maximum(cursors - 1, tails), cursors)[: None if tips else 0]
+            after = self._at(tails + 1, cursors)[1]
+            newest = self._at(np.maximum(cursors - 1, tails), cursors)[1][: None if tips else 0]
             named = (after, False), (newest, True)
             wrong += [it[~self.check_next(it, tips=is_tip)] for it, is_tip in named]
         return torch.cat(wrong)
-
-    def are_whole(self, state: State, track: Track = iter) -> bool:
-        """Returns whether the rows of a commit are all there and intact.
-
-        Args:
-            state: the commit.
-            track: reports progress.
-        """
-        bounds = state.tails, state.cursors
-        *_, is_right = self._flags(self.seen_from(*bounds), state.cursors)
-        return bool(is_right.all()) and not len(self.damaged(*bounds, track=track))
-
-    def _flags(self, firsts: np.ndarray, ends: np.ndarray) -> tuple[torch.Tensor, ...]:
-        bounds = torch.from_numpy(firsts), torch.from_numpy(ends)
-        return self.marked.flags(*bounds, *self.description.owners())
 
     def feed(self, index: EpisodeIndex, state: State, track: Track = iter) -> bool:
         """Brings an index up to a commit, in one pass over the rows that it does not know.
@@ -329,14 +327,16 @@ class Words:
             track: reports progress.
 
         Returns:
-            False, with the index unchanged, if a mark is not that of its step and history.
+            False, with the index unchanged, if a mark is not that of its step.
         """
         known = index.host_steps.copy()
         first = np.maximum(known, self.seen_from(state.tails, state.cursors))
         sizes = torch.from_numpy(state.cursors - first)
         ends = sizes.cumsum(0)
-        done, begins, right = self._flags(first, state.cursors)
-        if (sizes < 0).any() or not right.all():
+        step, slots = self._at(first, state.cursors)
+        marks = self.marks[slots, 0]
+        done, begins = marks & ENDS != 0, marks & BEGINS != 0
+        if (sizes < 0).any() or not is_of(marks, step).all():
             return False
         if all((it == it[0]).all() for it in (known, first, state.cursors)):
             # All lanes at once.
@@ -363,7 +363,7 @@ class Words:
 def places(description: Description) -> dict[str, slice]:
     """Returns where in the file each of its parts is, in words. Every part begins a page."""
     slots = description.ring_steps * description.num_lanes
-    table = len(State._fields[:2]) + len(State._fields[2:]) * description.num_lanes + 1
+    table = 1 + len(State._fields[1:]) * description.num_lanes + 1
     rows, entries = slots * description.layout.stored_words, 0
     if (sharing := description.layout.framed.sharing) is not None:
         entries = (1 + NUM_TIPS * description.num_lanes + slots) * (sharing.shared_words + 1)

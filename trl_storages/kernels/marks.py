@@ -3,7 +3,7 @@
 Letters: n rows, W words of 8 bytes a row.
 
 A mark is one word: bit 0 is set if there is a row, bit 1 if it begins an episode, bit 2 if it ends one
-with `done`; bits 3 to 43 are its step in its lane, bits 44 to 62 the number of the history that wrote it.
+with `done`; the bits from 3 on are its step in its lane.
 
 The checksum of words x_w, a mark and a slot is
 
@@ -27,12 +27,9 @@ __all__ = [
     "FINISH",
     "GENERATION_BIT",
     "GENERATION_FACTOR",
-    "HISTORY_BIT",
     "INFINITY_BITS",
     "LOWER_HALF",
     "MOST_GENERATION",
-    "MOST_HISTORIES",
-    "MOST_STEPS",
     "NAN_BITS",
     "NEGATIVE_ZERO_BITS",
     "ONE_BITS",
@@ -41,17 +38,16 @@ __all__ = [
     "STEP_BIT",
     "factors",
     "hardware_orders_stores",
+    "is_of",
     "pack_marks",
-    "unpack_marks",
 ]
 
 PRESENT, BEGINS, ENDS = 1, 2, 4
-STEP_BIT, HISTORY_BIT = 3, 44
-MOST_STEPS, MOST_HISTORIES = 2 ** (HISTORY_BIT - STEP_BIT), 2 ** (63 - HISTORY_BIT)
+STEP_BIT = 3
 LOWER_HALF = 2**32 - 1
 #: Bit patterns of float32 numbers, as integers.
 ONE_BITS, INFINITY_BITS, NAN_BITS, NEGATIVE_ZERO_BITS = 0x3F800000, 0x7F800000, 0x7FC00000, 2**31
-#: Multiplicative hash of the history and step of a row to the 31 bits of its generation.
+#: Multiplicative hash of the step of a row to the 31 bits of its generation.
 GENERATION_FACTOR, GENERATION_BIT, MOST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
 #: As int64: the golden ratio; and shift, mask and factor of each of splitmix64's last steps.
 START = 0x9E3779B97F4A7C15 - 2**64
@@ -77,19 +73,11 @@ def hardware_orders_stores() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def pack_marks(
-    history: int | torch.Tensor, steps: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
+def pack_marks(steps: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Returns the marks of rows, int64, of the broadcast shape of the arguments."""
-    flags = PRESENT + BEGINS * begins.long() + ENDS * ends.long()
-    found: torch.Tensor = (steps << STEP_BIT) + flags + history * 2**HISTORY_BIT
-    return found
+    return (steps << STEP_BIT) + PRESENT + BEGINS * begins.long() + ENDS * ends.long()
 
 
-def unpack_marks(
-    marks: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpacks marks: history, step, and whether there is a row, it begins an episode, it ends one."""
-    steps = (marks >> STEP_BIT) & (MOST_STEPS - 1)
-    there, begins, ends = ((marks & bit) != 0 for bit in (PRESENT, BEGINS, ENDS))
-    return marks >> HISTORY_BIT, steps, there, begins, ends
+def is_of(marks: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Returns whether marks are those of rows with these steps, bool."""
+    return (marks & PRESENT != 0) & (marks >> STEP_BIT == steps)

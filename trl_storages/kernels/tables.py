@@ -33,6 +33,7 @@ __all__ = [
     "Block",
     "RingTables",
     "level_starts",
+    "steps_between",
     "take",
 ]
 
@@ -236,6 +237,18 @@ def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if index.ndim == 1:
         return table.index_select(0, index)
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
+
+
+def steps_between(firsts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the steps from `firsts` `[E]` up to `ends` `[E]`, lane by lane.
+
+    Returns:
+        their lanes `[n]`, and the steps `[n]`.
+    """
+    counts = (ends - firsts).clamp(min=0)
+    lane = torch.arange(len(firsts)).repeat_interleave(counts)
+    # Restarts at the first step of each lane.
+    return lane, torch.arange(len(lane)) + (firsts - counts.cumsum(0) + counts)[lane]
 
 
 def level_starts(num_leaves: int) -> list[int]:

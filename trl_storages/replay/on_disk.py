@@ -149,8 +149,8 @@ def check_rows(storage: Storage, progress: bool) -> None:
     note_all(storage)
     episodes, track = storage.episodes, tracker("checking rows", progress)
     # For a reader, the next observations of the newest rows may change at any time.
-    options: Any = {"tips": files.reader is None, "track": track}
-    bad = files.words.damaged(episodes.host_tails, episodes.host_steps, **options)
+    bounds, intact = (episodes.host_tails, episodes.host_steps), files.words.intact(track)
+    bad = files.words.damaged(*bounds, intact, tips=files.reader is None)
     if len(bad):
         raise RuntimeError(
             f"{len(bad)} rows in {files.path} do not match their checksums, those in the slots "

@@ -68,7 +68,6 @@ class RowFiles:
             self._reader = Reader(directory.path, directory=directory)
             if directory.process != os.getpid():
                 # The fork may have caught another thread in the middle of a write.
-                self.episodes.clear()
                 self.refresh()
             self._adopt(self._reader)
         return self._reader

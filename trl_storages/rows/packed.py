@@ -700,7 +700,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     def lay_out_anew(self, num_lanes: int) -> None:
         """Recreates the directory for another number of lanes, if nothing was ever written to it."""
         directory, layout = self.directory, self.layout
-        if directory is None or directory.description.histories:
+        if directory is None or directory.state.cursors.any():
             return
         directory.delete()
         made = Directory.create(directory.path, layout, self.max_size, num_lanes)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class DurableTable(PriorityTable):
 
     def __init__(self, storage: Any, **options: Any) -> None:
         self._storage, self._files = storage, storage.files.source
-        words, self._histories = self._files.words, self._files.description.histories
+        words = self._files.words
         self._words = words.keep_priorities(make=storage.reader is None)
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
         self.refreshes = storage.files.refreshes
@@ -81,11 +81,7 @@ class DurableTable(PriorityTable):
     def follow(self, storage: Any) -> bool:
         """Reads another process's updates; see `PriorityTable.follow`."""
         files = storage.files.source
-        if (
-            self._files is not files
-            or self._words is not files.words.priorities
-            or self._histories != files.description.histories
-        ):
+        if self._files is not files or self._words is not files.words.priorities:
             return False
         self.refreshes = storage.files.refreshes
         finish(self._follow)

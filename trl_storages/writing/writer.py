@@ -614,7 +614,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         """Evicts all but the newest rows in a directory, where rows are never moved."""
         episodes = self._episodes
         directory: Directory = self._directory  # type: ignore[assignment]
-        directory.begin_history()
+        directory.prepare()
         episodes.evict(episodes.host_steps - keep_steps)
         if empty_write_count:
             self._write_count = 0

@@ -1,7 +1,7 @@
 """Marked and checksummed rows, and words that are replaced atomically, in tensor operations.
 
 Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
-(environments), H histories, K words of a table.
+(environments), K words of a table.
 
 No fences here: where `orders_stores` is true, program order is enough.
 """
@@ -26,11 +26,11 @@ from trl_storages.kernels.marks import (
     STEP_BIT,
     factors,
     hardware_orders_stores,
+    is_of,
     pack_marks,
-    unpack_marks,
 )
 from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, tips_of
-from trl_storages.kernels.tables import ABSENT, FIRST
+from trl_storages.kernels.tables import ABSENT, FIRST, steps_between
 
 __all__ = [
     "Commits",
@@ -96,7 +96,7 @@ class MarkedRows:
         self, ring: Ring, num_steps: int, lanes: Sequence[int] | None, commits: Commits
     ) -> None:
         """Clears the marks of the slots of the next S steps of lanes, unless these are committed."""
-        committed = torch.from_numpy(commits._tables)[commits.number & 1, 2 : 2 + ring.num_envs]
+        committed = torch.from_numpy(commits._tables)[commits.number & 1, 1 : 1 + ring.num_envs]
         written = _written(ring, lanes)
         written = written[(committed <= ring.cursors)[written]]
         lane, num_cleared = written.unsqueeze(1), min(num_steps, ring.ring_steps)
@@ -106,7 +106,6 @@ class MarkedRows:
     def seal(
         self,
         ring: Ring,
-        history: int,
         num_steps: int,
         lanes: Sequence[int] | None = None,
         priorities: PriorityWords | None = None,
@@ -123,7 +122,7 @@ class MarkedRows:
         slots, known = (ring.slots_at(it, lane) for it in (step, known))
         first, last, is_finished = ring.span(known).unbind(-1)
         ends = (last == step) & (is_finished != 0)
-        marks = pack_marks(history, step, first == step, ends)
+        marks = pack_marks(step, first == step, ends)
         is_one = step >= first.clamp(min=0)
         newest, slots, marks = (slots[:, -1:], marks[:, -1:]), slots[is_one], marks[is_one]
         if self._values is not None:
@@ -137,7 +136,7 @@ class MarkedRows:
             priorities.seal(slots, marks)
         self._marks[slots, 0] = marks
         if commits is not None:
-            commits.publish_lanes(ring, history, write_count, trajectories)
+            commits.publish_lanes(ring, write_count, trajectories)
 
     def check(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether the checksum of each slot is right, `[n]` bool; False if it has no row."""
@@ -181,39 +180,11 @@ class MarkedRows:
         is_read = (step == newest) | (step >= first) & (newest >= ring.oldest(slots))
         lane = slots % ring.num_envs
         marks = self._marks[ring.slots_at(step, lane), 0]
-        _, marked_step, there, _, _ = unpack_marks(marks)
-        return bool((there & (marked_step == step) | ~is_read).all())
+        return bool((is_of(marks, step) | ~is_read).all())
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if bool(((slots < 0) | (slots >= len(self._marks))).any()):
             raise IndexError("slots must be those of the ring, below the number of its slots")
-
-    def flags(
-        self,
-        tails: torch.Tensor,
-        cursors: torch.Tensor,
-        histories: torch.Tensor,
-        firsts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns `done`, `begins` and whether the mark is right, `[n]` each, of steps from `tails`."""
-        lane, step = _lanes_and_steps(tails, cursors)
-        slots = step % (len(self._marks) // len(tails)) * len(tails) + lane
-        history, marked_step, there, begins, done = unpack_marks(self._marks[slots, 0])
-        owner = torch.full_like(step, -1)
-        for number, first in zip(histories, firsts, strict=True):
-            owner = torch.where(first[lane] <= step, number, owner)
-        right = there & (marked_step == step) & (history == owner)
-        return done, begins, right
-
-
-def _lanes_and_steps(
-    tails: torch.Tensor, cursors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the lane and the step, `[n]` each, of all steps from tails up to cursors, lane by lane."""
-    counts = cursors - tails
-    lane = torch.arange(len(tails), device=tails.device).repeat_interleave(counts)
-    place = torch.arange(len(lane), device=tails.device)
-    return lane, place + (tails - counts.cumsum(0) + counts)[lane]
 
 
 def _written(ring: Ring, lanes: Sequence[int] | None) -> torch.Tensor:
@@ -239,7 +210,7 @@ class Commits:
 
     def cursors(self, num_lanes: int) -> np.ndarray:
         """Returns a view of the cursors `[E]` of the last commit, as written by `publish_lanes`."""
-        return self._tables[self.number & 1, 2 : 2 + num_lanes]
+        return self._tables[self.number & 1, 1 : 1 + num_lanes]
 
     def publish(self, words: torch.Tensor) -> None:
         """Commits `[K]` int64 words."""
@@ -252,12 +223,10 @@ class Commits:
         table[-1] = _table_check(words, number)
         self._selector[0] = number
 
-    def publish_lanes(
-        self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
-    ) -> None:
-        """Commits two numbers, and the state of each lane."""
+    def publish_lanes(self, ring: Ring, write_count: int, trajectories: np.ndarray) -> None:
+        """Commits a number, and the state of each lane."""
         lanes = ring.cursors, ring.tails, ring.is_open, torch.from_numpy(trajectories)
-        self.publish(torch.cat([torch.tensor([history, write_count]), *lanes]))
+        self.publish(torch.cat([torch.tensor([write_count]), *lanes]))
 
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if its checksum is wrong."""
@@ -325,7 +294,7 @@ class PriorityWords:
         written = slots[slots >= 0]
         table.generations[written] = self.generations(written)
         first = torch.maximum(torch.from_numpy(tails), ring.cursors - ring.ring_steps)
-        lane, step = _lanes_and_steps(first, torch.maximum(ring.tails, first))
+        lane, step = steps_between(first, ring.tails)
         evicted = ring.slots_at(step, lane)
         table.priorities[evicted] = ABSENT
         return priority, evicted
@@ -338,9 +307,8 @@ class PriorityWords:
         if known is not None:
             slots = slots[self._words[:-1] != known]
         words, marks = self._words[slots], self._marks[slots, 0]
-        _, marked, there, _, _ = unpack_marks(marks)
         step = ring.steps(slots)
-        is_live = there & (marked == step) & (step >= ring.tails[slots % ring.num_envs])
+        is_live = is_of(marks, step) & (step >= ring.tails[slots % ring.num_envs])
         slots, words, marks = slots[is_live], words[is_live], marks[is_live]
         return slots, words, _opened(words, marks)
 

@@ -1,7 +1,7 @@
 """Marked and checksummed rows, and words that are replaced atomically, in compiled loops.
 
 Letters: W words of 8 bytes a row, M slots, n rows, L lanes and S steps written now, E lanes
-(environments), H histories, K words of a table.
+(environments), K words of a table.
 
 Fences order the stores that another process, or one started after a kill, may see in memory. Marks and
 checksums are defined in `kernels.marks`. int64 arithmetic wraps around.
@@ -23,11 +23,9 @@ from trl_storages.kernels.marks import (
     FINISH,
     GENERATION_BIT,
     GENERATION_FACTOR,
-    HISTORY_BIT,
     INFINITY_BITS,
     LOWER_HALF,
     MOST_GENERATION,
-    MOST_STEPS,
     NAN_BITS,
     NEGATIVE_ZERO_BITS,
     ONE_BITS,
@@ -48,7 +46,6 @@ __all__ = [
 ]
 
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
-_STEP_MASK = MOST_STEPS - 1
 _NO_WORDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
 # Strided like real headers, so that no loop is compiled twice.
 _NO_HEADERS = np.zeros((2, 2), np.int32)[:, 0]
@@ -120,7 +117,6 @@ class MarkedRows:
     def seal(
         self,
         ring: Ring,
-        history: int,
         num_steps: int,
         lanes: Sequence[int] | None = None,
         priorities: PriorityWords | None = None,
@@ -132,7 +128,6 @@ class MarkedRows:
 
         Args:
             ring: of M slots, with these steps.
-            history: the number that the marks carry.
             num_steps: S. Of more than T steps, those before the last T serve at most as frames.
             lanes: the lanes that were written; None is all of them.
             priorities: of the rows, if they are kept; the new rows get the largest.
@@ -151,7 +146,6 @@ class MarkedRows:
             *ring._arrays,
             written,
             num_marked,
-            history,
             self._factors,
             *commit,
             write_count,
@@ -187,32 +181,6 @@ class MarkedRows:
         where = slots.numpy().reshape(-1), self._past_steps
         return _hold(self._marks, *ring._arrays, *where)
 
-    def flags(
-        self,
-        tails: torch.Tensor,
-        cursors: torch.Tensor,
-        histories: torch.Tensor,
-        firsts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Reads from marks what an index must know of rows.
-
-        Args:
-            tails: `[E]` int64, the first step to read of each lane.
-            cursors: `[E]` int64, the step after the last one.
-            histories: `[H]` int64, the numbers of histories, ascending.
-            firsts: `[H, E]` int64, the first step of each. A step belongs to the last history that began
-                at or before it.
-
-        Returns:
-            three `[n]` bool, lane by lane, the oldest step first: whether the row ends its episode by
-            `done`, whether it begins one, and whether the mark is that of this step and its history.
-        """
-        size = int((cursors - tails).sum())
-        done, begins, right = (np.empty(size, bool) for _ in range(3))
-        known = (histories.numpy(), firsts.contiguous().numpy())
-        _flags(self._marks, tails.numpy(), cursors.numpy(), *known, done, begins, right)
-        return torch.from_numpy(done), torch.from_numpy(begins), torch.from_numpy(right)
-
 
 def _written(ring: Ring, lanes: Sequence[int] | None) -> np.ndarray:
     return ring._all_lanes if lanes is None else np.asarray(lanes)
@@ -241,18 +209,15 @@ class Commits:
         """Commits `[K]` int64 words."""
         _publish(*self._arrays, words.numpy())
 
-    def publish_lanes(
-        self, ring: Ring, history: int, write_count: int, trajectories: np.ndarray
-    ) -> None:
-        """Commits two numbers, and for each lane its cursor, tail, open flag and trajectory number.
+    def publish_lanes(self, ring: Ring, write_count: int, trajectories: np.ndarray) -> None:
+        """Commits a number, and for each lane its cursor, tail, open flag and trajectory number.
 
         Args:
             ring: holds the lanes.
-            history: the first word.
-            write_count: the second word.
+            write_count: the number.
             trajectories: `[E]` int64.
         """
-        _publish_lanes(*self._arrays, ring._arrays[2], history, write_count, trajectories)
+        _publish_lanes(*self._arrays, ring._arrays[2], write_count, trajectories)
 
     def read(self) -> torch.Tensor | None:
         """Returns a copy of the words `[K]` of the last commit, or None if its checksum is wrong."""
@@ -402,7 +367,7 @@ def _tip(header: int, lane: int, num_lanes: int) -> int:
 @inlined
 def _is_of(mark: int, step: int) -> bool:
     """Returns whether a mark is that of a row with this step."""
-    return mark & PRESENT != 0 and (mark >> STEP_BIT) & _STEP_MASK == step
+    return mark & PRESENT != 0 and mark >> STEP_BIT == step
 
 
 @inlined
@@ -433,7 +398,7 @@ def _clear(
     for i in range(len(written)):
         lane = written[i]
         cursor = lanes[lane, CURSOR]
-        if tables[selector[0] & 1, 2 + lane] > cursor:
+        if tables[selector[0] & 1, 1 + lane] > cursor:
             continue
         # Of more than R steps, the last R reach every slot.
         start = cursor + max(num_steps - room, 0)
@@ -468,17 +433,16 @@ def _publish_lanes(
     tables: np.ndarray,
     factors: np.ndarray,
     lanes: np.ndarray,
-    history: int,
     write_count: int,
     trajectories: np.ndarray,
 ) -> None:
-    words = np.empty(2 + 4 * len(lanes), np.int64)
-    words[0], words[1] = history, write_count
+    words = np.empty(1 + 4 * len(lanes), np.int64)
+    words[0] = write_count
     for lane in range(len(lanes)):
-        words[2 + lane] = lanes[lane, CURSOR]
-        words[2 + len(lanes) + lane] = lanes[lane, TAIL]
-        words[2 + 2 * len(lanes) + lane] = lanes[lane, OPEN]
-        words[2 + 3 * len(lanes) + lane] = trajectories[lane]
+        words[1 + lane] = lanes[lane, CURSOR]
+        words[1 + len(lanes) + lane] = lanes[lane, TAIL]
+        words[1 + 2 * len(lanes) + lane] = lanes[lane, OPEN]
+        words[1 + 3 * len(lanes) + lane] = trajectories[lane]
     _publish(selector, tables, factors, words)
 
 
@@ -495,7 +459,6 @@ def _mark(
     room: int,
     written: np.ndarray,
     num_steps: int,
-    history: int,
     factors: np.ndarray,
     selector: np.ndarray,
     tables: np.ndarray,
@@ -517,7 +480,7 @@ def _mark(
             if step < max(spans[entry, FIRST], 0):
                 new[i, s] = 0
                 continue
-            mark = (history << HISTORY_BIT) + (step << STEP_BIT) + PRESENT
+            mark = (step << STEP_BIT) + PRESENT
             if spans[entry, FIRST] == step:
                 mark += BEGINS
             if spans[entry, LAST] == step and spans[entry, FINISHED] != 0:
@@ -540,7 +503,7 @@ def _mark(
             marks[place * len(lanes) + written[i], 0] = new[i, s]
             place = place + 1 if place + 1 < room else 0
     if len(selector):
-        _publish_lanes(selector, tables, table_factors, lanes, history, write_count, trajectories)
+        _publish_lanes(selector, tables, table_factors, lanes, write_count, trajectories)
     fenced()
 
 
@@ -610,38 +573,6 @@ def _hold(
             step -= 1
             slot = slot - len(lanes) if slot >= len(lanes) else slot - len(lanes) + len(marks)
     return True
-
-
-@compiled
-def _flags(
-    marks: np.ndarray,
-    tails: np.ndarray,
-    cursors: np.ndarray,
-    histories: np.ndarray,
-    firsts: np.ndarray,
-    done: np.ndarray,
-    begins: np.ndarray,
-    right: np.ndarray,
-) -> None:
-    num_lanes, num_histories = len(tails), len(histories)
-    room = len(marks) // num_lanes
-    # From this step on, the owner is history h or a later one.
-    reached = np.empty(num_histories, np.int64)
-    row = 0
-    for lane in range(num_lanes):
-        for h in range(num_histories - 1, -1, -1):
-            is_last = h == num_histories - 1
-            reached[h] = firsts[h, lane] if is_last else min(firsts[h, lane], reached[h + 1])
-        owner = -1
-        for step in range(tails[lane], cursors[lane]):
-            while owner + 1 < num_histories and reached[owner + 1] <= step:
-                owner += 1
-            mark = marks[step % room * num_lanes + lane, 0]
-            done[row], begins[row] = mark & ENDS != 0, mark & BEGINS != 0
-            right[row] = (
-                _is_of(mark, step) and owner >= 0 and mark >> HISTORY_BIT == histories[owner]
-            )
-            row += 1
 
 
 @compiled

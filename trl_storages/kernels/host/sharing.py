@@ -56,7 +56,7 @@ _Array = np.ndarray
 # What a loop over rows takes first, see `_pick`.
 _Tables = tuple[_Array, _Array, _Array, _Array, _Array, int, int, int, int, int]
 # The index of the first cursor in a table of commits.
-_FIRST_CURSOR = 2
+_FIRST_CURSOR = 1
 
 
 class SharedTable(RowTable):
