@@ -172,9 +172,9 @@ def made_originals(tmp_path_factory):
 def test_a_reader_keeps_the_largest_priority_of_the_rows_where_it_is_damaged(tmp_path):
     written(tmp_path / "rows")
     # The last word is the largest one.
-    path = tmp_path / "rows" / "rows.1.bin"
+    path, at = tmp_path / "rows" / "rows.1.bin", parts_of(tmp_path / "rows")["priorities"]
     data = bytearray(path.read_bytes())
-    data[-3] ^= 1
+    data[at.stop - 3] ^= 1
     path.write_bytes(data)
     sampler = PERSampler(SIZE)
     storage = ReplayStorage.open(tmp_path / "rows", mode="r", sampler=sampler, batch_size=4)

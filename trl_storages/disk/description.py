@@ -28,7 +28,7 @@ __all__ = [
     "holds_storage",
     "new_identity",
     "remove_files",
-    "remove_other_files",
+    "remove_rows",
     "spare_steps",
     "stamp",
 ]
@@ -177,11 +177,6 @@ def holds_storage(directory: Path) -> bool:
     return os.path.lexists(directory / _NAME)
 
 
-def _own_files(directory: Path) -> list[str]:
-    """Returns the names of the files of rows in a directory, of every generation."""
-    return [name for name in _names(directory) if _OWN.fullmatch(name)]
-
-
 def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -190,7 +185,7 @@ def check_is_free(directory: Path) -> None:
     """Raises a FileExistsError unless the directory is empty but for an interrupted creation."""
     known, found = {"lock"}, _names(directory)
     if _CREATING in found and _NAME not in found:
-        known |= {_CREATING, _NAME + ".new", *_own_files(directory)}
+        known |= {_CREATING, _NAME + ".new", *filter(_OWN.fullmatch, found)}
     if not known.issuperset(found):
         raise FileExistsError(
             f"{directory} must be empty, or hold the rows of a storage, got {found[:5]}; choose another "
@@ -204,10 +199,10 @@ def announce(directory: Path) -> None:
     (directory / _CREATING).touch(exist_ok=False)
 
 
-def remove_other_files(directory: Path, description: Description) -> None:
-    """Removes files of other generations, left by loads whether completed or not."""
-    for name in _own_files(directory):
-        if name != description.data_name:
+def remove_rows(directory: Path, *, but: str = "") -> None:
+    """Removes files of rows but one, such as those left by loads whether completed or not."""
+    for name in filter(_OWN.fullmatch, _names(directory)):
+        if name != but:
             (directory / name).unlink(missing_ok=True)
 
 
@@ -215,7 +210,8 @@ def remove_files(directory: Path, *, and_directory: bool) -> None:
     """Removes our own files. After a kill halfway, the rest counts as an interrupted creation."""
     if holds_storage(directory):
         (directory / _NAME).replace(directory / _CREATING)
-    for name in [*_own_files(directory), _NAME + ".new", _CREATING, "lock"]:
+    remove_rows(directory)
+    for name in (_NAME + ".new", _CREATING, "lock"):
         (directory / name).unlink(missing_ok=True)
     if and_directory:
         with suppress(OSError):  # something else is in it

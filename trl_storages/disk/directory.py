@@ -23,7 +23,7 @@ from trl_storages.disk.description import (
     holds_storage,
     new_identity,
     remove_files,
-    remove_other_files,
+    remove_rows,
 )
 from trl_storages.disk.files import WriterLock, damaged, removed, sync_directory
 from trl_storages.disk.recovery import recover
@@ -110,7 +110,7 @@ class Directory:
             index = description.new_index()
             if not words.feed(index, state, track):
                 raise damaged(path, "its marks are not those of its steps")
-            remove_other_files(path, description)
+            remove_rows(path, but=description.data_name)
             directory = cls(path, lock, words)
             if not description.is_clean:
                 words.forget(state.cursors)
@@ -196,8 +196,9 @@ class Directory:
             trajectories: as in `commit`.
         """
         words = self.words
+        kept = None if words.priorities.is_new else words.priorities
         for block in blocks:
-            steps = block.num_steps, block.lanes, words.priorities
+            steps = block.num_steps, block.lanes, kept
             commit: Any = (words.commits, write_count, trajectories) if block is blocks[-1] else ()
             words.marked.seal(index.ring, *steps, *commit)
 
@@ -317,7 +318,7 @@ class Directory:
             # An interrupt may have come after the switch.
             if (now := Description.read(self.path)).generation == generation:
                 self.words = words
-            remove_other_files(self.path, now)
+            remove_rows(self.path, but=now.data_name)
 
     # Flushing and closing
 

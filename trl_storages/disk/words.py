@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from trl_storages.kernels.sharing import (
 )
 from trl_storages.kernels.tables import steps_between
 from trl_storages.ring import EpisodeIndex
-
-if TYPE_CHECKING:
-    from trl_storages.kernels.device import PriorityWords
 
 __all__ = ["State", "Track", "Words", "places"]
 
@@ -77,7 +74,7 @@ class Words:
         side: next observations that are stored in no row; None unless rows share them.
         marked: operations on the same rows and marks.
         commits: the committed states.
-        priorities: of the rows; None until a sampler asks for them.
+        priorities: of the rows; new until a sampler of the writer keeps them.
 
     Raises:
         FileNotFoundError: their file is missing.
@@ -87,7 +84,7 @@ class Words:
     def __init__(self, path: Path, description: Description, *, writable: bool) -> None:
         self.path, self.description = path, description
         self._places = places(description)
-        size = self._places["priorities"].stop
+        size = self._places["side"].stop
         self._file = MappedWords(path / description.data_name, size, writable=writable)
         words = torch.from_numpy(self._file.array)
         parts = {name: words[place] for name, place in self._places.items()}
@@ -108,12 +105,9 @@ class Words:
             self.rows, self.marks, values, self._headers, self._past_steps
         )
         commits = parts["commits"]
-        self._tables = commits[1:].view(2, -1)
-        self.commits = backend("cpu").Commits(commits[:1], self._tables)
+        self.commits = backend("cpu").Commits(commits[:1], commits[1:].view(2, -1))
         self._priority_words = parts["priorities"]
-        self._priorities = backend("cpu").PriorityWords(self._priority_words, self.marks)
-        has_some = writable and not self._priorities.is_new
-        self.priorities: PriorityWords | None = self._priorities if has_some else None
+        self.priorities = backend("cpu").PriorityWords(self._priority_words, self.marks)
 
     def _enlarge_side(self, num_entries: int) -> torch.Tensor:
         side: SideTable = self.side  # type: ignore[assignment]
@@ -123,39 +117,17 @@ class Words:
 
     @classmethod
     def create(cls, path: Path, description: Description) -> Words:
-        """Creates the file; reserves its disk space, but for side table and priorities.
+        """Creates the file; reserves its disk space, but for the side table.
 
         Raises:
             OSError: the disk is full or not writable.
         """
         place = places(description)
-        ends = place["priorities"].stop, place["commits"].stop
+        ends = place["side"].stop, place["priorities"].stop
         create_file(path / description.data_name, *ends)
         words = cls(path, description, writable=True)
         words.publish(State(0, *np.zeros((4, description.num_lanes), np.int64)))
         return words
-
-    def keep_priorities(self, *, make: bool) -> PriorityWords:
-        """Returns the priorities of the rows; rows written from then on get one.
-
-        Args:
-            make: whether to reserve disk space for them if there are none.
-
-        Raises:
-            OSError: the disk is full.
-            FileNotFoundError: there are none, and `make` is False; or the directory is gone.
-        """
-        if self.priorities is None:
-            if self._priorities.is_new:
-                if not make:
-                    raise FileNotFoundError(
-                        f"{self.path} holds no priorities: its writer does not draw by priority. "
-                        "Read it with another sampler."
-                    )
-                place = self._places["priorities"]
-                self._file.reserve(place.start, place.stop)
-            self.priorities = self._priorities
-        return self.priorities
 
     def flush(self) -> None:
         """Waits until everything is on disk."""
@@ -332,20 +304,16 @@ class Words:
         known = index.host_steps.copy()
         first = np.maximum(known, self.seen_from(state.tails, state.cursors))
         sizes = torch.from_numpy(state.cursors - first)
-        ends = sizes.cumsum(0)
+        ends, every = sizes.cumsum(0), range(len(first))
         step, slots = self._at(first, state.cursors)
         marks = self.marks[slots, 0]
         done, begins = marks & ENDS != 0, marks & BEGINS != 0
         if (sizes < 0).any() or not is_of(marks, step).all():
             return False
-        if all((it == it[0]).all() for it in (known, first, state.cursors)):
-            # All lanes at once.
-            lanes = [(slice(0, ends[-1]), [*range(len(first))])]
-        else:
-            starts = (ends - sizes).tolist()
-            lanes = [(slice(starts[at], ends[at]), [at]) for at in range(len(first))]
-        for rows, which in track(lanes):
+        is_level = all((it == it[0]).all() for it in (known, first, state.cursors))
+        for which in track([[*every]] if is_level else [[lane] for lane in every]):
             lane = which[0]
+            rows = slice(ends[lane] - sizes[lane], ends[which[-1]])
             shape = len(which), -1 if sizes[lane] else 0
             flags = done[rows].view(shape), begins[rows].view(shape)
             # After steps that were never indexed, a lane may resume in the middle of an episode.
@@ -367,9 +335,9 @@ def places(description: Description) -> dict[str, slice]:
     rows, entries = slots * description.layout.stored_words, 0
     if (sharing := description.layout.framed.sharing) is not None:
         entries = (1 + NUM_TIPS * description.num_lanes + slots) * (sharing.shared_words + 1)
-    sizes = {"rows": rows, "marks": 2 * slots, "commits": 1 + 2 * table}
+    sizes = {"rows": rows, "marks": 2 * slots, "commits": 1 + 2 * table, "priorities": slots + 1}
     found, start = {}, 0
-    for name, size in {**sizes, "side": entries, "priorities": slots + 1}.items():
+    for name, size in {**sizes, "side": entries}.items():
         found[name] = slice(start, start + size)
         start += -(-size // _PAGE) * _PAGE
     return found

@@ -153,7 +153,7 @@ def check_rows(storage: Storage, progress: bool) -> None:
     bad = files.words.damaged(*bounds, intact, tips=files.reader is None)
     if len(bad):
         raise RuntimeError(
-            f"{len(bad)} rows in {files.path} do not match their checksums, those in the slots "
+            f"{len(bad)} rows in {storage.scratch_dir} do not match their checksums, those in the slots "
             f"{bad[:5].tolist()} among them: they were changed from outside, or lost with the power. "
             "Bring the directory back from a copy."
         )

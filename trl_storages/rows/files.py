@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 from weakref import WeakMethod
 
 import torch
 
-from trl_storages.disk.description import Description
 from trl_storages.disk.directory import Directory
 from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
@@ -81,16 +79,6 @@ class RowFiles:
     def words(self) -> Words:
         """The files themselves."""
         return self.source.words
-
-    @property
-    def description(self) -> Description:
-        """The description of the directory."""
-        return (self.directory or self._reader).description  # type: ignore[union-attr]
-
-    @property
-    def path(self) -> Path:
-        """The path of the directory."""
-        return (self.directory or self._reader).path  # type: ignore[union-attr]
 
     def refresh(self, track: Track = iter) -> None:
         """Takes in what the writer has committed since the last refresh.

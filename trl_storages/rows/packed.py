@@ -822,7 +822,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             state["stacks"] = None if self.files is not None else self.stacks.past
         if self.files is not None:
             # A directory has one writer, so a copy is a reader.
-            state["files"] = self.files.description.identity, self.files.fetch_every
+            state["files"] = self.files.source.description.identity, self.files.fetch_every
             state |= {"rows": None, "episodes": None, "_side": None}
         return state
 
