@@ -6,21 +6,21 @@ A lane has R slots for at most T live steps, so a write only goes to slots that 
 tables in `commits` take turns in recording which rows are live; a selector word picks the current one.
 Step numbers never restart.
 
-    storage.json        replaced by a rename: layout, histories, cursors of the last flush, `clean`
+    storage.json        replaced by a rename: layout, cursors of the last flush, `clean`
     rows.G.bin          int64 words; each of its parts begins a page:
         rows            [R E, W] one transition a row
         marks           [R E, 2] mark and checksum of each row
         commits         the selector, and two tables of cursors, tails and flags of the lanes
+        priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
         side            [*, S + 1] if rows share next observations: those stored in no row, as S shared
                         words, and a checksum of them, mark and slot of the row that names them
-        priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
     lock                flock of the one writer
 
 A write is `begin` (clears marks), the rows, then `seal` (checksums and priorities, then marks, then the
 other table, then the selector). A writer killed at any point leaves a consistent state: that before its
 write, or that after it.
 
-                  create                     first write: a history
+                  create                     first write: no longer `clean`
     (nothing) ------------> CLEAN, no rows ------------------------+
                               ^                                    v
        close: flush, clean    |                                WRITTEN ----+ write, evict, load,
@@ -31,12 +31,12 @@ write, or that after it.
 
     CLEAN     as storage.json says: the selected table is trusted, its rows are indexed by their marks
     WRITTEN   everything is verified by checksum: the selected table is valid if all its rows are intact;
-              otherwise each lane keeps the run of intact rows around the last flushed one
+              otherwise each lane keeps the run of intact rows around the last flushed one, and the
+              storage gets a new identity
     load      fills a file of generation G + 1 beside the old one; one rename switches to it
 
-The first write after an open, and each load, begins a numbered history. Rows carry its number, and are
-valid only if no later history owns their step: leftovers of a killed writer are never taken for current
-rows.
+What a killed or failed writer left beyond the last commit is durably removed before anything is written
+there: so leftovers are never taken for current rows, whatever a power loss keeps.
 
 The next observation of a row is found through the row after it, so a row never changes once it is written
 (see `kernels.sharing`). An entry of the side table belongs to the row that names it until that row's slot
@@ -45,8 +45,7 @@ the row that was the newest at the last flush is kept until the next flush. On o
 are worked out from the valid rows. Next observations of evicted rows stay readable, through the slot
 after them where there is no row, as a reader may not have seen the eviction yet.
 
-Side table and priorities are holes in the file until they are needed: their space on disk is reserved as
-entries are used, and when a sampler first keeps priorities.
+The side table is a hole in the file: its space on disk is reserved as entries are used.
 
 Rows that store single frames are read with the frames of up to D rows before them in their episode. So S
 is larger by D, and the D steps before the oldest live row of a lane stay in the ring until it is evicted:

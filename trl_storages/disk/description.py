@@ -26,7 +26,6 @@ __all__ = [
     "announce",
     "check_is_free",
     "holds_storage",
-    "new_identity",
     "remove_files",
     "remove_rows",
     "spare_steps",
@@ -40,11 +39,6 @@ _OWN = re.compile(r"rows\.\d{1,9}\.bin")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
-
-
-def new_identity() -> str:
-    """Returns a name that no other storage has."""
-    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Description:
     num_lanes: int
     tails: list[int]
     flushed: list[int]
-    identity: str = field(default_factory=new_identity)
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     generation: int = 1
     is_clean: bool = True
     progress: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ written now.
 from __future__ import annotations
 
 import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from trl_storages.disk.description import (
     announce,
     check_is_free,
     holds_storage,
-    new_identity,
     remove_files,
     remove_rows,
 )
@@ -120,7 +120,7 @@ class Directory:
                 words.publish(state)
                 words.flush()
                 steps: Any = {"flushed": flushed.tolist(), "tails": state.tails.tolist()}
-                directory._say(replace(description, identity=new_identity(), **steps))
+                directory._say(replace(description, identity=uuid.uuid4().hex, **steps))
                 warnings.warn(
                     f"{path} was not closed, and what was written last is not whole, as after a loss of "
                     "power: rows that were not flushed were lost, "

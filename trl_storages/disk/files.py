@@ -9,8 +9,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing import current_process
 from pathlib import Path
 from typing import BinaryIO
@@ -95,27 +94,22 @@ def create_file(path: Path, num_words: int, num_reserved: int) -> None:
     Raises:
         OSError: there is no space, or the file can't be created.
     """
-    nbytes = num_reserved * _WORD
-    with _needing(path, nbytes), _created(path) as file:
-        _reserve(file, 0, nbytes)
+    with _created(path) as file:
+        _reserve(path, file, 0, num_reserved)
         file.truncate(num_words * _WORD)
 
 
-def _reserve(file: BinaryIO, start: int, end: int) -> None:
-    """Reserves space on disk for a range of bytes; those never written read as zeros."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), start, end - start)
-        return
-    file.seek(start)
-    for at in range(start, end, _PIECE):
-        file.write(bytes(min(end - at, _PIECE)))
-
-
-@contextmanager
-def _needing(path: Path, nbytes: int) -> Iterator[None]:
-    """Says in an OSError of the block that so many bytes can't be had."""
+def _reserve(path: Path, file: BinaryIO, start: int, end: int) -> None:
+    """Reserves space on disk for a range of words; those never written read as zeros."""
+    nbytes = (end - start) * _WORD
     try:
-        yield
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), start * _WORD, nbytes)
+            return
+        file.seek(start * _WORD)
+        for at in range(0, nbytes, _PIECE):
+            file.write(bytes(min(nbytes - at, _PIECE)))
+        file.flush()
     except OSError as error:
         raise OSError(
             error.errno,
@@ -184,9 +178,8 @@ class MappedWords:
         """
         if not _is_at(self._path, self._status):
             raise removed(self._path.parent)
-        nbytes = (end - start) * _WORD
-        with _needing(self._path, nbytes), opened(self._path, writable=True) as file:
-            _reserve(file, start * _WORD, end * _WORD)
+        with opened(self._path, writable=True) as file:
+            _reserve(self._path, file, start, end)
 
     def flush(self) -> None:
         """Waits until everything written is on disk."""

@@ -177,32 +177,24 @@ class Reader:
         """
         until: float | None = None
         while True:
-            self.seen = []
+            self.seen, failed = [], None
             try:
                 batch = read()
-                if self.are_there(index, self.seen):
-                    return batch
-            except Exception:
+            except Exception as error:
                 # A transform may fail on rows that are half overwritten.
-                if self.are_there(index, self.seen):
-                    raise
+                failed = error
             finally:
-                self.seen = None
+                seen, self.seen = self.seen, None
+            if all(self.words.marked.hold(index.ring, slots) for slots in seen):
+                if failed is not None:
+                    raise failed
+                return batch
             # The first try may include compilation.
             if until is None:
                 until = time.monotonic() + _PATIENCE
             elif time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
             refresh()
-
-    def are_there(self, index: EpisodeIndex, seen: list[torch.Tensor]) -> bool:
-        """Returns whether the writer has not begun to overwrite any of these rows.
-
-        Args:
-            index: the episodes.
-            seen: int64 slots of rows that were committed at the last refresh.
-        """
-        return all(self.words.marked.hold(index.ring, slots) for slots in seen)
 
     def _too_slow(self) -> str:
         return (

@@ -100,7 +100,7 @@ def make_loader(
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
     pin_memory = arguments.flag("pin_memory", pin_memory)
     seed = arguments.optional(arguments.integer, "seed", seed)
-    if (files := getattr(storage.storage, "files", None)) is None:
+    if getattr(storage.storage, "files", None) is None:
         raise RuntimeError(
             "workers read rows from a directory, and these are in memory (or none was written yet): "
             "make the storage with path=, or scratch_dir= and fields=."
@@ -111,7 +111,7 @@ def make_loader(
         sampler = _without_rows(storage.sampler)
     open_reader = partial(
         storage._open_reader,
-        files.path,
+        storage.storage.scratch_dir,
         sampler=sampler,
         transform=storage.transform if len(storage.transform) else None,
         batch_size=batch_size,

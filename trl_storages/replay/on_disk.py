@@ -139,7 +139,7 @@ def note_all(storage: Storage) -> None:
     """Marks all rows on disk as read, within a `consistent_read` method."""
     if (files := getattr(storage, "files", None)) is not None:
         episodes = storage.episodes
-        files.note(files.words.slots_read(episodes.host_tails, episodes.host_steps))
+        files.note(files.source.words.slots_read(episodes.host_tails, episodes.host_steps))
 
 
 def check_rows(storage: Storage, progress: bool) -> None:
@@ -149,8 +149,8 @@ def check_rows(storage: Storage, progress: bool) -> None:
     note_all(storage)
     episodes, track = storage.episodes, tracker("checking rows", progress)
     # For a reader, the next observations of the newest rows may change at any time.
-    bounds, intact = (episodes.host_tails, episodes.host_steps), files.words.intact(track)
-    bad = files.words.damaged(*bounds, intact, tips=files.reader is None)
+    words, bounds = files.source.words, (episodes.host_tails, episodes.host_steps)
+    bad = words.damaged(*bounds, words.intact(track), tips=files.reader is None)
     if len(bad):
         raise RuntimeError(
             f"{len(bad)} rows in {storage.scratch_dir} do not match their checksums, those in the slots "

@@ -75,11 +75,6 @@ class RowFiles:
         """The `Reader` or `Directory` through which this process reads or writes."""
         return self.reader or self.directory  # type: ignore[return-value]
 
-    @property
-    def words(self) -> Words:
-        """The files themselves."""
-        return self.source.words
-
     def refresh(self, track: Track = iter) -> None:
         """Takes in what the writer has committed since the last refresh.
 
