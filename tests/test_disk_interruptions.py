@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from disk.acts import Act, keep, load, prioritise, write
 from disk.history import History
-from disk.moments import Moments, put_back
+from disk.moments import Moments, files_in, parts_of, put_back
 from disk.platter import Platter
 from disk.power import opens_after_cut, syncs_seen
 from disk.recorded import Recorded
@@ -169,7 +169,8 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored
         platter.sync_all()
 
         def seen(*args, platter=platter, go_back=go_back):
-            platter.look()
+            # Whatever it has stored may be on disk by now.
+            platter.sync_all()
             go_back(*args)
 
         failing = write(history, 4)
@@ -177,8 +178,8 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored
         with syncs_seen(platter), mock.patch.object(Directory, "go_back", seen):
             with suppress(MemoryError), again_and_again(interrupter):
                 failing.do(storage)
-            platter.look()
             if not storage.storage.directory.is_writer:
+                platter.sync_all()
                 storage = make(path, 1, SIZE)
             if found(storage) == failing.after.live:
                 history = failing.after
@@ -187,9 +188,87 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored
                 further.do(storage)
                 history = further.after
                 platter.look()
-                for _ in range(6):
-                    opens_after_cut(platter.after_cut(rng), tmp_path / "cut", history, SIZE)
+                for cut in (platter.after_cut(rng), *old_parts(platter, path)):
+                    opens_after_cut(cut, tmp_path / "cut", history, SIZE)
         platter.close()
+
+
+def fails_to_commit(directory, index, blocks, *_):
+    for block in blocks:
+        directory.words.marked.seal(index.ring, block.num_steps, block.lanes)
+    raise MemoryError
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_a_write_that_fails_before_it_commits_leaves_no_row_for_the_next_cut(
+    tmp_path, stored, num_steps
+):
+    path, rng, go_back = tmp_path / "rows", random.Random(0), Directory.go_back
+    storage, history = make(path, 1, SIZE), History(1, SIZE)
+    act = write(history, 5)
+    act.do(storage)
+    storage.flush()
+    history = act.after
+    history.flush()
+    platter = Platter(path, 512)
+
+    def seen(*args):
+        platter.sync_all()
+        go_back(*args)
+
+    with syncs_seen(platter):
+        with (
+            mock.patch.object(Directory, "go_back", seen),
+            mock.patch.object(Directory, "seal", fails_to_commit),
+            pytest.raises(MemoryError),
+        ):
+            write(history, num_steps).do(storage)
+        assert found(storage) == history.live
+        further = write(history, 1)
+        further.do(storage)
+    platter.look()
+    for cut in (*old_parts(platter, path), *(platter.after_cut(rng) for _ in range(9))):
+        opens_after_cut(cut, tmp_path / "cut", further.after, SIZE)
+    platter.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_a_write_that_was_killed_leaves_no_row_for_the_next_cut(tmp_path, stored, num_steps):
+    path, rng = tmp_path / "rows", random.Random(0)
+    storage, history = make(path, 1, SIZE), History(1, SIZE)
+    act = write(history, 5)
+    act.do(storage)
+    storage.flush()
+    history = act.after
+    history.flush()
+    before = files_in(path)
+    write(history, num_steps).do(storage)
+    abandon(storage)
+    # Its rows and marks are there, but it was killed before it committed them.
+    after, commits = files_in(path), parts_of(path)["commits"]
+    data = bytearray(after["rows.1.bin"])
+    data[commits] = before["rows.1.bin"][commits]
+    put_back({**after, "rows.1.bin": bytes(data)}, path)
+    platter = Platter(path, 512)
+    platter.sync_all()
+    with syncs_seen(platter):
+        storage = make(path, 1, SIZE)
+        assert found(storage) == history.live
+        further = write(history, 1)
+        further.do(storage)
+    platter.look()
+    for cut in (*old_parts(platter, path), *(platter.after_cut(rng) for _ in range(9))):
+        opens_after_cut(cut, tmp_path / "cut", further.after, SIZE)
+    platter.close()
+
+
+def old_parts(platter, path):
+    """Cuts that leave what was written last, but of a part of the file what was synced last."""
+    parts = parts_of(path)
+    parts["rows and marks"] = slice(parts["rows"].start, parts["marks"].stop)
+    return [platter.as_old_as_can_be("rows.1.bin", part) for part in parts.values()]
 
 
 def test_killed_while_a_step_is_recorded(tmp_path):

@@ -30,23 +30,18 @@ __all__ = ["Session", "cut_at_random", "opens_after_cut", "syncs_seen"]
 @contextmanager
 def syncs_seen(platter: Platter) -> Iterator[None]:
     """Tells a simulated disk of everything that is synced."""
-    fsync, make_map, flush = os.fsync, MappedWords.__init__, MappedWords.flush
+    fsync, flush = os.fsync, MappedWords.flush
 
     def see_fsync(descriptor: int) -> None:
         fsync(descriptor)
         platter.sync(descriptor)
 
-    def see_map(words: MappedWords, path: Path, *args: Any, **options: Any) -> None:
-        make_map(words, path, *args, **options)
-        words.seen_at = path  # type: ignore[attr-defined]
-
     def see_flush(words: MappedWords) -> None:
         flush(words)
-        platter.sync(words.seen_at)  # type: ignore[attr-defined]
+        platter.sync(words._path)
 
     with (
         mock.patch.object(os, "fsync", see_fsync),
-        mock.patch.object(MappedWords, "__init__", see_map),
         mock.patch.object(MappedWords, "flush", see_flush),
     ):
         yield

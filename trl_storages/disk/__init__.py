@@ -13,7 +13,8 @@ Step numbers never restart.
         commits         the selector, and two tables of cursors, tails and flags of the lanes
         priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
         side            [*, S + 1] if rows share next observations: those stored in no row, as S shared
-                        words, and a checksum of them, mark and slot of the row that names them
+                        words, and a checksum of them, and checksum and slot of the row that names
+                        them
     lock                flock of the one writer
 
 A write is `begin` (clears marks), the rows, then `seal` (checksums and priorities, then marks, then the

@@ -207,7 +207,7 @@ class Words:
             known = self.rows[after, : len(known)]
         if tip > 0:
             values[tip, :-1] = known
-            values[tip, -1] = backend("cpu").checksums(known[None], self.marks[at, 0], at)
+            values[tip, -1] = backend("cpu").checksums(known[None], self.marks[at, 1], at)
         return bool(tip > 0)
 
     # Slots
@@ -244,10 +244,10 @@ class Words:
 
         Rows that are written there later are never mistaken for it.
         """
-        lane = torch.arange(len(self.marks)) % len(cursors)
-        is_left = self.marks[:, 0] >> STEP_BIT >= torch.from_numpy(cursors)[lane]
-        self.marks[is_left, 0] = 0
-        self._priority_words[:-1][is_left] = 0
+        every, marks = torch.arange(len(self.marks)), self.marks[:, 0]
+        marks[marks >> STEP_BIT >= torch.from_numpy(cursors)[every % len(cursors)]] = 0
+        if not self.priorities.is_new:
+            self._priority_words[:-1][self.priorities.get(every).isnan()] = 0
         self.flush()
 
     def intact(self, track: Track = iter) -> torch.Tensor:

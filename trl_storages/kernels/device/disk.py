@@ -124,14 +124,14 @@ class MarkedRows:
         ends = (last == step) & (is_finished != 0)
         marks = pack_marks(step, first == step, ends)
         is_one = step >= first.clamp(min=0)
-        newest, slots, marks = (slots[:, -1:], marks[:, -1:]), slots[is_one], marks[is_one]
-        if self._values is not None:
-            for tips, (at, mark) in ((False, (slots, marks)), (True, newest)):
-                at, mark = at.reshape(-1), mark.reshape(-1)
-                entries = self._named(at, ring.num_envs, tips=tips)
-                at, mark, entries = at[entries > 0], mark[entries > 0], entries[entries > 0]
-                self._values[entries, -1] = checksums(self._values[entries, :-1], mark, at)
+        newest, slots, marks = slots[:, -1], slots[is_one], marks[is_one]
         self._marks[slots, 1] = checksums(self._rows[slots], marks, slots)
+        if self._values is not None:
+            for tips, at in ((False, slots), (True, newest)):
+                entries = self._named(at, ring.num_envs, tips=tips)
+                at, entries = at[entries > 0], entries[entries > 0]
+                known = self._values[entries, :-1], self._marks[at, 1], at
+                self._values[entries, -1] = checksums(*known)
         if priorities is not None:
             priorities.seal(slots, marks)
         self._marks[slots, 0] = marks
@@ -167,7 +167,7 @@ class MarkedRows:
         is_one, found = (entries > 0) & (entries < len(values)), []
         for start in range(0, len(slots), _BLOCK):
             at, some = (it[start : start + _BLOCK] for it in (slots, entries * is_one))
-            found.append(checksums(values[some, :-1], self._marks[at, 0], at) == values[some, -1])
+            found.append(checksums(values[some, :-1], self._marks[at, 1], at) == values[some, -1])
         right = torch.cat([is_one[:0], *found]) & is_one
         return right if tips else right | (self._headers[slots] & CONTINUES != 0) & ~is_one
 

@@ -78,8 +78,8 @@ class MarkedRows:
         rows: `[M, W]` int64, contiguous, on the CPU.
         marks: `[M, 2]` int64, for each slot the mark, 0 if it has no row, and the checksum.
         values: `[*, S + 1]` int64, the side table of rows that share S words: the last word of an entry
-            is a checksum of the others, and mark and slot of the row that names it; None if rows share
-            none.
+            is a checksum of the others, and checksum and slot of the row that names it; None if rows
+            share none.
         headers: `[M]` of the rows; None if rows share none.
         past_steps: how many preceding rows of its episode a row is read with.
     """
@@ -488,12 +488,12 @@ def _mark(
             new[i, s] = mark
             marks[slot, 1] = _checksum(table[slot], mark, slot, factors)
             if values.size:
-                entry = headers[slot] >> ENTRY_BIT
+                entry, check = headers[slot] >> ENTRY_BIT, marks[slot, 1]
                 if entry > 0:
-                    values[entry, -1] = _checksum(values[entry, :-1], mark, slot, factors)
+                    values[entry, -1] = _checksum(values[entry, :-1], check, slot, factors)
                 if s + 1 == num_steps:
                     tip = _tip(headers[slot], lane, len(lanes))
-                    values[tip, -1] = _checksum(values[tip, :-1], mark, slot, factors)
+                    values[tip, -1] = _checksum(values[tip, :-1], check, slot, factors)
             if len(words):
                 words[slot] = _sealed(largest, mark, factors)
     fenced()
@@ -537,7 +537,7 @@ def _check_next(
         entry = _tip(header, slot % num_lanes, num_lanes) if tips else header >> ENTRY_BIT
         out[i] = not tips and header & CONTINUES != 0
         if 0 < entry < len(values):
-            check = _checksum(values[entry, :-1], marks[slot, 0], slot, factors)
+            check = _checksum(values[entry, :-1], marks[slot, 1], slot, factors)
             out[i] = values[entry, -1] == check
 
 
