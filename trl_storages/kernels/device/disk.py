@@ -130,8 +130,8 @@ class MarkedRows:
             for tips, at in ((False, slots), (True, newest)):
                 entries = self._named(at, ring.num_envs, tips=tips)
                 at, entries = at[entries > 0], entries[entries > 0]
-                known = self._values[entries, :-1], self._marks[at, 1], at
-                self._values[entries, -1] = checksums(*known)
+                found = checksums(self._values[entries, :-1], self._marks[at, 1], at)
+                self._values[entries, -1] = found
         if priorities is not None:
             priorities.seal(slots, marks)
         self._marks[slots, 0] = marks
