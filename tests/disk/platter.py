@@ -39,9 +39,11 @@ class _File:
             if self.pages[place][-1] != held:
                 self.pages[place].append(held)
 
-    def sync(self) -> None:
+    def sync(self, part: slice = slice(None)) -> None:
         self.look()
-        self.pages = [versions[-1:] for versions in self.pages]
+        start, stop, _ = part.indices(self._size)
+        for place in range(start // self._page, -(-stop // self._page)):
+            self.pages[place] = self.pages[place][-1:]
 
     def after_cut(self, rng: random.Random, newest: float) -> bytes:
         """What is left of it; `newest` is how likely a page is as it was last."""
@@ -90,8 +92,8 @@ class Platter:
         for file in self._files.values():
             file.look()
 
-    def sync(self, path_or_descriptor: Any) -> None:
-        """Takes in that a file or the directory is synced."""
+    def sync(self, path_or_descriptor: Any, part: slice = slice(None)) -> None:
+        """Takes in that a file, or these bytes of it, or the directory is synced."""
         self.look()
         try:
             status = os.stat(path_or_descriptor)
@@ -99,7 +101,7 @@ class Platter:
             return
         key = (status.st_dev, status.st_ino)
         if key in self._files:
-            self._files[key].sync()
+            self._files[key].sync(part)
         elif self._folder.is_dir() and os.path.samestat(status, os.stat(self._folder)):
             self._names = self._names[-1:]
 

@@ -36,9 +36,9 @@ def syncs_seen(platter: Platter) -> Iterator[None]:
         fsync(descriptor)
         platter.sync(descriptor)
 
-    def see_flush(words: MappedWords) -> None:
-        flush(words)
-        platter.sync(words._path)
+    def see_flush(words: MappedWords, start: int = 0, end: int | None = None) -> None:
+        flush(words, start, end)
+        platter.sync(words._path, slice(8 * start, words.array[:end].nbytes))
 
     with (
         mock.patch.object(os, "fsync", see_fsync),

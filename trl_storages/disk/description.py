@@ -12,7 +12,8 @@ import re
 import uuid
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Description:
         """R."""
         return self.steps_per_lane + self.spare_steps
 
-    @property
+    @cached_property
     def most_steps(self) -> int:
         """The most steps of a lane that a write can put in slots without a live row or a frame in use."""
         return self.spare_steps - self.layout.past_steps
@@ -118,7 +119,8 @@ class Description:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        words = {**_KIND, **vars(self), "layout": self.layout.to_json()}
+        own = {it.name: getattr(self, it.name) for it in fields(self)}
+        words = {**_KIND, **own, "layout": self.layout.to_json()}
         write_text(directory / _NAME, json.dumps({**words, "check": _check(words)}))
         (directory / _CREATING).unlink(missing_ok=True)
 

@@ -181,9 +181,10 @@ class MappedWords:
         with opened(self._path, writable=True) as file:
             _reserve(self._path, file, start, end)
 
-    def flush(self) -> None:
-        """Waits until everything written is on disk."""
-        self._map.flush()
+    def flush(self, start: int = 0, end: int | None = None) -> None:
+        """Waits until a range of words is on disk, with the pages that it lies in."""
+        first = start * _WORD // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.flush(first, self.array[:end].nbytes - first)
 
 
 def _is_at(path: Path, status: os.stat_result) -> bool:

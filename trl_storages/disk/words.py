@@ -100,7 +100,7 @@ class Words:
             values = parts["side"].view(-1, sharing.shared_words + 1)
             lanes = len(self.rows), description.num_lanes
             self.side = SideTable(*lanes, values, 0, self._enlarge_side)
-        self._past_steps = description.layout.past_steps
+        self._past_steps, self._ring_steps = description.layout.past_steps, description.ring_steps
         self.marked = backend("cpu").MarkedRows(
             self.rows, self.marks, values, self._headers, self._past_steps
         )
@@ -214,8 +214,9 @@ class Words:
 
     def _at(self, firsts: np.ndarray, ends: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the steps from `firsts` `[E]` up to `ends` `[E]`, lane by lane, and their slots."""
-        lane, step = steps_between(torch.from_numpy(firsts), torch.from_numpy(ends))
-        return step, step % self.description.ring_steps * len(firsts) + lane
+        lane, step = steps_between(firsts, ends)
+        slots = step % self._ring_steps * len(firsts) + lane
+        return torch.from_numpy(step), torch.from_numpy(slots)
 
     def seen_from(self, tails: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns the first step `[E]` whose frame some live row is read with.
@@ -248,7 +249,7 @@ class Words:
         marks[marks >> STEP_BIT >= torch.from_numpy(cursors)[every % len(cursors)]] = 0
         if not self.priorities.is_new:
             self._priority_words[:-1][self.priorities.get(every).isnan()] = 0
-        self.flush()
+        self._file.flush(self._places["marks"].start, self._places["priorities"].stop)
 
     def intact(self, track: Track = iter) -> torch.Tensor:
         """Checks every slot.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from trl_storages.kernels.memory import on_device, zeros
@@ -239,16 +240,16 @@ def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, index.reshape(-1)).view(index.shape + table.shape[1:])
 
 
-def steps_between(firsts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def steps_between(firsts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps from `firsts` `[E]` up to `ends` `[E]`, lane by lane.
 
     Returns:
         their lanes `[n]`, and the steps `[n]`.
     """
-    counts = (ends - firsts).clamp(min=0)
-    lane = torch.arange(len(firsts)).repeat_interleave(counts)
+    counts = np.maximum(ends - firsts, 0)
+    lane = np.repeat(np.arange(len(counts)), counts)
     # Restarts at the first step of each lane.
-    return lane, torch.arange(len(lane)) + (firsts - counts.cumsum(0) + counts)[lane]
+    return lane, np.arange(len(lane)) + (firsts - counts.cumsum() + counts)[lane]
 
 
 def level_starts(num_leaves: int) -> list[int]:

@@ -293,9 +293,9 @@ class PriorityWords:
             return priority, slots[:0]
         written = slots[slots >= 0]
         table.generations[written] = self.generations(written)
-        first = torch.maximum(torch.from_numpy(tails), ring.cursors - ring.ring_steps)
-        lane, step = steps_between(first, ring.tails)
-        evicted = ring.slots_at(step, lane)
+        first = np.maximum(tails, ring.cursors.numpy() - ring.ring_steps)
+        lane, step = steps_between(first, ring.tails.numpy())
+        evicted = torch.from_numpy(ring.slots_at(step, lane))
         table.priorities[evicted] = ABSENT
         return priority, evicted
 
