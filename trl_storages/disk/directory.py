@@ -251,17 +251,17 @@ class Directory:
         if self.description.is_clean:
             self._say(replace(self.description, is_clean=False))
         elif self._num_blind >= _MOST_BLIND:
-            self._check_there()
+            self.check_there()
         self._num_blind += 1
 
-    def _check_there(self) -> None:
+    def check_there(self) -> None:
         """Raises a FileNotFoundError if the directory is gone."""
         if not self._lock.is_there:
             raise removed(self.path)
         self._num_blind = 0
 
     def _say(self, description: Description) -> None:
-        self._check_there()
+        self.check_there()
         description.write(self.path)
         self.words.description = description
 
@@ -301,7 +301,7 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.check_writable()
-        self._check_there()
+        self.check_there()
         generation, cursors = self.description.generation + 1, index.host_steps.tolist()
         steps: Any = {"flushed": cursors, "tails": index.host_tails.tolist()}
         new = replace(self.description, generation=generation, **steps, is_clean=False)

@@ -58,7 +58,7 @@ class Reader:
     ) -> None:
         check_platform(path)
         self.path = path
-        self._stamp: tuple[int, ...] | None = ()
+        self._stamp: tuple[int, int, int] | None = None
         #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
@@ -87,7 +87,7 @@ class Reader:
 
     def _look(self) -> None:
         """Takes in a changed description, and maps its files if they are others."""
-        if (now := stamp(self.path)) == self._stamp:
+        if (now := stamp(self.path)) == self._stamp and self.words is not None:
             return
         if now is None and self._identity is not None:
             raise RuntimeError(
@@ -152,7 +152,7 @@ class Reader:
                     "writing once."
                 )
             # The description may have changed before this commit: read it again.
-            self._stamp, self.state, wrong = (), None, number
+            self._stamp, self.state, wrong = None, None, number
             if time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
 

@@ -36,18 +36,20 @@ class DurableTable(PriorityTable):
         **options: as in `PriorityTable`; the table is on the CPU.
 
     Raises:
-        FileNotFoundError: there are no priorities, and this process only reads.
+        FileNotFoundError: there are no priorities, and this process only reads; or the directory is gone.
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
         self._storage, self._files = storage, storage.files.source
         words = self._files.words
         self._words = words.priorities
-        if storage.reader is not None and self._words.is_new:
-            raise FileNotFoundError(
-                f"{storage.scratch_dir} holds no priorities: its writer does not draw by priority. "
-                "Read it with another sampler."
-            )
+        if self._words.is_new:
+            if storage.reader is not None:
+                raise FileNotFoundError(
+                    f"{storage.scratch_dir} holds no priorities: its writer does not draw by priority. "
+                    "Read it with another sampler."
+                )
+            storage.directory.check_there()
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
         self.refreshes = storage.files.refreshes
         # The largest priority is stored after those of the rows.
