@@ -135,7 +135,7 @@ class Ring(RingTables):
         """
         given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
         if slots is None:
-            slots = torch.empty(rows.num_rows, dtype=torch.int64)
+            slots = self.lanes.new_empty(rows.num_rows)
         if table is not None:
             to = table.array
             if not table.is_plain:
@@ -267,7 +267,7 @@ class Ring(RingTables):
         Returns:
             `[2, 2 E]` int64, the first leaves and the ends of disjoint ranges, some of them empty.
         """
-        ranges = torch.empty(2, 2 * self.num_envs, dtype=torch.int64)
+        ranges = self.lanes.new_empty(2, 2 * self.num_envs)
         _newest_ranges(self._arrays, int(window), lane_leaves, address(ranges))
         return ranges
 
