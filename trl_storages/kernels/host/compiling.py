@@ -51,8 +51,9 @@ def compiled(loop: _Loop) -> _Loop:
     """Compiles a loop over arrays on its first call, to run without the GIL.
 
     The result is cached beside the module or in the user's cache. The cache notices changes in the loop's
-    own file only, so loops that call one another share a file. With `NUMBA_DISABLE_JIT=1` the loop runs
-    as Python. In either case integers wrap around, and infinities raise no warning.
+    own file only, so loops that call one another share a file; whoever changes a formula that another
+    file inlines must touch that file. With `NUMBA_DISABLE_JIT=1` the loop runs as Python. In either case
+    integers wrap around, and infinities raise no warning.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return np.errstate(over="ignore", invalid="ignore")(loop)
