@@ -11,6 +11,7 @@ import pytest
 import torch
 from disk.following import EVENTS, PATIENCE, follow
 from disk.history import History
+from disk.moments import parts_of
 from disk.rows import KINDS, abandon, found, is_torn, make, with_frames
 from tensordict import TensorDict
 
@@ -416,6 +417,23 @@ class TestFollowing:
         filled(path, existsok=True)
         with pytest.raises(RuntimeError, match="anew"):
             read(again)
+
+    def test_rows_that_the_next_writer_could_not_recover(self, tmp_path):
+        """A reader may have indexed them, so it must not go on with the rows in their place."""
+        storage, history = filled(tmp_path, num_steps=9)
+        abandon(storage)
+        file, marks = tmp_path / "rows.1.bin", parts_of(tmp_path)["marks"]
+        data = bytearray(file.read_bytes())
+        data[marks.start + 8 * 16 : marks.stop] = bytes(marks.stop - marks.start - 8 * 16)
+        reader = reader_of(tmp_path)
+        file.write_bytes(data)
+        with pytest.warns(RuntimeWarning, match="loss of power"):
+            storage = make(tmp_path)
+        history.cursors = [8]
+        write(storage, history, 1)
+        with pytest.raises(RuntimeError, match="lost rows with the power: open it again"):
+            reader.sample()
+        assert found(reader_of(tmp_path)) == found(storage)
 
     def test_changes_nothing(self, tmp_path):
         storage, history = filled(tmp_path, num_steps=30)

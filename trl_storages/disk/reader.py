@@ -96,8 +96,8 @@ class Reader:
         new = Description.read(self.path)
         if self._identity not in (None, new.identity):
             raise RuntimeError(
-                f"the storage in {self.path} was deleted, and made anew: open it again to read the new "
-                "one."
+                f"the storage in {self.path} was deleted, and made anew, or has lost rows with the "
+                "power: open it again to read what it holds now."
             )
         self._identity = new.identity
         if self.words is not None and self.description.generation == new.generation:
