@@ -153,9 +153,10 @@ def failing_again(folder, name, stride, first):
     assert num_undone > 0
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.search)])
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
-def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored, lasts):
+def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored, lasts, every):
     """Whatever a failed write has stored is not taken for what was written in its place."""
     path, rng = tmp_path / "rows", random.Random(0)
     storage, history = make(path, 1, SIZE), History(1, SIZE)
@@ -164,7 +165,8 @@ def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored
     storage.flush()
     history = act.after
     history.flush()
-    for line in range(1 if stored == "plain" else 5, 400, 9 if stored == "plain" else 23):
+    first, stride = (1, 9) if stored == "plain" else (5, 23)
+    for line in range(first, 400, stride * every):
         platter, go_back = Platter(path, 512), Directory.go_back
         platter.sync_all()
 
