@@ -169,6 +169,20 @@ class TestFollowing:
         assert len(calls) == 2
         assert (batch["observation"][:, 0] >= 60).all()
 
+    @pytest.mark.parametrize("end", [ReplayStorage.close, abandon])
+    @pytest.mark.parametrize("stored", KINDS, indirect=True)
+    def test_what_the_next_writer_reuses_of_evicted_rows(self, tmp_path, stored, end):
+        """The rows that the reader knows are still in their slots, not all their next values."""
+        storage, history = filled(tmp_path)
+        reader = reader_of(tmp_path, fetch_every=1000)
+        assert not is_torn(reader.sample()).any()
+        # As many as are spare at most: no slot of a row that it knows is written again.
+        write(storage, history, 16)
+        end(storage)
+        write(make(tmp_path), history, 8)
+        for _ in range(20):
+            assert not is_torn(reader.sample()).any()
+
     def test_the_first_try_may_take_as_long_as_it_does(self, tmp_path, monkeypatch):
         """As where loops are compiled for it: what it loses to the writer is drawn anew."""
         monkeypatch.setattr("trl_storages.disk.reader._PATIENCE", 0.0)

@@ -10,7 +10,8 @@ Step numbers never restart.
     rows.G.bin          int64 words; each of its parts begins a page:
         rows            [R E, W] one transition a row
         marks           [R E, 2] mark and checksum of each row
-        commits         the selector, and two tables of cursors, tails and flags of the lanes
+        commits         the selector, how often the directory was opened to write, and two tables of
+                        cursors, tails and flags of the lanes
         priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
         side            [*, S + 1] if rows share next observations: those stored in no row, as S shared
                         words, and a checksum of them, and checksum and slot of the row that names
@@ -43,7 +44,8 @@ The next observation of a row is found through the row after it, so a row never 
 (see `kernels.sharing`). An entry of the side table belongs to the row that names it until that row's slot
 is rewritten. The newest row of a lane has a tip there, which may be reused two writes later; the tip of
 the row that was the newest at the last flush is kept until the next flush. On opening, the free entries
-are worked out from the valid rows. Next observations of evicted rows stay readable, through the slot
+are worked out from the valid rows: readers that still know evicted ones notice that it was opened, and
+read again. Next observations of evicted rows stay readable, through the slot
 after them where there is no row, as a reader may not have seen the eviction yet.
 
 The side table is a hole in the file: its space on disk is reserved as entries are used.

@@ -112,6 +112,7 @@ class Directory:
                 raise damaged(path, "its marks are not those of its steps")
             remove_rows(path, but=description.data_name)
             directory = cls(path, lock, words)
+            words.openings += 1
             if not description.is_clean:
                 words.forget(state.cursors)
             if not is_whole:

@@ -62,6 +62,8 @@ class Reader:
         #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
+        # How often the directory had been opened to write.
+        self._openings: int | None = None
         self.seen: list[torch.Tensor] | None = None
         self.words: Words = None if directory is None else directory.words  # type: ignore[assignment]
         self._identity = identity if directory is None else directory.description.identity
@@ -135,6 +137,8 @@ class Reader:
             words = self.words
             if self.state is None:
                 index.clear()
+            # Read first, as the next writer may have committed nothing yet.
+            self._openings = words.openings.item()
             number = words.commits.number
             if number == self._number:
                 return False
@@ -185,7 +189,7 @@ class Reader:
                 failed = error
             finally:
                 seen, self.seen = self.seen, None
-            if all(self.words.marked.hold(index.ring, slots) for slots in seen):
+            if self._are_there(index, seen):
                 if failed is not None:
                     raise failed
                 return batch
@@ -195,6 +199,13 @@ class Reader:
             elif time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
             refresh()
+
+    def _are_there(self, index: EpisodeIndex, seen: list[torch.Tensor]) -> bool:
+        """Returns whether rows, at int64 slots, were not overwritten since the last refresh."""
+        if not all(self.words.marked.hold(index.ring, slots) for slots in seen):
+            return False
+        # Read last, like the marks: another writer may have reused next values of evicted rows.
+        return self.words.openings.item() == self._openings
 
     def _too_slow(self) -> str:
         return (

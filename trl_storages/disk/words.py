@@ -74,6 +74,7 @@ class Words:
         side: next observations that are stored in no row; None unless rows share them.
         marked: operations on the same rows and marks.
         commits: the committed states.
+        openings: `[1]` int64, how often the directory was opened to write.
         priorities: of the rows; new until a sampler of the writer keeps them.
 
     Raises:
@@ -105,7 +106,8 @@ class Words:
             self.rows, self.marks, values, self._headers, self._past_steps
         )
         commits = parts["commits"]
-        self.commits = backend("cpu").Commits(commits[:1], commits[1:].view(2, -1))
+        self.commits = backend("cpu").Commits(commits[:1], commits[2:].view(2, -1))
+        self.openings = commits[1:2].numpy()
         self._priority_words = parts["priorities"]
         self.priorities = backend("cpu").PriorityWords(self._priority_words, self.marks)
 
@@ -336,7 +338,7 @@ def places(description: Description) -> dict[str, slice]:
     rows, entries = slots * description.layout.stored_words, 0
     if (sharing := description.layout.framed.sharing) is not None:
         entries = (1 + NUM_TIPS * description.num_lanes + slots) * (sharing.shared_words + 1)
-    sizes = {"rows": rows, "marks": 2 * slots, "commits": 1 + 2 * table, "priorities": slots + 1}
+    sizes = {"rows": rows, "marks": 2 * slots, "commits": 2 + 2 * table, "priorities": slots + 1}
     found, start = {}, 0
     for name, size in {**sizes, "side": entries}.items():
         found[name] = slice(start, start + size)
