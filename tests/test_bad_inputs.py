@@ -555,7 +555,7 @@ BETWEEN_PARTS = {
     "EpisodeWriter": {"append", "restart", "takes"},
     "FrameStack": {"as_seen", "frame_shape", "frames_first"},
     "PackedStorage": {
-        *("check_in_memory", "check_writable", "forget_links", "gather", "get_root"),
+        *("check_mutable", "check_writable", "forget_links", "gather", "get_root"),
         *(
             "keep_episodes",
             "lay_out",

@@ -38,10 +38,10 @@ def rows(num_rows, first=0):
     return goal_transitions(torch.zeros_like(steps), steps, steps % 4 == 3)
 
 
-def make(num_rows=20, first=0, *, seed=0, capacity=40, device="cpu", **parts):
+def make(num_rows=20, first=0, *, seed=0, capacity=40, device="cpu", path=None, **parts):
     """A storage of one lane, whose rows say by their step which one they are."""
     storage = ReplayStorage(
-        storage=PackedStorage(capacity, device=device),
+        storage=PackedStorage(capacity, device=device, scratch_dir=path),
         writer=EpisodeWriter(on_gap="ignore"),
         generator=torch.Generator(device).manual_seed(seed) if device == "cpu" else None,
         **parts,
@@ -346,12 +346,33 @@ def test_priorities_go_back_to_where_the_rows_are(shape):
     assert (samplers[0].priorities[3], samplers[2].priorities[3]) == (7, 9)
 
 
+def test_priorities_go_back_to_rows_in_directories(tmp_path):
+    """They lie in more slots than there are rows."""
+    samplers = [PERSampler(40, alpha=1.0), PERSampler(40, alpha=1.0)]
+    storages = [
+        make(70, sampler=sampler, path=tmp_path / name)
+        for name, sampler in zip("ab", samplers, strict=True)
+    ]
+    ensemble = ReplayStorageEnsemble(*storages, batch_size=64)
+    batch = ensemble.sample()
+    assert (batch["index"] >= 40).any()
+    batch["td_error"] = 2.0 + batch["index"]
+    ensemble.update_tensordict_priority(batch)
+    for number, sampler in enumerate(samplers):
+        drawn = batch[batch["buffer_ids"] == number]["index"]
+        assert torch.equal(sampler.priorities[drawn], 2.0 + drawn)
+
+
 @pytest.mark.parametrize(
     ("index", "buffer_ids", "error"),
     [
         ([1, 2], [0, 2], ValueError("buffer_ids must be numbers of storages, below 2, got 2")),
         ([1, 2], [0, -1], ValueError("buffer_ids must be numbers of storages, below 2, got -1")),
-        ([1, 40], [0, 1], IndexError("index must be below 40, the size of storage 1, got 40")),
+        (
+            [1, 40],
+            [0, 1],
+            IndexError("index must be below 40, the number of slots of storage 1, got 40"),
+        ),
     ],
 )
 @pytest.mark.parametrize("of_a_batch", [False, True])

@@ -105,7 +105,7 @@ METHOD_NAMES = _by_their_name(
         "len(storage)": "get_stored_size n_transitions_stored size",
         "loader": "replay_iter",
         "loads": "load_hdf5 load_transitions",
-        "nothing, rows are stored at once; end_episodes cuts what runs": "store_episode",
+        "record, step by step; end_episodes ends what runs": "store_episode",
         "sample": "sample_timesteps sample_transitions",
         "sample_episodes": "sample_path",
         "sequence_priority": "get_sequence_priority",

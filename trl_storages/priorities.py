@@ -156,7 +156,7 @@ class PriorityTable:
 
     @property
     def generations(self) -> torch.Tensor:
-        """`[N]` int32, how often each slot was written. A copy."""
+        """`[N]` int32, a number for each slot that changes when another row takes it. A copy."""
         return self._rows.generations.clone()
 
     @property

@@ -133,7 +133,7 @@ class Transitions:
         self._choose_rows(ends, flags.get("valids", np.ones(num_rows, bool)))
         if not len(self):
             raise ValueError(
-                f"{argument} must hold a transition at least, got {num_rows} rows of none."
+                f"{argument} must hold a transition at least, got {num_rows} rows that hold none."
             )
         #: Key -> (dtype, shape) of a transition.
         self.fields: dict[NestedKey, Field] = {

@@ -128,7 +128,8 @@ def _check_is_flat(transitions: Transitions) -> None:
         raise ValueError(
             "data must have one row for each step, [N, ...], and all its entries have a second dimension "
             f"of {num_steps}: if they are [E, T, ...], pass each as value.reshape(E * T, "
-            "*value.shape[2:]), and ends= with a flag at the last step of each of the E; if not, ends=."
+            "*value.shape[2:]), and ends= with a flag at the last step of each of the E; otherwise pass "
+            "ends= too."
         )
 
 

@@ -1,19 +1,20 @@
 """Rows in a directory: one writer, any number of readers; no live row is ever overwritten.
 
-Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, W words a row.
+Letters: E lanes (environments), T live steps per lane at most, S spare steps, R = T + S, W words a row,
+X words of a row that are shared.
 
 A lane has R slots for at most T live steps, so a write only goes to slots that hold no live row. Two
 tables in `commits` take turns in recording which rows are live; a selector word picks the current one.
 Step numbers never restart.
 
-    storage.json        replaced by a rename: layout, cursors of the last flush, `clean`
+    storage.json        replaced by a rename: layout, cursors of the last flush, `is_clean`
     rows.G.bin          int64 words; each of its parts begins a page:
         rows            [R E, W] one transition a row
         marks           [R E, 2] mark and checksum of each row
         commits         the selector, how often the directory was opened to write, and two tables of
-                        cursors, tails and flags of the lanes
-        priorities      [R E + 1] if a sampler keeps them: a float32, a check of it and the mark
-        side            [*, S + 1] if rows share next observations: those stored in no row, as S shared
+                        the count of writes, and cursors, tails, flags and trajectories of the lanes
+        priorities      [R E + 1] a float32, a check of it and the mark; zeros until a sampler keeps them
+        side            [*, X + 1] if rows share next observations: those stored in no row, as X
                         words, and a checksum of them, and checksum and slot of the row that names
                         them
     lock                flock of the one writer
@@ -22,7 +23,7 @@ A write is `begin` (clears marks), the rows, then `seal` (checksums and prioriti
 other table, then the selector). A writer killed at any point leaves a consistent state: that before its
 write, or that after it.
 
-                  create                     first write: no longer `clean`
+                  create                     first write: not `is_clean`
     (nothing) ------------> CLEAN, no rows ------------------------+
                               ^                                    v
        close: flush, clean    |                                WRITTEN ----+ write, evict, load,
@@ -45,8 +46,7 @@ The next observation of a row is found through the row after it, so a row never 
 is rewritten. The newest row of a lane has a tip there, which may be reused two writes later; the tip of
 the row that was the newest at the last flush is kept until the next flush. On opening, the free entries
 are worked out from the valid rows: readers that still know evicted ones notice that it was opened, and
-read again. Next observations of evicted rows stay readable, through the slot
-after them where there is no row, as a reader may not have seen the eviction yet.
+read again. As a reader may not have seen an eviction yet, a new row links an evicted row before it too.
 
 The side table is a hole in the file: its space on disk is reserved as entries are used.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from trl_storages.callers import warn_caller
 from trl_storages.disk.description import (
     Description,
     announce,
@@ -122,12 +122,11 @@ class Directory:
                 words.flush()
                 steps: Any = {"flushed": flushed.tolist(), "tails": state.tails.tolist()}
                 directory._say(replace(description, identity=uuid.uuid4().hex, **steps))
-                warnings.warn(
+                warn_caller(
                     f"{path} was not closed, and what was written last is not whole, as after a loss of "
                     "power: rows that were not flushed were lost, "
                     f"{int((state.cursors - state.tails).sum())} are there.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
         return directory, index
 

@@ -51,15 +51,15 @@ def _runs(words: Words, committed: State | None, steps: np.ndarray) -> State:
         steps: `[R, E]` from `Words.intact`.
     """
     description = words.description
-    durable, flushed = np.array(description.tails), np.array(description.flushed)
+    oldest, flushed = np.array(description.tails), np.array(description.flushed)
     # A lane without a row resumes at a step that was never flushed.
-    cursors = np.maximum(durable, flushed)
+    cursors = np.maximum(oldest, flushed)
     tails, is_open, unknown = cursors.copy(), np.zeros_like(cursors), np.zeros_like(cursors)
     is_linked = np.ones_like(steps, bool)
     if words.side is not None:
         is_linked = words.check_next(torch.arange(steps.size), tips=False).view(steps.shape).numpy()
     for lane, order in enumerate(np.argsort(steps, axis=0).T):
-        order = order[steps[order, lane] >= durable[lane]]
+        order = order[steps[order, lane] >= oldest[lane]]
         run = _run(steps[order, lane], is_linked[order, lane], flushed.item(lane) - 1)
         if run is not None and words.side is not None:
             run = _with_tip(words, run, lane)

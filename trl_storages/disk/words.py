@@ -1,4 +1,4 @@
-"""The files of one generation of a storage, as arrays.
+"""The file of rows of one generation, as arrays.
 
 Letters: E lanes (environments), R ring steps, M = R E slots, W words a row, D steps before a row whose
 frames it is read with.
@@ -40,7 +40,7 @@ _PAGE = 512  # words
 
 
 class State(NamedTuple):
-    """The contents of one commit. The file of commits holds two, each with a checksum.
+    """The contents of one commit. The part `commits` of the file holds two, each with a checksum.
 
     Args:
         write_count: rows written, as TorchRL's writers count them.

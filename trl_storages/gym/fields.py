@@ -92,7 +92,7 @@ def transition_fields(
     actions = _group(action_space, ACTION, batch_dims)
     for name, entries in (("observation", observations), ("action", actions)):
         if not entries:
-            raise ValueError(f"the {name} space must have an entry, got {name}_space without")
+            raise ValueError(f"the {name} space must have an entry, got {name}_space without any.")
     infos: list[tuple[NestedKey, Field]] = []
     names = arguments.keys("info_keys", info_keys)
     if isinstance(info_keys, Mapping):

@@ -1,7 +1,8 @@
 """Operations on rows, ring and trees, implemented twice: in compiled loops and in tensor operations.
 
 `host` has compiled loops over arrays, for rows on the CPU or on disk. `device` has the same names in
-tensor operations, for any device, without synchronising with the host. Results are bit-identical.
+tensor operations: for any device and without synchronising with the host, but for files and for rows
+that are overwritten in place. On the CPU, results are bit-identical.
 `backend` chooses between them, once for each component; nothing outside of this package does.
 """
 

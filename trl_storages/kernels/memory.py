@@ -20,8 +20,8 @@ _LEAST_SPARSE = 1 << 18  # bytes
 # has to zero them for the next batch.
 _LEAST_KEPT = 1 << 22  # bytes
 _LINE = 64  # bytes of a cache line
-# Such blocks of batches that are gone, by size. A batch has two for stacks and next stacks; so many are
-# kept of a size, and so many sizes.
+# Blocks of at least `_LEAST_KEPT` bytes of batches that are gone, by size. A batch has two for stacks
+# and next stacks; so many are kept of a size, and so many sizes.
 _spare: dict[int, list[np.ndarray]] = {}
 _MOST_KEPT = 2
 # Missing on Windows.

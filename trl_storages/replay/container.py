@@ -1,4 +1,4 @@
-"""The container: draws, gathers and transforms batches under one lock.
+"""The container: draws, gathers and transforms batches under its locks.
 
 Letters: B batch, E lanes (environments).
 """
@@ -82,12 +82,13 @@ class ReplayStorage(
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
     never reaches the transform that must write it. Here they are merged first, each `ReplayTransform`
-    gets access to the storage, and everything runs under the replay lock, on one consistent state.
+    gets access to the storage, and everything runs under the storage's locks, on one consistent state.
 
     Args:
         storage: holds the rows, ndim 1.
         sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's own
-            single-row samplers work with unequally filled lanes; those that can't raise when they draw.
+            single-row samplers work with unequally filled lanes, or raise when they draw; those of
+            slices and those that consume rows are refused.
         writer: tracks the episodes; None is `EpisodeWriter()`, for one environment.
         transform: applied to each batch.
         recorder: turns the steps of a gymnasium loop into transitions, for `record`; None expects no

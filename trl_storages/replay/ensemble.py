@@ -323,11 +323,13 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                 f"buffer_ids must be numbers of storages, below {number}, got {int(strange[0])}: pass "
                 "those of a batch that this ensemble drew."
             )
-        sizes = torch.tensor([storage.storage.max_size for storage in self._storages])
+        # Rows in a directory have more slots than there are rows.
+        sizes = torch.tensor([storage.episodes.num_slots for storage in self._storages])
         if (beyond := index >= sizes[ids.long()]).any():
             slot, number = int(index[beyond][0]), int(ids[beyond][0])
             raise IndexError(
-                f"index must be below {int(sizes[number])}, the size of storage {number}, got {slot}."
+                f"index must be below {int(sizes[number])}, the number of slots of storage {number}, got "
+                f"{slot}."
             )
 
     def _ids_of(self, data: TensorDictBase) -> torch.Tensor:

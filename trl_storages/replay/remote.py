@@ -308,8 +308,8 @@ class _InActor:
             known = parameters_of(self)
             if others := [name for name in values if name not in known]:
                 raise AttributeError(
-                    f"this storage has the parameters {sorted(known)}, got {others}: name what is "
-                    "missing where the storage is made."
+                    f"this storage has the parameters {sorted(known)}, got {others}: make it "
+                    "with the options that add these."
                 )
             for name, value in values.items():
                 setattr(self, name, value)

@@ -1,6 +1,6 @@
 """Resolves user-given lanes and row indices: numbers, masks, slots, and slices of the history by age.
 
-Letters: N capacity, B any shape of slots.
+Letters: E lanes (environments), B any shape of slots.
 """
 
 from __future__ import annotations

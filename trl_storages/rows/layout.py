@@ -442,7 +442,7 @@ class Layout:
         """Rebuilds the layout that `to_json` described.
 
         Raises:
-            ValueError: the description is damaged or of another version.
+            ValueError: the description is damaged.
         """
         if not isinstance(description, dict):
             got = f"{description!r:.50}"

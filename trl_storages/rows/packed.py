@@ -426,7 +426,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             ValueError: there are more or fewer rows than slots. Nothing is written then.
             IndexError: a slot is beyond the last row. Nothing is written then.
         """
-        self.check_in_memory()
+        self.check_mutable()
         if self.share_next and (self.episodes is None or set_cursor):
             raise RuntimeError(NO_WRITER)
         if isinstance(data, list):
@@ -446,8 +446,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         rows = self.new_rows(layout, fields, batch_size)
         finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
 
-    def check_in_memory(self) -> None:
-        """Raises a RuntimeError if rows can't be changed in place: in a directory, or with stacks."""
+    def check_mutable(self) -> None:
+        """Raises a RuntimeError if rows can't be changed in place: those in a directory, and stacks."""
         check_writable(self)
         if self.is_durable or self.past_steps:
             raise RuntimeError(NO_WRITER)

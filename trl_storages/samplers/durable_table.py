@@ -6,11 +6,11 @@ Letters: B batch, N slots, E lanes (environments).
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
 
+from trl_storages.callers import warn_caller
 from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
 
@@ -66,11 +66,10 @@ class DurableTable(PriorityTable):
         """Permanently sets damaged priorities to the largest one."""
         num_damaged = len(damaged) + int(self._words.get(self._largest_at).isnan())
         if num_damaged and not self._words.is_new:
-            warnings.warn(
+            warn_caller(
                 f"the priorities of {num_damaged} rows in {self._storage.scratch_dir} are damaged: they "
                 "get the largest one, as if they were written now.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         # Includes rows of a load in progress, which are not in the index yet.
         every = torch.arange(self.capacity)

@@ -55,7 +55,7 @@ class HERSampler(WrappingSampler):
     anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
 
         future: t..last      final: last      episode: first..last      random: all live rows
-        current: t         geometric: t + k with P(k) = (1 - γ) γ^k, or last if that comes first
+        current: t         geometric: t + i with P(i) = (1 - γ) γ^i, or last if that comes first
 
     and the goal is the one achieved by the action of row j, so j = t is the transition's own outcome.
     A mixture gives each strategy its share of the relabelled transitions, exactly (rounded by largest

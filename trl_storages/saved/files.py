@@ -165,11 +165,11 @@ def read_state(path: str | Path) -> Any:
         ValueError: a file is truncated or damaged; or the directory holds a link, a pipe, a device, a
             pickle, or too many files.
     """
-    directory = _Directory(arguments.directory("path", path))
+    directory = _SavedFiles(arguments.directory("path", path))
     return directory.value(directory.json(_STATE))
 
 
-class _Directory:
+class _SavedFiles:
     """Reads a saved state from an untrusted directory, within bounds."""
 
     def __init__(self, path: Path) -> None:
@@ -244,12 +244,12 @@ class _Directory:
                 return {key: self.value(item) for key, item in found.items()}
             case dict():
                 try:
-                    return self._described(found)
+                    return self._rebuilt(found)
                 except (RuntimeError, TypeError, KeyError) as error:
                     self._refuse(f"{_STATE!r} describes {found} ({error})", error)
         return found
 
-    def _described(self, found: dict[str, Any]) -> Any:
+    def _rebuilt(self, found: dict[str, Any]) -> Any:
         """Rebuilds a value that JSON has no type for."""
         match found:
             case {"value": "inf" | "-inf" | "nan" as text} if _is(found, "float", 1):

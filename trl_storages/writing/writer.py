@@ -519,7 +519,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 than it does. Nothing is written then.
         """
         if isinstance(self._storage, PackedStorage):
-            self._storage.check_in_memory()
+            self._storage.check_mutable()
         index = slots_of(self._episodes, index)
         if arguments.steps("data", data).batch_size != index.shape:
             raise ValueError(

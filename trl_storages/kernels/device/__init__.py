@@ -1,4 +1,4 @@
-"""The operations of `kernels.host` in tensor operations, for any device, without host synchronisation."""
+"""The operations of `kernels.host` in tensor operations; those of tables also run on other devices."""
 
 from trl_storages.kernels.device.disk import (
     Commits,

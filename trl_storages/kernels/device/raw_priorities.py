@@ -14,7 +14,7 @@ __all__ = ["RawPriorities"]
 
 
 class RawPriorities:
-    """The priorities of rows as they were reported, and how often each slot was written.
+    """The priorities of rows as they were reported, and the generations of slots.
 
     Args:
         num_slots: N. All are empty at first.
@@ -22,7 +22,8 @@ class RawPriorities:
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where there is no row.
-        generations: `[N]` int32, how often each slot was written.
+        generations: `[N]` int32, numbers that change when another row takes a slot: how often it was
+            written, or in files a hash of the step.
         largest: `[]` float32, the largest priority reported so far; 0 before the first.
     """
 

@@ -25,7 +25,7 @@ _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class Ring(RingTables):
-    """See `kernels.host.Ring`: the same methods, with bit-identical results."""
+    """See `kernels.host.Ring`: what other parts call is the same, with bit-identical results."""
 
     def find_gaps(
         self,

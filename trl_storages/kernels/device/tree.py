@@ -23,8 +23,8 @@ _INFINITY = float("inf")
 class SumTree:
     """Draws leaves in proportion to their weights, as `kernels.host.SumTree` does, on any device.
 
-    On the CPU, sums are added in the same order, and draws are bit-identical. Another device may add the
-    eight children of a node pairwise; no guarantee depends on the last bit.
+    On the CPU draws are bit-identical. Another device may add up the shares of children in another order
+    as it draws; no guarantee depends on the last bit.
 
     Slots are time-major, leaves lane-major: slot `t * E + l` is leaf `l * R + t`. So the newest rows of a
     lane are at most two ranges of leaves, whatever the fill of each lane.

@@ -103,11 +103,6 @@ class NewRows:
                     return number
         return -1
 
-    def some(self, places: torch.Tensor) -> NewRows:
-        """Returns a subset of the rows, not as steps of any lane."""
-        words = self.words()[places]
-        return self.of_block(words, self.places, torch.zeros(len(words), 1), words.device)
-
     def steps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows `[L, S, W]` and `done` flags `[L, S]` of a block."""
         words, done = self.words(), block.arranged(self.done)  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ class Ring(RingTables):
                 # Before the rows are linked.
                 if len(pairs) and self.find_gaps(rows, block, pairs, table) is not None:
                     return None
-                pairs, sources = _NO_PAIRS, table.sources(rows, self, given)  # type: ignore[attr-defined]
+                pairs, sources = _NO_PAIRS, table.link(rows, self, given)  # type: ignore[attr-defined]
         new = given, sources, pairs, to, rows.num_rows, address(slots)
         return None if append_steps(self._arrays, self.steps_per_lane, *new) else slots
 
@@ -384,7 +384,7 @@ def _bounds(ring: Any, slots: Any) -> tuple[Any, Any, Any]:
     oldest = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
-            raise IndexError("slots must be those of the ring, from 0 to its capacity")
+            raise IndexError("slots must be those of the ring, below the number of its slots")
         if i + _SAMPLES_AHEAD < len(slots):
             prefetch(episode, slots[i + _SAMPLES_AHEAD] * episode.itemsize)
         # The entries of the episodes, at first.

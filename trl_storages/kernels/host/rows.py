@@ -162,7 +162,7 @@ class RowTable:
         """Copies rows to their slots.
 
         Args:
-            slots: `[n]` int64, from 0 to N - 1; rows with negative ones are skipped.
+            slots: `[n]` int64, from 0 to N - 1.
             rows: n of them.
             ring: of the rows, if neighbouring rows matter.
         """

@@ -92,7 +92,7 @@ class SharedTable(RowTable):
         self.before = self.array, self._headers, self._values, self._next_bytes
         # The array of the ring's lanes, and what `_tables` returns for it.
         self._prepared: tuple[Any, Any] = (None, None)
-        # The headers of the rows written last: `sources` names their address.
+        # The headers of the rows written last: what `link` returns names their address.
         self._new = self._headers[:0]
 
     def pick(
@@ -151,8 +151,8 @@ class SharedTable(RowTable):
             self._prepared = lanes, (*rows, *where, num_lanes, self._ring.ring_steps)
         return self._prepared[1]
 
-    def sources(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
-        """Links new rows to the rows before them.
+    def link(self, rows: NewRows, ring: Ring, given: Given) -> np.ndarray:
+        """Links new rows to the rows before them; takes and frees entries of the side table.
 
         Args:
             rows: n of them.

@@ -152,12 +152,6 @@ class NewRows:
         first: int = _first_violation(self.sources, implied, self.num_rows)
         return first
 
-    def some(self, places: torch.Tensor) -> NewRows:
-        """Returns a copy of some of the rows, not as steps of any lane."""
-        words = self.words()[places]
-        done = torch.zeros(len(words), 1, dtype=torch.bool)
-        return self.of_block(words, self.sources[:, _START:], done, words.device)
-
 
 @compiled
 def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
