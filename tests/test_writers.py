@@ -380,6 +380,14 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"num_envs.*0"):
             writer_of_any_rows(0)
 
+    def test_generations_of_rows_in_a_directory(self, tmp_path):
+        with pytest.raises(ValueError, match="track_generations=True needs rows in memory"):
+            ReplayStorage(
+                storage=PackedStorage(40, scratch_dir=tmp_path),
+                writer=EpisodeWriter(track_generations=True),
+            )
+        assert not list(tmp_path.iterdir())
+
     def test_storages_of_more_dimensions(self):
         with pytest.raises(ValueError, match=r"ndim=1.*num_envs"):
             ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=writer_of_any_rows(3))

@@ -29,12 +29,17 @@ __all__ = [
 ]
 
 
-def check_storage(storage: Any) -> None:
+def check_storage(storage: Any, *, tracks_generations: bool) -> None:
     """Checks that lanes of steps can be written to a storage.
+
+    Args:
+        storage: the storage.
+        tracks_generations: whether TorchRL is to count how often each slot was written.
 
     Raises:
         TypeError: it does not hold tensors on a device.
-        ValueError: it has more than one dimension, or rows without an episode index.
+        ValueError: it has more than one dimension, or rows without an episode index, or is to count
+            generations in a directory.
     """
     if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
         raise TypeError(
@@ -51,6 +56,11 @@ def check_storage(storage: Any) -> None:
         raise ValueError(
             f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
             "without episodes: make an empty storage, and extend the buffer with the rows."
+        )
+    if tracks_generations and getattr(storage, "is_durable", False):
+        raise ValueError(
+            f"track_generations=True needs rows in memory, got rows in {storage.scratch_dir}: leave it "
+            "out. Priorities that come late for a row are recognised without it."
         )
 
 

@@ -74,7 +74,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         traj_key: integer entry, one number a trajectory, that cuts an episode where it changes; it
             may be absent.
         keys: entries to store, the others are left out; None stores all.
-        track_generations: as in TorchRL's `RoundRobinWriter`.
+        track_generations: as in TorchRL's `RoundRobinWriter`, for rows in memory.
         on_gap: what happens to a row that does not begin, bit for bit, with the next observation of
             the row before it: "warn" warns once and stores the row as its continuation; "cut" begins an
             episode with it; "ignore" does not check, so an open episode that was loaded goes on. For
@@ -153,7 +153,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 unit of TorchRL's that would be wrong over the lanes; or TorchRL's
                 `ReplayBufferEnsemble` joins it with others.
         """
-        check_storage(storage)
+        check_storage(storage, tracks_generations=self._track_generations)
         index = getattr(storage, "episodes", None)
         check_buffers(storage, self.num_envs)
         if self._storage is not storage:
