@@ -369,11 +369,11 @@ def test_a_gap_on_a_gpu_is_heard_of_without_waiting(gpu):
 
 def test_a_late_gap_is_told_at_the_next_write():
     """What a GPU has found by then, simulated by a note."""
-    from trl_storages.priorities import DeferredError
+    from trl_storages.priorities import DeferredFlag
 
     storage = make()
     storage.extend(stream(0)[0])
-    storage.writer.gaps.late = DeferredError(torch.device("cpu"))
+    storage.writer.gaps.late = DeferredFlag(torch.device("cpu"))
     storage.writer.gaps.late.note(torch.tensor(True))
     with pytest.warns(UserWarning, match=r"was written[\s\S]*end_episodes"):
         storage.extend(stream(3)[0])

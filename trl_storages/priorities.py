@@ -22,14 +22,14 @@ from trl_storages.ring import EpisodeIndex
 
 __all__ = [
     "ABSENT",
-    "DeferredError",
+    "DeferredFlag",
     "Normalization",
     "PriorityTable",
     "leaf_weights",
 ]
 
 
-class DeferredError:
+class DeferredFlag:
     """An error flag on a device, with a host copy that is updated asynchronously.
 
     Reading the flag itself would wait for all work queued on the device. The host copy may lag behind,
@@ -137,7 +137,7 @@ class PriorityTable:
         self._alpha, self._eps, self._normalize = alpha, eps, normalize
         self._on_host = device.type == "cpu"
         self._rows = backend(device).RawPriorities(capacity, device)
-        self._deferred_error = DeferredError(device)
+        self._deferred_error = DeferredFlag(device)
         self._new_weight = (ABSENT, torch.zeros(1))
         # The number of lanes is only needed, and known, once windows are drawn.
         self._plant(num_lanes=1)

@@ -53,7 +53,7 @@ _USE_SEQUENCES = (
 _USE_SINGLE_ROWS = "pass UniformSampler(), or PERSampler(capacity) for priorities"
 
 #: What TorchRL's parts assume about the rows; the first matching class decides.
-_ASKED: dict[type, str] = {
+_ASSUMES: dict[type, str] = {
     ConsumingSampler: "to be consumed",
     SamplerEnsemble: "several storages",
     SliceSampler: "neighbours",
@@ -68,16 +68,16 @@ _ASKED: dict[type, str] = {
 }
 
 
-def _asked(kind: type) -> str | None:
+def _assumed(kind: type) -> str | None:
     """Returns what a kind of part assumes about the rows; None if it is not TorchRL's."""
     method = getattr(kind, "sample", None) or getattr(kind, "expand", None)
     if not getattr(method, "__module__", "").startswith("torchrl."):
         return None
-    return next(asked for known, asked in _ASKED.items() if issubclass(kind, known))
+    return next(assumed for known, assumed in _ASSUMES.items() if issubclass(kind, known))
 
 
 # Looked up for each batch.
-_asked_by: Callable[[type], str | None] = lru_cache(maxsize=1024)(_asked)
+_assumed_by: Callable[[type], str | None] = lru_cache(maxsize=1024)(_assumed)
 
 
 # Checks that do not depend on the rows: done when parts are combined.
@@ -96,30 +96,30 @@ def check_part(part: Sampler | SampleUnit | None, num_envs: int, storage: Any = 
     """
     if (base := getattr(part, "base", None)) is not None:
         check_part(base, num_envs, storage)
-    name, asked = type(part).__name__, _asked_by(type(part))
-    if asked is None:
+    name, assumed = type(part).__name__, _assumed_by(type(part))
+    if assumed is None:
         return
-    if asked == "to be consumed":
+    if assumed == "to be consumed":
         raise ValueError(
             f"rows with episodes can't be consumed, got {name}: they leave in the order in which they "
             "came. Pass UniformSampler(), or use a TensorDictReplayBuffer with TorchRL's own writer."
         )
-    if asked == "several storages":
+    if assumed == "several storages":
         raise ValueError(
             f"the sampler must draw from one storage, got {name}: join several by "
             f"ReplayStorageEnsemble(*storages); for one, {_USE_SINGLE_ROWS}."
         )
-    if asked == "neighbours":
+    if assumed == "neighbours":
         raise ValueError(
             f"{name} takes the next slot for the next step, which may be of another episode or "
             f"environment: {_USE_SEQUENCES}."
         )
-    if asked not in ("any slot", "nothing") and getattr(storage, "is_durable", False):
+    if assumed not in ("any slot", "nothing") and getattr(storage, "is_durable", False):
         raise ValueError(
             f"{name} takes the first slots for the rows, and those of a directory lie in some more "
             f"slots, around a ring: {_USE_SINGLE_ROWS}; {_USE_SEQUENCES}."
         )
-    if num_envs > 1 and asked == "unknown":
+    if num_envs > 1 and assumed == "unknown":
         raise ValueError(
             f"{name} is not known to be right over {num_envs} lanes of rows: {_USE_SINGLE_ROWS}; "
             f"{_USE_SEQUENCES}."
@@ -226,14 +226,14 @@ def draw(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Any, dict
         RuntimeError: with the rows as they are, the sampler would draw empty slots. The message names
             what to use instead.
     """
-    if (asked := _asked_by(type(sampler))) is None:
+    if (assumed := _assumed_by(type(sampler))) is None:
         return sampler.sample(storage, batch_size)
     batch_size, episodes = checked_draw(storage, batch_size)
     if episodes is None:
         return sampler.sample(storage, batch_size)
     check_part(sampler, episodes.num_envs, storage)
     if not episodes.is_level:
-        match asked:
+        match assumed:
             case "any slot":
                 return episodes.random_slots(batch_size, sampler._rng), {}
             case "a length":
@@ -289,11 +289,11 @@ def check_draws(storage: Any, writer: Writer) -> None:
         sampler, episodes = buffer._sampler, storage.episodes
         check_part(sampler, episodes.num_envs)
         check_part(buffer._sample_unit, episodes.num_envs)
-        if (asked := _asked_by(type(sampler))) is None:
+        if (assumed := _assumed_by(type(sampler))) is None:
             continue
         # Safe: a PackedStorage itself draws for an "any slot" sampler, and in other storages, whose
         # length is that of the longest lane, an "a length" sampler sees all slots.
-        if asked != ("any slot" if isinstance(storage, PackedStorage) else "a length"):
+        if assumed != ("any slot" if isinstance(storage, PackedStorage) else "a length"):
             _check_level(sampler, episodes)
 
 

@@ -34,7 +34,7 @@ class Desk:
 
     Args:
         layout: of the transitions.
-        rows: the layout of the rows, used if it has exactly these fields; None if it is not known.
+        row_layout: that of the rows, used if it has exactly these fields; None if it is not known.
         device: of the gathered values.
         is_vector: whether values have the leading dimension.
         num_envs: E.
@@ -44,7 +44,7 @@ class Desk:
     def __init__(
         self,
         layout: StepLayout,
-        rows: Layout | None,
+        row_layout: Layout | None,
         device: torch.device,
         is_vector: bool,
         *,
@@ -52,10 +52,10 @@ class Desk:
         choices: Mapping[NestedKey, Choices],
     ) -> None:
         #: The arguments that may change from step to step.
-        self.made_for = layout, rows, device, is_vector
+        self.made_for = layout, row_layout, device, is_vector
         known = Layout(layout.fields)
-        if rows is not None and rows.described == known.described:
-            known = rows
+        if row_layout is not None and row_layout.described == known.described:
+            known = row_layout
         # In the order in which `put` copies them.
         keys = [DONE, *(key for key, *_ in layout.places)]
         #: The rows of a step.

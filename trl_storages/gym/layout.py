@@ -171,19 +171,19 @@ def _layout_of(
     is_plain = all(key_path(key)[0] == "action" for key in actions)
     columns = {key: Column(*field, num_envs, lossy=key == REWARD) for key, field in fields.items()}
     seen = tree_of(key for key, _ in pairs)
-    done = tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions)
+    acted = tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions)
     places = [
         (TERMINATED, columns[TERMINATED], "terminateds", ""),
         (TRUNCATED, columns[TRUNCATED], "truncateds", ""),
         (REWARD, columns[REWARD], "rewards", ""),
         *((leaf.key, columns[leaf.key], "observations", leaf.label) for leaf in leaves_of(seen)),
-        *((leaf.key, columns[leaf.key], "actions", leaf.label) for leaf in leaves_of(done)),
+        *((leaf.key, columns[leaf.key], "actions", leaf.label) for leaf in leaves_of(acted)),
         *(
             (leaf.next_key, columns[leaf.key], "next_observations", leaf.label)
             for leaf in leaves_of(seen)
         ),
     ]
-    return StepLayout(fields, columns, seen, done, pairs, places)
+    return StepLayout(fields, columns, seen, acted, pairs, places)
 
 
 def _learn_fields(observations: Any, actions: Any, is_vector: bool) -> dict[NestedKey, Field]:

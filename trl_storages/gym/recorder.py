@@ -152,13 +152,13 @@ class GymRecorder(SavedPart):
         return step.tensordict(), lanes
 
     def read(
-        self, step: Sequence[Any], rows: Layout | None = None
+        self, step: Sequence[Any], row_layout: Layout | None = None
     ) -> tuple[StepBlock | None, Memory | None]:
         """Reads a step as `rows` does.
 
         Args:
             step: the arguments of `rows`, in their order.
-            rows: the layout of transitions, used if they have exactly these fields; None for any.
+            row_layout: that of transitions, used if they have exactly these fields; None for any.
 
         Returns:
             the transitions, valid until the next step is read, None if there are none; and what to
@@ -187,7 +187,7 @@ class GymRecorder(SavedPart):
             *read_tree(layout.actions, actions, "actions"),
             *read_tree(layout.observations, next_observations, "next_observations"),
         ]
-        desk = self._desk_for(layout, rows, values[0], is_vector)
+        desk = self._desk_for(layout, row_layout, values[0], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
         is_end = desk.put(terminateds, truncateds, rewards, values)
         if goes_on is not None:
@@ -230,10 +230,15 @@ class GymRecorder(SavedPart):
         return terminated | self._flag.read(truncateds, "truncateds", "", is_vector)
 
     def _desk_for(
-        self, layout: StepLayout, rows: Layout | None, value: Any, is_vector: bool
+        self, layout: StepLayout, row_layout: Layout | None, value: Any, is_vector: bool
     ) -> Desk:
         """Returns the desk for the values of a step, on the device of `value`."""
-        made_for = layout, rows, value.device if isinstance(value, Tensor) else _CPU, is_vector
+        made_for = (
+            layout,
+            row_layout,
+            value.device if isinstance(value, Tensor) else _CPU,
+            is_vector,
+        )
         if self._desk is None or self._desk.made_for != made_for:
             self._desk = Desk(*made_for, num_envs=self.num_envs, choices=self.choices)
         return self._desk

@@ -38,7 +38,7 @@ from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
 from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
-from trl_storages.replay import containers, history, incoming, on_disk
+from trl_storages.replay import history, incoming, on_disk, registry
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.batches import BatchSource
 from trl_storages.replay.drawing import draw_rows
@@ -169,7 +169,7 @@ class ReplayStorage(
         given["sampler"] = UniformSampler if sampler is None else sampler
         given["writer"] = EpisodeWriter if writer is None else writer
         del given["recorder"]
-        containers.check_own_parts(storage, **own)
+        registry.check_own_parts(storage, **own)
         self._assemble(given, recorder)
 
     def _assemble(self, given: dict[str, Any], recorder: GymRecorder | None) -> None:
@@ -187,7 +187,7 @@ class ReplayStorage(
         self._warned_batch_size_conflict = True
         self._prefetch_in_order()
         on_disk.resume(self)
-        containers.register(self)
+        registry.register(self)
 
     @classmethod
     def open(
@@ -656,7 +656,7 @@ class ReplayStorage(
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
         if isinstance(self._writer, EpisodeWriter):
             check_part(sampler, self._writer.num_envs)
-        containers.check_own_parts(self._storage, sampler=sampler)
+        registry.check_own_parts(self._storage, sampler=sampler)
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
@@ -927,7 +927,7 @@ class ReplayStorage(
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator = read_generator(state.pop("generator__context"))
         super().__setstate__(state)
-        containers.register(self)
+        registry.register(self)
         self._prefetch_in_order()
         doubt_ends(self)
         if generator is not None:

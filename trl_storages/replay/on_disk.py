@@ -50,7 +50,7 @@ def consistent_read(method: Method) -> Method:
     return read  # type: ignore[return-value]
 
 
-def look(storage: Storage) -> State | None:
+def look(rows: Storage) -> State | None:
     """Refreshes rows that another process writes, unless a consistent read is under way.
 
     Returns:
@@ -59,7 +59,7 @@ def look(storage: Storage) -> State | None:
     Raises:
         RuntimeError: as `RowFiles.refresh`.
     """
-    files = getattr(storage, "files", None)
+    files = getattr(rows, "files", None)
     reader = None if files is None else files.reader
     if reader is None:
         return None
@@ -135,25 +135,25 @@ def close(storage: Any, *, keep: bool) -> None:
         directory.delete()
 
 
-def note_all(storage: Storage) -> None:
+def note_all(rows: Storage) -> None:
     """Marks all rows on disk as read, within a `consistent_read` method."""
-    if (files := getattr(storage, "files", None)) is not None:
-        episodes = storage.episodes
+    if (files := getattr(rows, "files", None)) is not None:
+        episodes = rows.episodes
         files.note(files.source.words.slots_read(episodes.host_tails, episodes.host_steps))
 
 
-def check_rows(storage: Storage, progress: bool) -> None:
+def check_rows(rows: Storage, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
-    if (files := getattr(storage, "files", None)) is None:
+    if (files := getattr(rows, "files", None)) is None:
         return
-    note_all(storage)
-    episodes, track = storage.episodes, tracker("checking rows", progress)
+    note_all(rows)
+    episodes, track = rows.episodes, tracker("checking rows", progress)
     # For a reader, the next observations of the newest rows may change at any time.
     words, bounds = files.source.words, (episodes.host_tails, episodes.host_steps)
     bad = words.damaged(*bounds, words.intact(track), tips=files.reader is None)
     if len(bad):
         raise RuntimeError(
-            f"{len(bad)} rows in {storage.scratch_dir} do not match their checksums, those in the slots "
+            f"{len(bad)} rows in {rows.scratch_dir} do not match their checksums, those in the slots "
             f"{bad[:5].tolist()} among them: they were changed from outside, or lost with the power. "
             "Bring the directory back from a copy."
         )

@@ -18,7 +18,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.kernels import backend
 from trl_storages.kernels.tables import Block
 from trl_storages.keys import continued_keys, next_key
-from trl_storages.priorities import DeferredError
+from trl_storages.priorities import DeferredFlag
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
 
@@ -68,7 +68,7 @@ class GapWatch:
         #: Whether to warn of torn episodes, until that is done once.
         self.warns_of_tears = self.on_gap == "warn"
         #: Gaps in rows on a GPU, reported at a later write; None before the first.
-        self.late: DeferredError | None = None
+        self.late: DeferredFlag | None = None
         # Cache: the compared fields of the last layout.
         self._pairs: tuple[Layout, np.ndarray] | None = None
 
@@ -178,7 +178,7 @@ class GapWatch:
         """
         device = gaps[0][0].device
         if device.type != "cpu":
-            self.late = self.late or DeferredError(device)
+            self.late = self.late or DeferredFlag(device)
             for gap, _ in gaps:
                 self.late.note(gap.any())
             return

@@ -286,10 +286,10 @@ def _lanes(
             is_taken[lane] = is_held[lane] = bool(goes_on[at])
     when = last_written.tolist()
     before = -1
-    for at, (num_rows, is_last) in enumerate(zip(size.tolist(), goes_on.tolist(), strict=True)):
+    for at, (num_rows, stays_open) in enumerate(zip(size.tolist(), goes_on.tolist(), strict=True)):
         if lanes[at] < 0:
             # An ended trajectory may precede one that stays open, if that one is new too.
-            barred = is_taken if is_last else is_held
+            barred = is_taken if stays_open else is_held
             free = [lane for lane in range(num_envs) if not barred[lane]]
             if not free:
                 raise ValueError(_too_many(num_envs + 1, num_envs))
@@ -303,10 +303,10 @@ def _lanes(
                         when[lane],
                     ),
                 )
-            lanes[at], places[at] = before, 2 if is_last else 1
+            lanes[at], places[at] = before, 2 if stays_open else 1
             rows[before] += num_rows
             is_cut[before] = False
-            is_taken[before] |= is_last
+            is_taken[before] |= stays_open
         before = int(lanes[at])
     return lanes, places
 

@@ -368,7 +368,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._whole(steps, blocks, pairs, (), shape, then, count)
+            slots = self._write_at_once(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
                 return slots
         gaps: list[Gaps] = []
@@ -384,16 +384,16 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._whole(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
+        return self._write_at_once(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
 
-    def _whole(self, *write: Any) -> torch.Tensor | None:
-        """Does what `_append` does with these arguments, or nothing, even if it is interrupted."""
+    def _write_at_once(self, *write: Any) -> torch.Tensor | None:
+        """Does what `_commit` does with these arguments, or nothing, even if it is interrupted."""
         episodes = self._storage.episodes
         counters = episodes.counters()
         try:
-            return self._append(*write)
+            return self._commit(*write)
         except BaseException as error:
-            if complete(error, lambda: (episodes.recount(counters), self._append(*write))):
+            if complete(error, lambda: (episodes.recount(counters), self._commit(*write))):
                 raise
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
@@ -405,7 +405,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 self._take_up()
             raise
 
-    def _append(
+    def _commit(
         self,
         steps: Steps,
         blocks: Sequence[Block],
@@ -669,6 +669,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         saved = SavedState(state_dict, "the saved EpisodeWriter", keys, more)
         index = self._episodes.read_state(saved["episodes"])
         if len(index):
+            # The generations of these rows are required then.
             SavedState(state_dict, "the saved EpisodeWriter", (*keys, *more))
         cursor = index.ring.slots_at(index.host_steps.item(0), 0)
         if saved.integer("_cursor") != cursor:

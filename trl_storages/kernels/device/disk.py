@@ -75,7 +75,7 @@ class MarkedRows:
     Args:
         rows: `[M, W]` int64, contiguous.
         marks: `[M, 2]` int64.
-        values: `[*, S + 1]` int64 (S shared words), or None.
+        values: `[*, X + 1]` int64 (X shared words), or None.
         headers: `[M]`, or None.
         past_steps: how many preceding rows of its episode a row is read with.
     """

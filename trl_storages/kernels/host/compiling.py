@@ -103,7 +103,7 @@ address = torch.Tensor.data_ptr
 
 
 def addressable(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Returns values from outside of this package as loops read them."""
+    """Returns a caller's values as loops read them: contiguous, of a dtype; copied if they are not."""
     is_plain = values.dtype is dtype and values.is_contiguous()
     return values if is_plain else values.to(dtype).contiguous()
 

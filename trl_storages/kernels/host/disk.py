@@ -77,7 +77,7 @@ class MarkedRows:
     Args:
         rows: `[M, W]` int64, contiguous, on the CPU.
         marks: `[M, 2]` int64, for each slot the mark, 0 if it has no row, and the checksum.
-        values: `[*, S + 1]` int64, the side table of rows that share S words: the last word of an entry
+        values: `[*, X + 1]` int64, the side table of rows that share X words: the last word of an entry
             is a checksum of the others, and checksum and slot of the row that names it; None if rows
             share none.
         headers: `[M]` of the rows; None if rows share none.
