@@ -153,18 +153,23 @@ def failing_again(folder, name, stride, first):
     assert num_undone > 0
 
 
+def flushed(path):
+    """A directory of five rows that are flushed, and its history."""
+    storage, history = make(path, 1, SIZE), History(1, SIZE)
+    act = write(history, 5)
+    act.do(storage)
+    storage.flush()
+    act.after.flush()
+    return storage, act.after
+
+
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.search)])
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
 def test_a_write_that_was_undone_leaves_no_row_for_the_next_cut(tmp_path, stored, lasts, every):
     """Whatever a failed write has stored is not taken for what was written in its place."""
     path, rng = tmp_path / "rows", random.Random(0)
-    storage, history = make(path, 1, SIZE), History(1, SIZE)
-    act = write(history, 5)
-    act.do(storage)
-    storage.flush()
-    history = act.after
-    history.flush()
+    storage, history = flushed(path)
     first, stride = (1, 9) if stored == "plain" else (5, 23)
     for line in range(first, 400, stride * every):
         platter, go_back = Platter(path, 512), Directory.go_back
@@ -206,13 +211,8 @@ def fails_to_commit(directory, index, blocks, *_):
 def test_a_write_that_fails_before_it_commits_leaves_no_row_for_the_next_cut(
     tmp_path, stored, num_steps
 ):
-    path, rng, go_back = tmp_path / "rows", random.Random(0), Directory.go_back
-    storage, history = make(path, 1, SIZE), History(1, SIZE)
-    act = write(history, 5)
-    act.do(storage)
-    storage.flush()
-    history = act.after
-    history.flush()
+    path, go_back = tmp_path / "rows", Directory.go_back
+    storage, history = flushed(path)
     platter = Platter(path, 512)
 
     def seen(*args):
@@ -227,24 +227,14 @@ def test_a_write_that_fails_before_it_commits_leaves_no_row_for_the_next_cut(
         ):
             write(history, num_steps).do(storage)
         assert found(storage) == history.live
-        further = write(history, 1)
-        further.do(storage)
-    platter.look()
-    for cut in (*old_parts(platter, path), *(platter.after_cut(rng) for _ in range(9))):
-        opens_after_cut(cut, tmp_path / "cut", further.after, SIZE)
-    platter.close()
+    goes_on_through_cuts(storage, history, platter, path)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
 def test_a_write_that_was_killed_leaves_no_row_for_the_next_cut(tmp_path, stored, num_steps):
-    path, rng = tmp_path / "rows", random.Random(0)
-    storage, history = make(path, 1, SIZE), History(1, SIZE)
-    act = write(history, 5)
-    act.do(storage)
-    storage.flush()
-    history = act.after
-    history.flush()
+    path = tmp_path / "rows"
+    storage, history = flushed(path)
     before = files_in(path)
     write(history, num_steps).do(storage)
     abandon(storage)
@@ -258,11 +248,17 @@ def test_a_write_that_was_killed_leaves_no_row_for_the_next_cut(tmp_path, stored
     with syncs_seen(platter):
         storage = make(path, 1, SIZE)
         assert found(storage) == history.live
-        further = write(history, 1)
+    goes_on_through_cuts(storage, history, platter, path)
+
+
+def goes_on_through_cuts(storage, history, platter, path):
+    """Writes one row more, and opens what power cuts leave of the directory."""
+    rng, further = random.Random(0), write(history, 1)
+    with syncs_seen(platter):
         further.do(storage)
     platter.look()
     for cut in (*old_parts(platter, path), *(platter.after_cut(rng) for _ in range(9))):
-        opens_after_cut(cut, tmp_path / "cut", further.after, SIZE)
+        opens_after_cut(cut, path.with_name("cut"), further.after, SIZE)
     platter.close()
 
 
