@@ -76,7 +76,7 @@ def _sampler(sampler: Any) -> dict[str, Any]:
         return {**seen, "counts": sampler._counts, "base": _sampler(sampler.base)}
     if isinstance(sampler, PERSampler):
         table = sampler._table
-        return {**seen, "state": sampler.state_dict(), "generations": table.generations}
+        return {**seen, "state": sampler.state_dict(), "stamps": table.stamps}
     if isinstance(sampler, PrioritizedSampler):
         trees = (sampler._sum_tree, sampler._min_tree)
         return {**seen, "trees": [[tree[at] for at in range(len(tree))] for tree in trees]}

@@ -58,13 +58,13 @@ class TestByHand:
     @pytest.mark.requirement("per-draws")
     def test_draws_and_their_weights(self):
         table = filled(1.0, 3.0, 0.0, 4.0)
-        slots, weight, generation = table.draw(self.MARKS, 1.0, 4)
+        slots, weight, stamp = table.draw(self.MARKS, 1.0, 4)
         assert slots.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         # The least of the batch weighs 0.5.
         expected = [1 / 3, 1 / 3, 1 / 7, 1 / 7, 1, 1, 1 / 9, 1 / 9]
         assert weight.tolist() == pytest.approx(expected, rel=1e-6)
         assert weight.dtype is torch.float32
-        assert generation.tolist() == [1] * 8
+        assert stamp.tolist() == [1] * 8
         assert table.draw(self.MARKS[-1:], 1.0, 4)[1].item() == 1.0
         _, halved, _ = table.draw(self.MARKS, 0.5, 4)
         torch.testing.assert_close(halved, weight.sqrt())
@@ -212,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
                 self.tables.append(PriorityTable(size, **options, device=CPU))
         self.alpha, self.eps, self.normalize = alpha, 0.5, normalize
         self.clear()
-        self.generations = [0] * size
+        self.stamps = [0] * size
 
     def clear(self):
         self.priorities = [ABSENT] * self.tables[0].capacity
@@ -229,7 +229,7 @@ class TableMachine(RuleBasedStateMachine):
             table.write(ints(*slots))
         for slot in set(slots) - {-1}:
             self.priorities[slot] = self.largest or 1.0
-            self.generations[slot] += 1
+            self.stamps[slot] += 1
 
     @rule(data=st.data())
     def update(self, data):
@@ -237,7 +237,7 @@ class TableMachine(RuleBasedStateMachine):
         number = st.floats(0, 100, width=32)
         new = data.draw(st.lists(number, min_size=len(slots), max_size=len(slots)))
         late = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
-        stamps = [self.generations[slot] - lag for slot, lag in zip(slots, late, strict=True)]
+        stamps = [self.stamps[slot] - lag for slot, lag in zip(slots, late, strict=True)]
         for table in self.tables:
             table.update(ints(*slots), floats(*new), torch.tensor(stamps, dtype=torch.int32))
         for slot, priority, lag in zip(slots, new, late, strict=True):
@@ -262,14 +262,14 @@ class TableMachine(RuleBasedStateMachine):
         for table in self.tables:
             table.clear()
         self.clear()
-        self.generations = [generation + 1 for generation in self.generations]
+        self.stamps = [stamp + 1 for stamp in self.stamps]
 
     @rule()
     def save_and_load(self):
         states = [table.state_dict() for table in self.tables]
         for table, state in zip(self.tables, reversed(states), strict=True):
             table.load_state_dict(state)
-        self.generations = [generation + 1 for generation in self.generations]
+        self.stamps = [stamp + 1 for stamp in self.stamps]
 
     @rule(seed=st.integers(0, 1000), beta=st.floats(0, 1))
     def draw(self, seed, beta):
@@ -278,7 +278,7 @@ class TableMachine(RuleBasedStateMachine):
             return
         draws = [table.draw(random_noise(16, seed), beta, len(there)) for table in self.tables]
         assert all(torch.equal(*both) for both in zip(*draws, strict=True))
-        slots, weights, generations = (each.tolist() for each in draws[0])
+        slots, weights, stamps = (each.tolist() for each in draws[0])
         drawn = [self.priorities[slot] for slot in slots]
         assert ABSENT not in drawn
         if self.normalize == "none":
@@ -288,13 +288,13 @@ class TableMachine(RuleBasedStateMachine):
             reference = (least + self.eps) ** self.alpha
         expected = [(reference / (p + self.eps) ** self.alpha) ** beta for p in drawn]
         assert weights == pytest.approx(expected, rel=1e-5)
-        assert generations == [self.generations[slot] for slot in slots]
+        assert stamps == [self.stamps[slot] for slot in slots]
 
     @invariant()
     def holds_what_the_lists_hold(self):
         for table in self.tables:
             assert table.priorities.tolist() == self.priorities
-            assert table.generations.tolist() == self.generations
+            assert table.stamps.tolist() == self.stamps
             assert table.new_priority == (self.largest or 1.0)
             table.validate()
 

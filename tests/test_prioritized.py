@@ -270,7 +270,7 @@ def test_each_write_is_one_write(attached):
         buffer.storage._attached_entities.clear()
     for step in range(6):
         buffer.add(rows(1, step)[0])
-    assert buffer.sampler._table.generations.tolist() == [2, 2, 1, 1]
+    assert buffer.sampler._table.stamps.tolist() == [2, 2, 1, 1]
 
 
 @pytest.mark.requirement("per-new")
@@ -563,7 +563,7 @@ def test_a_sampler_that_hears_of_writes_through_mark_update_only():
     storage.set(torch.tensor([3, 0]), rows(2))
     sampler.mark_update(torch.tensor([3, 0]), storage=storage)
     assert sampler.priorities.tolist() == [7.0, 7.0, 2.0, 7.0]
-    assert sampler._table.generations.tolist() == [2, 1, 1, 1]
+    assert sampler._table.stamps.tolist() == [2, 1, 1, 1]
 
 
 @each_tree

@@ -44,7 +44,7 @@ CHANGES = {
     "sampler.base.base.state.priorities": lambda it: it.update_priority(
         torch.tensor([1]), torch.tensor([3.0])
     ),
-    "sampler.base.base.generations": lambda it: record(it, 3),
+    "sampler.base.base.stamps": lambda it: record(it, 3),
     "transforms[1].plain.gamma": lambda it: setattr(it._transform[1], "gamma", 0.1),
     "recorder.ended": lambda it: record(it, 3, done=True),
     "generator": lambda it: it.sample(),

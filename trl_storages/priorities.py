@@ -155,9 +155,12 @@ class PriorityTable:
         return self._rows.priorities.clone()
 
     @property
-    def generations(self) -> torch.Tensor:
-        """`[N]` int32, a number for each slot that changes when another row takes it. A copy."""
-        return self._rows.generations.clone()
+    def stamps(self) -> torch.Tensor:
+        """`[N]` int32, a number for each slot that changes when another row takes it. A copy.
+
+        Drawn rows carry theirs as `priority_stamp`. TorchRL's writers count the same as generations.
+        """
+        return self._rows.stamps.clone()
 
     @property
     def new_priority(self) -> float:
@@ -210,7 +213,7 @@ class PriorityTable:
             newest_of: the episode index of the rows, to draw among the newest; None draws among all.
 
         Returns:
-            `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 generations.
+            `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 stamps.
         """
         ranges: torch.Tensor | None = None
         reference: torch.Tensor | None = None
@@ -225,7 +228,7 @@ class PriorityTable:
         elif ranges is not None and self._normalize == "none":
             reference = self._tree.range_sums(ranges).sum() / ranges.diff(dim=0).sum()
         slots, ratios = self._tree.draw(noise, ranges, reference)
-        return slots, ratios.pow_(beta).float(), self._rows.generations.index_select(0, slots)
+        return slots, ratios.pow_(beta).float(), self._rows.stamps.index_select(0, slots)
 
     def _arrange(self, num_lanes: int) -> None:
         self._plant(num_lanes)
@@ -271,14 +274,14 @@ class PriorityTable:
         return self._new_weight[1]
 
     def update(
-        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+        self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> None:
         """Applies reported priorities. For repeated slots the last one wins.
 
         Args:
             slots: `[B]` int64, contiguous; slots without a row and below 0 are skipped.
             priority: `[B]` float32, contiguous.
-            generation: `[B]` int32 as drawn, contiguous: slots written since are skipped; None skips
+            stamp: `[B]` int32 as drawn, contiguous: slots written since are skipped; None skips
                 none.
 
         Raises:
@@ -288,14 +291,14 @@ class PriorityTable:
         if not slots.numel():
             return
         self.raise_deferred_error()
-        if finish(partial(self._report, slots, priority, generation)):
+        if finish(partial(self._report, slots, priority, stamp)):
             self._refuse(slots, priority)
 
     def _report(
-        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+        self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> bool:
         """Applies priorities; returns whether they were rejected (CPU only)."""
-        written, raised, wrong = self._rows.report(slots, priority, self._eps, generation)
+        written, raised, wrong = self._rows.report(slots, priority, self._eps, stamp)
         if not self._on_host:
             self._deferred_error.note(wrong)
         elif wrong:
@@ -351,9 +354,9 @@ class PriorityTable:
         self._fill(torch.full_like(self._rows.priorities, ABSENT), largest=0.0)
 
     def _fill(self, priorities: torch.Tensor, largest: float) -> None:
-        """Replaces all priorities and the largest one; all rows get a new generation."""
+        """Replaces all priorities and the largest one; all rows get a new stamp."""
         self._rows.priorities.copy_(priorities)
-        self._rows.generations.add_(1)
+        self._rows.stamps.add_(1)
         self._rows.largest.fill_(largest)
         self._tree.renew(self._all_weights())
 
@@ -404,7 +407,7 @@ class PriorityTable:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. All rows get a new generation."""
+        """Restores what `state_dict` returned. All rows get a new stamp."""
         self._plant(state_dict["num_lanes"])
         self._fill(state_dict["priorities"], float(state_dict["largest"]))
         self.has_rows = bool((self._rows.priorities < ABSENT).any())
@@ -414,11 +417,11 @@ class PriorityTable:
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: it for name, it in vars(self).items() if name not in ("_rows", "_tree")}
-        return {**own, "state": self.state_dict(), "generations": self.generations}
+        return {**own, "state": self.state_dict(), "stamps": self.stamps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved, generations = state.pop("state"), state.pop("generations")
+        saved, stamps = state.pop("state"), state.pop("stamps")
         vars(self).update(state)
         self._rows = backend(self.device).RawPriorities(self.capacity, self.device)
         self.load_state_dict(saved)
-        self._rows.generations.copy_(generations)
+        self._rows.stamps.copy_(stamps)

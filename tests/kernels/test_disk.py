@@ -381,9 +381,9 @@ def test_the_largest_priority_lies_behind_the_others():
 
 
 @given(words)
-def test_rows_have_their_own_generations(mark):
+def test_rows_have_their_own_stamps(mark):
     table = Priorities([mark, mark ^ 8, mark ^ 1 << 44])
-    found = both(lambda kernels: table.kept[kernels].generations(ints([0, 1, 2])))
+    found = both(lambda kernels: table.kept[kernels].stamps(ints([0, 1, 2])))
     assert found.min() >= 1
     assert len(found.unique()) == 3
 
@@ -445,7 +445,7 @@ def test_priorities_follow_the_rows(data):
             expected[slot] = value
         for table in raw:
             assert torch.equal(table.priorities, expected)
-        assert torch.equal(raw[0].generations, raw[1].generations)
+        assert torch.equal(raw[0].stamps, raw[1].stamps)
         if data.draw(st.booleans()):
             news = [
                 words.news(ring, last)

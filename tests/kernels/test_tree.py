@@ -288,13 +288,13 @@ def reports(draw):
 def test_both_keep_what_was_reported_as_lists_do(case):
     size, steps = case
     tables = [backend.RawPriorities(size) for backend in BACKENDS.values()]
-    priorities, generations, largest = [ABSENT] * size, [0] * size, 0.0
+    priorities, taken, largest = [ABSENT] * size, [0] * size, 0.0
     for is_write, slots, new, lags, wrong in steps:
         if is_write:
             refused = (slots >= size).any()
             for slot in {slot for slot in slots if slot >= 0 and not refused}:
                 priorities[slot] = largest or 1.0
-                generations[slot] += 1
+                taken[slot] += 1
             for table in tables:
                 given = float(table.renew(torch.from_numpy(slots)))
                 assert given == (-1 if refused else largest or 1.0)
@@ -302,7 +302,7 @@ def test_both_keep_what_was_reported_as_lists_do(case):
             stamps, expected = None, []
             if lags is not None:
                 stamps = [
-                    generations[slot] - lag if 0 <= slot < size else 0
+                    taken[slot] - lag if 0 <= slot < size else 0
                     for slot, lag in zip(slots, lags, strict=True)
                 ]
                 stamps = torch.tensor(stamps, dtype=torch.int32)
@@ -326,7 +326,7 @@ def test_both_keep_what_was_reported_as_lists_do(case):
                 assert bool(refused) == wrong
         for table in tables:
             assert table.priorities.tolist() == priorities
-            assert table.generations.tolist() == generations
+            assert table.stamps.tolist() == taken
             assert table.largest.item() == largest
 
 
@@ -395,7 +395,7 @@ def test_nothing_waits_for_the_device(gpu):
     noise = torch.empty(16, dtype=torch.int64, device=gpu).random_()
     tree.keep_least(True)
     answers = [rows.renew(slots)]
-    stamps = rows.generations[slots]
+    stamps = rows.stamps[slots]
     answers += rows.report(slots, torch.rand(16, device=gpu), 0.1, stamps)
     tree.set(slots, torch.rand(16, dtype=torch.float64, device=gpu))
     tree.renew(torch.rand(5000, dtype=torch.float64, device=gpu))

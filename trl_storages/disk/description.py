@@ -26,11 +26,11 @@ __all__ = [
     "Description",
     "announce",
     "check_is_free",
+    "fingerprint",
     "holds_storage",
     "remove_files",
     "remove_rows",
     "spare_steps",
-    "stamp",
 ]
 
 _NAME = "storage.json"
@@ -214,7 +214,7 @@ def remove_files(directory: Path, *, and_directory: bool) -> None:
             directory.rmdir()
 
 
-def stamp(directory: Path) -> tuple[int, int, int] | None:
+def fingerprint(directory: Path) -> tuple[int, int, int] | None:
     """Returns a value that changes with every new description of a directory; None if it is gone."""
     try:
         status = (directory / _NAME).lstat()

@@ -281,7 +281,7 @@ class Directory:
         index.evict(index.host_steps)
         self.commit(index, write_count, trajectories)
 
-    def replace(
+    def load(
         self,
         index: EpisodeIndex,
         write_count: int,

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from trl_storages.disk.description import Description, stamp
+from trl_storages.disk.description import Description, fingerprint
 from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform, has_writer
 from trl_storages.disk.words import State, Track, Words
@@ -58,7 +58,7 @@ class Reader:
     ) -> None:
         check_platform(path)
         self.path = path
-        self._stamp: tuple[int, int, int] | None = None
+        self._fingerprint: tuple[int, int, int] | None = None
         #: The last commit that was taken in, and its number.
         self.state: State | None = None
         self._number: int | None = None
@@ -89,7 +89,7 @@ class Reader:
 
     def _look(self) -> None:
         """Takes in a changed description, and maps its files if they are others."""
-        if (now := stamp(self.path)) == self._stamp and self.words is not None:
+        if (now := fingerprint(self.path)) == self._fingerprint and self.words is not None:
             return
         if now is None and self._identity is not None:
             raise RuntimeError(
@@ -109,12 +109,12 @@ class Reader:
             try:
                 self.words = Words(self.path, new, writable=False)
             except FileNotFoundError:
-                if stamp(self.path) == now:
+                if fingerprint(self.path) == now:
                     raise
                 # A load has replaced the files meanwhile.
                 self._look()
                 return
-        self._stamp = now
+        self._fingerprint = now
 
     def refresh(self, index: EpisodeIndex, track: Track = iter) -> bool:
         """Takes in what was committed since the last call.
@@ -156,7 +156,7 @@ class Reader:
                     "writing once."
                 )
             # The description may have changed before this commit: read it again.
-            self._stamp, self.state, wrong = None, None, number
+            self._fingerprint, self.state, wrong = None, None, number
             if time.monotonic() > until:
                 raise RuntimeError(self._too_slow())
 

@@ -25,15 +25,15 @@ __all__ = [
     "BEGINS",
     "ENDS",
     "FINISH",
-    "GENERATION_BIT",
-    "GENERATION_FACTOR",
     "INFINITY_BITS",
     "LOWER_HALF",
-    "MOST_GENERATION",
+    "MOST_STAMP",
     "NAN_BITS",
     "NEGATIVE_ZERO_BITS",
     "ONE_BITS",
     "PRESENT",
+    "STAMP_BIT",
+    "STAMP_FACTOR",
     "START",
     "STEP_BIT",
     "factors",
@@ -47,8 +47,8 @@ STEP_BIT = 3
 LOWER_HALF = 2**32 - 1
 #: Bit patterns of float32 numbers, as integers.
 ONE_BITS, INFINITY_BITS, NAN_BITS, NEGATIVE_ZERO_BITS = 0x3F800000, 0x7F800000, 0x7FC00000, 2**31
-#: Multiplicative hash of the step of a row to the 31 bits of its generation.
-GENERATION_FACTOR, GENERATION_BIT, MOST_GENERATION = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
+#: Multiplicative hash of the step of a row to the 31 bits of its stamp.
+STAMP_FACTOR, STAMP_BIT, MOST_STAMP = 0x9E3779B97F4A7C15 - 2**64, 33, 2**31 - 1
 #: As int64: the golden ratio; and shift, mask and factor of each of splitmix64's last steps.
 START = 0x9E3779B97F4A7C15 - 2**64
 FINISH = (

@@ -20,7 +20,7 @@ no row. In files, an entry has one more word: a checksum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,16 +87,16 @@ def _is_lazy(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def tips_of(headers: torch.Tensor, lanes: torch.Tensor, num_lanes: int) -> torch.Tensor:
-    """Returns the entries of the tips of rows; 0 for rows without one.
+def tips_of(headers: Any, lanes: Any, num_lanes: int) -> Any:
+    """Returns the entries of the tips of rows; 0 for rows without one. Loops inline it.
 
     Args:
-        headers: `[n]` of the rows.
-        lanes: `[n]` int64, of the rows.
+        headers: of the rows, `[n]` or a number.
+        lanes: of the rows, int64.
         num_lanes: E.
     """
     tip = headers >> TIP_BIT & NUM_TIPS
-    return torch.where(tip > 0, 1 + (tip - 1) * num_lanes + lanes, 0)
+    return (tip > 0) * (1 + (tip - 1) * num_lanes + lanes)
 
 
 class SideTable:

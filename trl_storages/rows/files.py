@@ -130,12 +130,12 @@ class RowFiles:
         """Raises a RuntimeError if this process may not write them."""
         (self.directory or self._reader).check_writable()  # type: ignore[union-attr]
 
-    def replace(self, moved: Moved, fill: Callable[[Words], None]) -> None:
-        """Replaces all rows atomically; see `Directory.replace`."""
+    def load(self, moved: Moved, fill: Callable[[Words], None]) -> None:
+        """Replaces all rows atomically; see `Directory.load`."""
         directory: Directory = self.directory  # type: ignore[assignment]
         words = directory.words
         try:
-            directory.replace(moved.episodes, moved.write_count, moved.trajectories, fill)
+            directory.load(moved.episodes, moved.write_count, moved.trajectories, fill)
         finally:
             if directory.words is not words:
                 self._adopt(directory)

@@ -773,7 +773,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if saved.layout is not None and self.rows is None:
             self._allocate(self._declared.layout(saved.layout.declared, saved.layout.nested))
         if self.files is not None:
-            self._replace(saved, progress=progress)
+            self._load_files(saved, progress=progress)
         elif saved.layout is not None and saved.moved is not None:
             self._put(saved, self.table, progress=progress)  # type: ignore[arg-type]
         elif self.rows is not None:
@@ -796,7 +796,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self.forget_links(self.episodes.num_slots_reached)
         saved.put(self.layout.framed, table, self.device, progress=progress)  # type: ignore[union-attr]
 
-    def _replace(self, saved: SavedRows, *, progress: bool) -> None:
+    def _load_files(self, saved: SavedRows, *, progress: bool) -> None:
         """Replaces the rows of a directory atomically."""
         moved: Moved = saved.moved  # type: ignore[assignment]
         layout: Layout = self.layout  # type: ignore[assignment]
@@ -808,7 +808,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 past: torch.Tensor = saved.past  # type: ignore[assignment]
                 Stacks(layout, moved.episodes, new.rows).take_past(past, moved.saved)
 
-        self.files.replace(moved, fill)  # type: ignore[union-attr]
+        self.files.load(moved, fill)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

@@ -27,7 +27,7 @@ _MANY = 0.05
 class DurableTable(PriorityTable):
     """A `PriorityTable` that loads priorities from a directory and writes updates through.
 
-    A row's generation is the same in every process that has the directory open, so priorities reported
+    A row's stamp is the same in every process that has the directory open, so priorities reported
     for another process's batch reach the right rows. Once priorities exist, a writer sets a row's
     priority before it commits the row, so a missing one means damage.
 
@@ -104,7 +104,7 @@ class DurableTable(PriorityTable):
         largest = torch.where(most > largest.clamp(min=1.0), most, largest)
         priority[is_damaged] = torch.where(largest > 0, largest, 1.0)
         table.largest.copy_(largest.squeeze())
-        table.priorities[slots], table.generations[slots] = priority, words.generations(slots)
+        table.priorities[slots], table.stamps[slots] = priority, words.stamps(slots)
         self.has_rows |= len(slots) > 0
         if len(evicted) + len(slots) > _MANY * self.capacity:
             self._tree.renew(self._all_weights())
@@ -131,7 +131,7 @@ class DurableTable(PriorityTable):
         return False
 
     def update(
-        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+        self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> None:
         """Applies reported priorities; see `PriorityTable.update`.
 
@@ -139,12 +139,12 @@ class DurableTable(PriorityTable):
             RuntimeError: another process owns the directory.
         """
         self._storage.files.check_writable()
-        super().update(slots, priority, generation)
+        super().update(slots, priority, stamp)
 
     def _report(
-        self, slots: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None
+        self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
     ) -> bool:
-        is_wrong = super()._report(slots, priority, generation)
+        is_wrong = super()._report(slots, priority, stamp)
         if not is_wrong:
             slots = slots[slots >= 0]
             # Slots that were skipped are rewritten unchanged.
@@ -172,11 +172,11 @@ class DurableTable(PriorityTable):
         return self._storage.reader is None and torch.equal(rows, self.priorities != ABSENT)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned. All rows get a new generation."""
+        """Restores what `state_dict` returned. All rows get a new stamp."""
         self._storage.files.check_writable()
         super().load_state_dict(state_dict)
         slots = (self._rows.priorities < ABSENT).nonzero().squeeze(1)
-        self._rows.generations[slots] = self._words.generations(slots)
+        self._rows.stamps[slots] = self._words.stamps(slots)
         self._keep_largest()
         self._words.put(slots, self._rows.priorities[slots])
         # A load may restore priorities before their episodes.

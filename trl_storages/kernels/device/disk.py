@@ -17,11 +17,11 @@ from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
 from trl_storages.kernels.marks import (
     FINISH,
-    GENERATION_BIT,
-    GENERATION_FACTOR,
     LOWER_HALF,
-    MOST_GENERATION,
+    MOST_STAMP,
     PRESENT,
+    STAMP_BIT,
+    STAMP_FACTOR,
     START,
     STEP_BIT,
     factors,
@@ -279,10 +279,10 @@ class PriorityWords:
         size = len(self._marks)
         return self._marks[slots.clamp(max=size - 1), 0] * (slots < size)
 
-    def generations(self, slots: torch.Tensor) -> torch.Tensor:
+    def stamps(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns a number for the row in each slot, `[n]` int32; another row there has another one."""
-        mixed = (self._marks[slots, 0] >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
-        return (mixed & MOST_GENERATION | 1).int()
+        mixed = (self._marks[slots, 0] >> STEP_BIT) * STAMP_FACTOR >> STAMP_BIT
+        return (mixed & MOST_STAMP | 1).int()
 
     def renew(
         self, table: RawPriorities, slots: torch.Tensor, ring: Ring, tails: np.ndarray
@@ -292,7 +292,7 @@ class PriorityWords:
         if priority < 0:
             return priority, slots[:0]
         written = slots[slots >= 0]
-        table.generations[written] = self.generations(written)
+        table.stamps[written] = self.stamps(written)
         first = np.maximum(tails, ring.cursors.numpy() - ring.ring_steps)
         lane, step = steps_between(first, ring.tails.numpy())
         evicted = torch.from_numpy(ring.slots_at(step, lane))

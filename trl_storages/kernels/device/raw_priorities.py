@@ -14,7 +14,7 @@ __all__ = ["RawPriorities"]
 
 
 class RawPriorities:
-    """The priorities of rows as they were reported, and the generations of slots.
+    """The priorities of rows as they were reported, and the stamps of slots.
 
     Args:
         num_slots: N. All are empty at first.
@@ -22,7 +22,7 @@ class RawPriorities:
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where there is no row.
-        generations: `[N]` int32, numbers that change when another row takes a slot: how often it was
+        stamps: `[N]` int32, numbers that change when another row takes a slot: how often it was
             written, or in files a hash of the step.
         largest: `[]` float32, the largest priority reported so far; 0 before the first.
     """
@@ -31,9 +31,9 @@ class RawPriorities:
         # Writes for invalid slots go to a spare element behind the last.
         self._spare = num_slots
         self._priorities = torch.full((num_slots + 1,), ABSENT, device=device)
-        self._generations = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self._stamps = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.priorities = self._priorities[:num_slots]
-        self.generations = self._generations[:num_slots]
+        self.stamps = self._stamps[:num_slots]
         self.largest = torch.zeros((), device=device)
 
     def renew(self, slots: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class RawPriorities:
             return torch.tensor(-1.0)
         at = torch.where(slots < 0, self._spare, slots)
         priority = torch.where(self.largest > 0, self.largest, 1.0)
-        self._generations[at] = self._generations.index_select(0, at) + 1
+        self._stamps[at] = self._stamps.index_select(0, at) + 1
         self._priorities[at] = torch.where(slots < 0, ABSENT, priority)
         return priority
 
@@ -59,7 +59,7 @@ class RawPriorities:
         slots: torch.Tensor,
         priorities: torch.Tensor,
         eps: float,
-        generations: torch.Tensor | None = None,
+        stamps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
@@ -70,7 +70,7 @@ class RawPriorities:
             slots: `[B]` int64.
             priorities: `[B]` float32.
             eps: added to them in the result.
-            generations: `[B]` int32 as of the draw: slots written since then are ignored.
+            stamps: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
             `[B]` int64 slots, -1 for ignored ones; `[B]` float64 the priorities plus `eps`; and `[]` bool
@@ -80,8 +80,8 @@ class RawPriorities:
         right = (low >= 0) & (high < ABSENT) & (slots < self._spare).all()
         at = torch.where((slots >= 0) & right, slots, self._spare)
         there = self._priorities.index_select(0, at) < ABSENT
-        if generations is not None:
-            there &= self._generations.index_select(0, at) == generations
+        if stamps is not None:
+            there &= self._stamps.index_select(0, at) == stamps
         at = torch.where(there, at, self._spare)
         last, order = only_last(at, self._spare)
         new = torch.where(last == self._spare, ABSENT, priorities[order])

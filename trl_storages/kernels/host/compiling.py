@@ -27,10 +27,10 @@ from trl_storages.kernels.marks import hardware_orders_stores
 __all__ = [
     "LINE",
     "address",
-    "addressable",
     "are_same_bytes",
     "array_at",
     "compiled",
+    "contiguous",
     "copy_bytes",
     "fenced",
     "inlined",
@@ -102,7 +102,7 @@ def inlined(function: _Loop) -> _Loop:
 address = torch.Tensor.data_ptr
 
 
-def addressable(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def contiguous(values: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Returns a caller's values as loops read them: contiguous, of a dtype; copied if they are not."""
     is_plain = values.dtype is dtype and values.is_contiguous()
     return values if is_plain else values.to(dtype).contiguous()

@@ -17,24 +17,25 @@ import torch
 from trl_storages.kernels.host.compiling import compiled, fenced, inlined
 from trl_storages.kernels.host.raw_priorities import RawPriorities
 from trl_storages.kernels.host.ring import Ring
+from trl_storages.kernels.host.writing import tip_of
 from trl_storages.kernels.marks import (
     BEGINS,
     ENDS,
     FINISH,
-    GENERATION_BIT,
-    GENERATION_FACTOR,
     INFINITY_BITS,
     LOWER_HALF,
-    MOST_GENERATION,
+    MOST_STAMP,
     NAN_BITS,
     NEGATIVE_ZERO_BITS,
     ONE_BITS,
     PRESENT,
+    STAMP_BIT,
+    STAMP_FACTOR,
     START,
     STEP_BIT,
     factors,
 )
-from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT, NUM_TIPS, TIP_BIT
+from trl_storages.kernels.sharing import CONTINUES, ENTRY_BIT
 from trl_storages.kernels.tables import ABSENT, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
 __all__ = [
@@ -258,10 +259,10 @@ class PriorityWords:
         _get(self._words, self._marks, slots.numpy(), self._factors, bits)
         return torch.from_numpy(bits.view(np.float32))
 
-    def generations(self, slots: torch.Tensor) -> torch.Tensor:
+    def stamps(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns a number for the row in each slot, `[n]` int32; another row there has another one."""
         found = np.empty(len(slots), np.int32)
-        _generations(self._marks, slots.numpy(), found)
+        _stamps(self._marks, slots.numpy(), found)
         return torch.from_numpy(found)
 
     def renew(
@@ -270,7 +271,7 @@ class PriorityWords:
         """Takes in rows that were sealed, with the largest priority, and drops evicted rows.
 
         Args:
-            table: of M slots; gets the new rows' priority and `generations`.
+            table: of M slots; gets the new rows' priority and `stamps`.
             slots: `[B]` int64; negative ones are ignored.
             ring: of the M slots.
             tails: `[E]` int64, the tails when evicted rows were last dropped.
@@ -355,13 +356,6 @@ def _checksum(words: np.ndarray, mark: int, slot: int, factors: np.ndarray) -> i
     for w in range(len(words)):
         total = _added(total, words[w], factors[w + 2])
     return _finished(total)
-
-
-@inlined
-def _tip(header: int, lane: int, num_lanes: int) -> int:
-    """Returns the entry of the tip of a row of a lane, 0 if it has none; see `kernels.sharing`."""
-    tip = (header >> TIP_BIT) & NUM_TIPS
-    return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
 
 
 @inlined
@@ -492,7 +486,7 @@ def _mark(
                 if entry > 0:
                     values[entry, -1] = _checksum(values[entry, :-1], check, slot, factors)
                 if s + 1 == num_steps:
-                    tip = _tip(headers[slot], lane, len(lanes))
+                    tip = tip_of(headers[slot], lane, len(lanes))
                     values[tip, -1] = _checksum(values[tip, :-1], check, slot, factors)
             if len(words):
                 words[slot] = _sealed(largest, mark, factors)
@@ -534,7 +528,7 @@ def _check_next(
     for i in range(len(slots)):
         slot = slots[i]
         header = headers[slot]
-        entry = _tip(header, slot % num_lanes, num_lanes) if tips else header >> ENTRY_BIT
+        entry = tip_of(header, slot % num_lanes, num_lanes) if tips else header >> ENTRY_BIT
         out[i] = not tips and header & CONTINUES != 0
         if 0 < entry < len(values):
             check = _checksum(values[entry, :-1], marks[slot, 1], slot, factors)
@@ -594,10 +588,10 @@ def _read(selector: np.ndarray, tables: np.ndarray, factors: np.ndarray, words: 
 
 
 @inlined
-def _generation(mark: int) -> int:
-    # From 1: 0 is the generation of a slot that never held a row.
-    mixed = (mark >> STEP_BIT) * GENERATION_FACTOR >> GENERATION_BIT
-    return (mixed & MOST_GENERATION) | 1
+def _stamp(mark: int) -> int:
+    # From 1: 0 is the stamp of a slot that never held a row.
+    mixed = (mark >> STEP_BIT) * STAMP_FACTOR >> STAMP_BIT
+    return (mixed & MOST_STAMP) | 1
 
 
 @compiled
@@ -619,15 +613,15 @@ def _get(
 
 
 @compiled
-def _generations(marks: np.ndarray, slots: np.ndarray, found: np.ndarray) -> None:
+def _stamps(marks: np.ndarray, slots: np.ndarray, found: np.ndarray) -> None:
     for i in range(len(slots)):
-        found[i] = _generation(marks[slots[i], 0])
+        found[i] = _stamp(marks[slots[i], 0])
 
 
 @compiled
 def _renew(
     priorities: np.ndarray,
-    generations: np.ndarray,
+    stamps: np.ndarray,
     largest: np.ndarray,
     marks: np.ndarray,
     slots: np.ndarray,
@@ -647,7 +641,7 @@ def _renew(
     for i in range(len(slots)):
         slot = slots[i]
         if slot >= 0:
-            priorities[slot], generations[slot] = given, _generation(marks[slot, 0])
+            priorities[slot], stamps[slot] = given, _stamp(marks[slot, 0])
     for lane in range(num_lanes):
         # Skips steps that the writer has overwritten since.
         for step in range(max(tails[lane], lanes[lane, CURSOR] - room), lanes[lane, TAIL]):

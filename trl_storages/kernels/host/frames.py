@@ -18,10 +18,10 @@ import torch
 from trl_storages.kernels.host.compiling import (
     LINE,
     address,
-    addressable,
     are_same_bytes,
     array_at,
     compiled,
+    contiguous,
     copy_bytes,
     fenced,
     inlined,
@@ -99,8 +99,8 @@ class FrameTable:
         Raises:
             IndexError: a slot is outside of the rows.
         """
-        slots = addressable(slots)
-        lenders = slots if following is None else addressable(following)
+        slots = contiguous(slots)
+        lenders = slots if following is None else contiguous(following)
         targets = np.array([[_lie(to) for to in pair] for pair in zip(seen, after, strict=True)])
         arrays = (self._rows, self._past, self._zeros_at)
         newest, may_move = table.next_values(lenders)

@@ -17,7 +17,7 @@ __all__ = ["RawPriorities"]
 
 
 class RawPriorities:
-    """The priorities of rows as they were reported, and the generations of slots.
+    """The priorities of rows as they were reported, and the stamps of slots.
 
     Args:
         num_slots: N. All are empty at first.
@@ -25,20 +25,20 @@ class RawPriorities:
 
     Attributes:
         priorities: `[N]` float32, `ABSENT` where there is no row.
-        generations: `[N]` int32, numbers that change when another row takes a slot: how often it was
+        stamps: `[N]` int32, numbers that change when another row takes a slot: how often it was
             written, or in files a hash of the step.
         largest: `[]` float32, the largest priority reported so far; 0 before the first.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
         self.priorities = torch.full((num_slots,), ABSENT, device=device)
-        self.generations = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.stamps = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.largest = torch.zeros((), device=device)
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tables as the loops take them."""
-        return self.priorities.numpy(), self.generations.numpy(), self.largest.reshape(1).numpy()
+        return self.priorities.numpy(), self.stamps.numpy(), self.largest.reshape(1).numpy()
 
     def renew(self, slots: torch.Tensor) -> float:
         """Takes in new rows, with the largest priority, or 1 before the first report.
@@ -56,7 +56,7 @@ class RawPriorities:
         slots: torch.Tensor,
         priorities: torch.Tensor,
         eps: float,
-        generations: torch.Tensor | None = None,
+        stamps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Updates the priorities of rows. If a slot occurs twice, the last priority counts.
 
@@ -67,22 +67,22 @@ class RawPriorities:
             slots: `[B]` int64.
             priorities: `[B]` float32.
             eps: added to them in the result.
-            generations: `[B]` int32 as of the draw: slots written since then are ignored.
+            stamps: `[B]` int32 as of the draw: slots written since then are ignored.
 
         Returns:
             `[B]` int64 slots, -1 for ignored ones; `[B]` float64 the priorities plus `eps`; and whether
             the report was rejected.
         """
         written, raised = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.float64)
-        stamps = 0 if generations is None else address(generations)
-        batch = stamps, *map(address, (slots, priorities, written, raised))
+        stamps_at = 0 if stamps is None else address(stamps)
+        batch = stamps_at, *map(address, (slots, priorities, written, raised))
         return written, raised, _report_rows(*self._arrays, slots.numel(), eps, *batch)
 
 
 @compiled
 def _renew_rows(
     priorities: np.ndarray,
-    generations: np.ndarray,
+    stamps: np.ndarray,
     largest: np.ndarray,
     num_slots: int,
     slots_at: int,
@@ -97,22 +97,22 @@ def _renew_rows(
     new = np.empty(slots.shape[0], dtype=np.int32)
     for i in range(slots.shape[0]):
         if slots[i] >= 0:
-            new[i] = generations[slots[i]] + 1
+            new[i] = stamps[slots[i]] + 1
     for i in range(slots.shape[0]):
         if slots[i] >= 0:
             priorities[slots[i]] = priority
-            generations[slots[i]] = new[i]
+            stamps[slots[i]] = new[i]
     return priority
 
 
 @compiled
 def _report_rows(
     old: np.ndarray,
-    old_generations: np.ndarray,
+    old_stamps: np.ndarray,
     largest: np.ndarray,
     size: int,
     eps: float,
-    generations_at: int,
+    stamps_at: int,
     slots_at: int,
     new_at: int,
     written_at: int,
@@ -120,7 +120,7 @@ def _report_rows(
 ) -> bool:
     """Updates the priorities of rows, and returns whether the report was rejected."""
     slots, written = array_at(slots_at, size, np.int64), array_at(written_at, size, np.int64)
-    new, generations = array_at(new_at, size, np.float32), array_at(generations_at, size, np.int32)
+    new, stamps = array_at(new_at, size, np.float32), array_at(stamps_at, size, np.int32)
     raised = array_at(raised_at, size, np.float64)
     wrong = False
     for i in range(slots.shape[0]):
@@ -130,8 +130,8 @@ def _report_rows(
     for i in range(slots.shape[0]):
         slot = slots[i]
         there = not wrong and slot >= 0 and old[slot] < ABSENT
-        if there and generations_at:
-            there = old_generations[slot] == generations[i]
+        if there and stamps_at:
+            there = old_stamps[slot] == stamps[i]
         written[i] = slot if there else -1
         if there:
             old[slot] = new[i]

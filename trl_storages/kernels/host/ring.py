@@ -19,9 +19,9 @@ import torch
 
 from trl_storages.kernels.host.compiling import (
     address,
-    addressable,
     array_at,
     compiled,
+    contiguous,
     inlined,
     prefetch,
 )
@@ -164,7 +164,7 @@ class Ring(RingTables):
         Args:
             ranks: int64 below the number of live rows, any shape.
         """
-        ranks = addressable(ranks)
+        ranks = contiguous(ranks)
         slots = torch.empty_like(ranks)
         _slots_by_age(self._arrays, ranks.numel(), address(ranks), address(slots))
         return slots
@@ -206,7 +206,7 @@ class Ring(RingTables):
         Returns:
             `[B]` int64 slots, and `[B]` bool whether a goal was drawn.
         """
-        slots = addressable(slots)
+        slots = contiguous(slots)
         goals, mask = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
         batch = map(address, (slots, noise, kinds, goals, mask))
         steps_at = 0 if steps is None else address(steps)
@@ -224,7 +224,7 @@ class Ring(RingTables):
             `[n, B]` int64 slots, the row itself first; past the end of the episode, its last row is
             repeated. And `[B]` int64: how many different rows there are, from 1 to n.
         """
-        slots = addressable(slots)
+        slots = contiguous(slots)
         windows, lengths = slots.new_empty(num_rows, slots.numel()), torch.empty_like(slots)
         batch = map(address, (slots, windows, lengths))
         _windows(self._arrays, slots.numel(), num_rows, *batch)
@@ -249,7 +249,7 @@ class Ring(RingTables):
             beyond it. `[B, S]` bool: whether the row is the one asked for. And `[B, S]` bool: whether an
             episode begins with it.
         """
-        slots = addressable(slots)
+        slots = contiguous(slots)
         rows = slots.new_empty(slots.numel(), num_steps)
         valid, begins = (torch.empty_like(rows, dtype=torch.bool) for _ in range(2))
         batch = map(address, (slots, rows, valid, begins))

@@ -14,9 +14,9 @@ import torch
 from trl_storages.kernels.host.compiling import (
     LINE,
     address,
-    addressable,
     array_at,
     compiled,
+    contiguous,
     copy_bytes,
     is_set,
     prefetch,
@@ -135,12 +135,12 @@ class RowTable:
             IndexError: a slot is outside of the rows.
         """
         if where is not None:
-            where = addressable(where, torch.bool)
+            where = contiguous(where, torch.bool)
         self._copy(slots, spans, address(out), 0 if where is None else address(where))
 
     def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int, where: int = 0) -> None:
         """Copies bytes of rows to an address, as `copy_into` does; `where` is an address, or 0."""
-        slots = addressable(slots)
+        slots = contiguous(slots)
         wrong = _pick(self.array, slots.numel(), address(slots), spans, out, where)
         if wrong >= 0:
             raise not_found(int(slots.view(-1)[wrong]), len(self.array))
@@ -166,7 +166,7 @@ class RowTable:
             rows: n of them.
             ring: of the rows, if neighbouring rows matter.
         """
-        slots = addressable(slots)
+        slots = contiguous(slots)
         put_rows(self.array, rows.sources, slots.numel(), address(slots))
 
 

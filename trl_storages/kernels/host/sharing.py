@@ -13,10 +13,10 @@ import torch
 
 from trl_storages.kernels.host.compiling import (
     LINE,
-    addressable,
     are_same_bytes,
     array_at,
     compiled,
+    contiguous,
     copy_bytes,
     fenced,
     inlined,
@@ -24,7 +24,7 @@ from trl_storages.kernels.host.compiling import (
     prefetch,
 )
 from trl_storages.kernels.host.rows import RowTable, not_found
-from trl_storages.kernels.host.writing import Given, NewRows, is_cut, is_last, row_of
+from trl_storages.kernels.host.writing import Given, NewRows, is_cut, is_last, row_of, tip_of
 from trl_storages.kernels.memory import new_batch
 from trl_storages.kernels.sharing import (
     CONTINUES,
@@ -123,8 +123,8 @@ class SharedTable(RowTable):
             lenders: `[*B]`, the rows whose next values are copied; None are the same.
             *what: what to copy and where to, as `_pick` takes it.
         """
-        slots = addressable(slots)
-        lenders = slots if lenders is None else addressable(lenders)
+        slots = contiguous(slots)
+        lenders = slots if lenders is None else contiguous(lenders)
         rows = slots.numel(), slots.data_ptr(), lenders.data_ptr()
         if (wrong := _pick(self._tables, self._next_bytes, *rows, *what)) >= 0:
             raise not_found(int(slots.view(-1)[wrong]), len(self.array))
@@ -217,13 +217,6 @@ def _entry_of(header: int) -> int:
     """Returns the entry that a row names for the next values of the row before it."""
     # int64, as addresses are computed from it, which would overflow the 4 bytes of a header.
     return np.int64(header) >> ENTRY_BIT
-
-
-@inlined
-def _tip_of(header: int, lane: int, num_lanes: int) -> int:
-    """Returns the entry of the tip that a row of a lane has, 0 if it has none."""
-    tip = (np.int64(header) >> TIP_BIT) & NUM_TIPS
-    return 1 + (tip - 1) * num_lanes + lane if tip > 0 else 0
 
 
 @inlined
@@ -333,7 +326,7 @@ def _pick(
         lane = follower % num_lanes if num_lanes > 1 else 0
         is_newest = follower == heads[lane]
         if is_newest:
-            entry = _tip_of(headers[lender], lane, num_lanes)
+            entry = tip_of(headers[lender], lane, num_lanes)
             copy_bytes(to, side + entry * entry_bytes + start, size)
             fenced()
             # Once the next row is committed the tip may be reused: read those next values again.
@@ -376,7 +369,7 @@ def _locate(
         follower = _wrapped(slot + num_lanes, num_slots)
         lane = follower % num_lanes
         if follower == heads[lane]:
-            entry, has_tips = _tip_of(headers[slot], lane, num_lanes), True
+            entry, has_tips = tip_of(headers[slot], lane, num_lanes), True
             found[i] = values.ctypes.data + entry * values.shape[1] * _WORD
         else:
             found[i] = _known_next(table, headers, values, follower)
@@ -490,7 +483,7 @@ def _link(
         place, continues, entry = start, False, 0
         newest = (cursor - 1) % room * num_lanes + lane
         # None if the newest row is itself overwritten: its header was just cleared.
-        led_to = _tip_of(headers[newest], lane, num_lanes)
+        led_to = tip_of(headers[newest], lane, num_lanes)
         # Evicted rows are linked too: a reader may not have seen their eviction yet.
         if led_to > 0:
             row = row_of(given, i, 0)
@@ -584,9 +577,9 @@ def _put(
         copy_bytes(at, new + moved, row_bytes)
         headers[slot] = header
         if after == heads[lane]:
-            if _tip_of(header, lane, num_lanes) == 0:
+            if tip_of(header, lane, num_lanes) == 0:
                 headers[slot] += 1 << TIP_BIT
-            entry = _tip_of(headers[slot], lane, num_lanes)
+            entry = tip_of(headers[slot], lane, num_lanes)
         else:
             if _entry_of(headers[after]) == 0:
                 headers[after] &= -1 - CONTINUES

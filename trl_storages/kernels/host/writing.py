@@ -23,7 +23,7 @@ from trl_storages.kernels.host.compiling import (
     inlined,
     is_set,
 )
-from trl_storages.kernels.sharing import NUM_TIPS, TIP_BIT
+from trl_storages.kernels.sharing import tips_of
 from trl_storages.kernels.tables import BEGUN, CURSOR, FINISHED, FIRST, LAST, OPEN, TAIL
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "is_last",
     "put_rows",
     "row_of",
+    "tip_of",
 ]
 
 #: Steps to be written, as the loops take them: `[L]` the lanes; S; the address of `[L, S]` bool, rows
@@ -176,6 +177,10 @@ def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
     return -1
 
 
+#: Returns the entry of the tip of one row.
+tip_of = inlined(tips_of)
+
+
 @inlined
 def row_of(given: Any, i: int, s: int) -> int:
     """Returns which row step s of lane i is."""
@@ -235,8 +240,7 @@ def find_gaps(
         own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
         after = own
         if moved > 0:
-            tip = (np.int64(headers[newest]) >> TIP_BIT) & NUM_TIPS
-            entry = 1 + (tip - 1) * len(lanes) + lane if tip > 0 else 0
+            entry = tip_of(headers[newest], lane, len(lanes))
             after = values.ctypes.data + entry * values.shape[1] * _WORD
         for s in range(num_steps):
             row = row_of(given, i, s)
