@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,20 @@ def damaged_states(
             name = f"{'.'.join(path)}: {how}"
             if name in known:
                 continue
-            damaged = copy.deepcopy(state)
-            inner = damaged
-            for key in path[:-1]:
-                inner = inner[key]
-            if damage is MISSING:
-                del inner[path[-1]]
-            else:
-                inner[path[-1]] = damage
-            yield name, damaged
+            yield name, _damaged(state, path, damage)
+
+
+def _damaged(state: Any, path: Sequence[Any], damage: Any) -> Any:
+    """Returns a copy of a state in which one entry is missing, or another."""
+    damaged = copy.deepcopy(state)
+    inner = damaged
+    for key in path[:-1]:
+        inner = inner[key]
+    if damage is MISSING:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = damage
+    return damaged
 
 
 def _replaced(file: Path, data: bytes) -> None:
@@ -144,14 +149,7 @@ def json_damages(file: Path) -> dict[str, Callable[[Path], None]]:
     texts["no dict"] = "[]"
     for path, value in [*_entries(whole)]:
         for name, damage in _changes(value).items():
-            damaged = copy.deepcopy(whole)
-            inner = damaged
-            for key in path[:-1]:
-                inner = inner[key]
-            if damage is MISSING:
-                del inner[path[-1]]
-            else:
-                inner[path[-1]] = damage
+            damaged = _damaged(whole, path, damage)
             texts[f"{'.'.join(path)}: {name}"] = json.dumps(damaged, default=str)
     return {name: (lambda file, text=text: file.write_text(text)) for name, text in texts.items()}
 

@@ -1,5 +1,7 @@
 """Batches drawn in worker processes, the way of DrQ-v2: one acts, many sample."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
 )
+from trl_storages.replay import loader
 
 # TorchRL sets "spawn", whose workers import everything again.
 FORK = {"multiprocessing_context": "fork"}
@@ -160,6 +163,17 @@ def test_priorities_reach_the_workers(tmp_path):
     reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(100), batch_size=4)
     with pytest.raises(RuntimeError, match="reading"):
         reader.sampler.update_priority(every, 1.0, storage=reader.storage)
+
+
+def test_a_worker_says_what_it_waits_for(tmp_path, monkeypatch):
+    write(make(tmp_path), 3)
+    reader = ReplayStorage.open(tmp_path, mode="r", batch_size=2)
+    monkeypatch.setattr(loader, "_SILENCE", 0.0)
+    ReplayStorage.open(tmp_path).empty()
+    waits = rf"waits up to 0.1 s for rows in {re.escape(str(tmp_path))}: the storage is empty"
+    with pytest.warns(UserWarning, match=waits) as said, pytest.raises(RuntimeError, match="empty"):
+        loader._draw(reader, 0.1)
+    assert len(said) == 1
 
 
 def test_two_iterations_at_once(tmp_path):

@@ -291,7 +291,9 @@ class TestActors:
             replay.n_step = 3
         with pytest.raises(AttributeError, match=r"handle .* 'nstep' to set; it is called n_step"):
             replay.nstep = 3
-        with pytest.raises(AttributeError, match="'episodes': it has methods and parameters only"):
+        with pytest.raises(
+            AttributeError, match=r"'episodes': it has methods \(set_sampler, append"
+        ):
             replay.episodes  # noqa: B018
         with pytest.raises(AttributeError, match="'clear': it is empty here"):
             replay.clear()
@@ -327,7 +329,7 @@ class TestActors:
         replay, transport = by_transport
         client = replay.client()
         reasons = {
-            "is_full": "it has methods and parameters only",
+            "is_full": r"it has methods \(set_sampler, append_transform\) and parameters only",
             "clear": "it is empty here",
             "nothing": "nor has the storage",
         }

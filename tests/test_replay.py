@@ -268,7 +268,7 @@ class TestOverwritingInPlace:
             if "path" not in options:
                 assert torch.equal(storage.set_(key, reward)[key], reward)
                 continue
-            with pytest.raises(RuntimeError, match="never changed in place"):
+            with pytest.raises(RuntimeError, match="never changed in place: extend the storage"):
                 storage.set_(key, reward)
             assert storage[key].sum() == 4
 

@@ -826,6 +826,33 @@ def test_a_dump_of_other_transforms():
         with_n_step.load_state_dict(without.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("option", "kind", "how"),
+    [
+        ({"alpha": 0.6}, "PERSampler", "alpha above 0"),
+        ({"eta": 0.9}, "ERESampler", "eta below 1"),
+        ({"reward_fn": gym_reward(ENV)}, "HERSampler", "a HERReplayStorage"),
+    ],
+)
+def test_a_dump_of_another_sampler(option, kind, how, tmp_path):
+    spaces, sizes = (ENV.observation_space, ENV.action_space), {"storage_size": 8, "batch_size": 4}
+    made = HERReplayStorage if "reward_fn" in option else UniformReplayStorage
+    storages = made(*spaces, **sizes, **option), UniformReplayStorage(*spaces, **sizes)
+    for number, storage in enumerate(storages):
+        loop(storage, ENV, 3)
+        storage.dumps(tmp_path / str(number))
+    has, lacks = storages
+    made_with = rf"{kind} \({how}\), and this one with"
+    with refused(ValueError, rf"was made with {made_with}out: make it as that one was"):
+        lacks.loads(tmp_path / "0")
+    with refused(ValueError, rf"was made without {made_with}: .*set_sampler\(\) another"):
+        has.loads(tmp_path / "1")
+    # As the messages say.
+    lacks.loads(tmp_path / "1")
+    lacks.set_sampler(PERSampler(8))
+    assert lacks.sample()["priority_weight"].eq(1).all()
+
+
 def flagged(*shape: int, agents: int = 0) -> TensorDict:
     """Steps without an end; with agents, each of them has flags of its own beside those of all."""
     time = torch.arange(shape[-1]).float().expand(shape).unsqueeze(-1)
@@ -1109,6 +1136,37 @@ def test_parameters_that_a_dump_replaces_are_reported(tmp_path, monkeypatch):
     assert f"{tmp_path} restored n_step=3 (was 5): set them" in told
     other.loads(tmp_path)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("form", ["single", "arrays", "dictionaries", "reset in the same step"])
+def test_a_time_limit_that_is_passed_as_terminal(form):
+    num_envs = 1 if form == "single" else 2
+    mode = "SameStep" if form == "reset in the same step" else None
+    storage = UniformReplayStorage(*CART, storage_size=8, num_envs=num_envs, autoreset_mode=mode)
+    name, which = "TimeLimit.truncated", np.arange(num_envs) == num_envs - 1
+    arrays = {name: which, f"_{name}": which}
+    infos = {
+        "single": {name: True},
+        "arrays": arrays,
+        "dictionaries": [{}, {name: True}],
+        "reset in the same step": {"final_info": arrays, "final_obs": np.ones((2, 4), "f")},
+    }[form]
+    values = np.zeros((num_envs, 4), "f"), np.zeros(num_envs, int), np.zeros(num_envs), which
+    observation, action, reward, flag = (it[0] if form == "single" else it for it in values)
+
+    def record(terminated, truncated):
+        storage.record(observation, action, reward, terminated, truncated, infos, observation)
+        return storage[:]["next", "terminated"].any().item()
+
+    with refused(
+        ValueError, rf"environment {num_envs - 1} was cut by its time limit.*as truncateds"
+    ):
+        record(flag, flag & False)
+    assert not len(storage)
+    # The loop may let the limit count as a terminal state.
+    assert record(flag, flag)
+    storage.empty()
+    assert not record(flag & False, flag)
 
 
 def test_a_storage_in_place_of_its_rows():

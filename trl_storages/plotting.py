@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.arguments import counted
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring.naming import episode_slots
 from trl_storages.samplers import layers_of, prioritized_of
 from trl_storages.signatures import answers_names
 
@@ -147,12 +148,10 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     num_lanes, num_steps = episodes.num_envs, episodes.ring_steps
     table = episodes.episodes()
     first, length, lane = (_array(table[name]) for name in ("first", "length", "lane"))
-    number = np.arange(len(first)).repeat(length)
-    step = np.arange(len(number)) - (length.cumsum() - length).repeat(length)
-    place = (first[number] // num_lanes + step) % num_steps
+    slots, number = map(_array, episode_slots(episodes, table["first"], table["length"]))
     colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
     picture = np.zeros((num_lanes, num_steps), np.int64)
-    picture[lane[number], place] = 1 + number % len(_EPISODES)
+    picture[slots % num_lanes, slots // num_lanes] = 1 + number % len(_EPISODES)
     ax.imshow(
         colours[picture],
         aspect="auto",

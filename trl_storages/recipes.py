@@ -82,8 +82,9 @@ class UniformReplayStorage(ReplayStorage):
             keeps rows in memory.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
-        alpha: priority exponent; 0 draws without priorities.
-        beta: exponent of the importance weights. It requires `alpha` above 0, as do the next two.
+        alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
+        beta: exponent of the importance weights. It requires `alpha` above 0, as do the next two; if
+            `alpha=0` is passed as well, as in a sweep, they have no effect.
         normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
         eps: added to priorities, so that rows with priority 0 stay drawable.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
@@ -302,7 +303,8 @@ class UniformReplayStorage(ReplayStorage):
         """Raises a TypeError: the spaces and options of a ready-made storage are not on disk."""
         raise TypeError(
             f"{cls.__name__} needs its spaces and options again: construct it with path={str(path)!r}. "
-            "ReplayStorage.open(path, sampler=..., transform=...) opens the rows without them."
+            "ReplayStorage.open(path, mode='r', sampler=..., transform=...) opens the rows without them, "
+            "also while another process writes."
         )
 
 

@@ -236,6 +236,25 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered)
 
 
 @BACKENDS
+def test_nothing_is_appended_after_a_gap(kernels):
+    """Rows of an observation and the next one, of which the first must be the next one before it."""
+    ring, table = kernels.Ring(8, 1, CPU), torch.zeros(8, 2, dtype=torch.int64)
+
+    def append(*rows):
+        done = torch.zeros(1, len(rows), dtype=torch.bool)
+        places = np.array([[0, 8], [8, 8]])
+        fields = [torch.tensor(values) for values in zip(*rows, strict=True)]
+        new = kernels.NewRows(fields, places, len(rows), 2, done, CPU)
+        pairs = np.array([[0, 1]])
+        return ring.append(new, Block(len(rows)), kernels.RowTable(table), pairs=pairs)
+
+    assert append([1, 2], [2, 3]).tolist() == [0, 1]
+    assert append([4, 5]) is append([3, 4], [5, 6]) is None
+    assert append([3, 4]).tolist() == [2]
+    assert table[:4].tolist() == [[1, 2], [2, 3], [3, 4], [0, 0]]
+
+
+@BACKENDS
 @pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40 + 7])
 def test_draws_below_any_bound(kernels, num_rows):
     """Scaled below 2^31, by remainder beyond; never through floats, which would miss most rows."""

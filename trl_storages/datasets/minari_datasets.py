@@ -35,6 +35,7 @@ from trl_storages.keys import (
 )
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring.naming import episode_slots
 from trl_storages.signatures import answers_names
 
 __all__ = ["from_minari", "to_minari"]
@@ -198,10 +199,10 @@ class _Episodes:
     def __init__(self, storage: ReplayStorage) -> None:
         self._storage = storage
         table = storage.episodes.episodes()
-        self._first, self._length = table["first"], table["length"].tolist()
+        self._first, self._length = table["first"], table["length"]
         self._first_steps = storage.episodes.steps(self._first)
         #: Groups of episode numbers, each read in one call.
-        self.groups = grouped(self._length)
+        self.groups = grouped(self._length.tolist())
         row = storage[self._first[:1]].exclude("collector", "index")
         fields = {
             key: (leaf.dtype, leaf.shape[1:])
@@ -224,12 +225,9 @@ class _Episodes:
     def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:
         """Yields the rows `[T]` of each episode."""
         index = self._storage.episodes
-        slots = [
-            index.shift(self._first[at], torch.arange(self._length[at], device=index.device))
-            for at in group
-        ]
+        slots, _ = episode_slots(index, self._first[group], self._length[group])
         try:
-            rows = self._storage[torch.cat(slots)].cpu()
+            rows = self._storage[slots].cpu()
             # Detect overwritten rows: the first ones of an episode go first.
             is_there = torch.equal(index.steps(self._first[group]), self._first_steps[group])
         except IndexError:
@@ -239,7 +237,7 @@ class _Episodes:
                 "storage must keep its episodes until they are written out, and some were replaced "
                 "meanwhile: pause what writes to it, or write out a copy (dumps, and loads elsewhere)."
             )
-        yield from rows.split([self._length[at] for at in group])
+        yield from rows.split(self._length[group].tolist())
 
     def read(self, group: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yields episodes as arguments of `EpisodeBuffer`.

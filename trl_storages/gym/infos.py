@@ -19,13 +19,14 @@ from tensordict import NestedKey
 
 from trl_storages.callers import warn_caller
 from trl_storages.gym.layout import StepLayout, entries, leaves_of, read_tree
-from trl_storages.keys import DONE, REWARD, key_path
+from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
 from trl_storages.rows import as_array
 
 __all__ = [
     "Infos",
     "LastBits",
     "check_last_observations",
+    "check_time_limits",
     "ends_to_watch",
     "last_observations",
 ]
@@ -107,6 +108,12 @@ class Infos:
                 "as they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
             )
         return found
+
+    def has_reached_limit(self, lane: int) -> bool:
+        """Returns whether a time limit alone ended the episode of an environment, if that is said."""
+        name = "TimeLimit.truncated"
+        values = [self._of_lane(path, lane) for path in ((name,), ("final_info", name))]
+        return any(value is not _MISSING and bool(value) for value in values)
 
     def _whole(self, path: tuple[str, ...], lanes: Sequence[int]) -> Any:
         """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
@@ -210,6 +217,26 @@ def check_last_observations(
                     "ended, but infos['final_obs'] is another one: it was reset in the same step; make "
                     "the storage with autoreset_mode=env.metadata['autoreset_mode']"
                 )
+
+
+def check_time_limits(columns: Mapping[NestedKey, Any], infos: Infos) -> None:
+    """Refuses terminal flags of episodes that only a time limit ended, if the infos show it.
+
+    Args:
+        columns: the transitions of a step, `[E, ...]`.
+        infos: those of the step.
+
+    Raises:
+        ValueError: an episode terminated and was not truncated, and the infos say the opposite.
+    """
+    terminated, truncated = (as_array(columns[key]) for key in (TERMINATED, TRUNCATED))
+    for lane in np.flatnonzero(terminated & ~truncated).tolist():
+        if infos.has_reached_limit(lane):
+            raise ValueError(
+                f"environment {lane} was cut by its time limit, as infos['TimeLimit.truncated'] says, "
+                "and got a terminal flag alone: pass the limits as truncateds, and terminateds without "
+                "them (or with them, if they count as terminal states too)"
+            )
 
 
 def ends_to_watch(

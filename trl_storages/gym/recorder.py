@@ -24,6 +24,7 @@ from trl_storages.gym.infos import (
     Infos,
     LastBits,
     check_last_observations,
+    check_time_limits,
     ends_to_watch,
     last_observations,
 )
@@ -139,8 +140,9 @@ class GymRecorder(SavedPart):
         Raises:
             KeyError: an observation or an info lacks an entry.
             TypeError: a dtype is wrong, or not numeric.
-            ValueError: a shape is wrong, a last observation is missing from the infos, or the step
-                only resets an environment and no mode says so. The state is unchanged then.
+            ValueError: a shape is wrong, a last observation is missing from the infos, the infos say
+                that a time limit ended what is passed as terminated, or the step only resets an
+                environment and no mode says so. The state is unchanged then.
         """
         step, memory = self.read(
             (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
@@ -196,6 +198,8 @@ class GymRecorder(SavedPart):
             if not lanes:
                 return None, Memory(layout, as_array(done)[:, 0].copy(), self._last)
         desk.check(lanes)
+        if is_end and infos:
+            check_time_limits(columns, said)
         finals = self._reset_already(done) if is_end else []
         if finals:
             # Replace the first observations of the new episodes.

@@ -206,7 +206,10 @@ class ReplayStorage(
         """Opens the rows of a directory, with their episodes, priorities and counters.
 
         Samplers, transforms and reward functions are not stored and must be passed again: opening runs
-        no stored code.
+        no stored code. Without them rows are drawn uniformly and shown as they were stored, also those
+        of a ready-made storage: `n_step` is NStep, `alpha` PERSampler, `eta` ERESampler, and `reward_fn`
+        HERSampler and GoalRelabel. To go on writing, make the ready-made storage again, with its
+        `path`; `loader()` of the writer makes readers that have its sampler and transforms.
 
         Args:
             path: a directory that was made with `path=` or `scratch_dir=`.
@@ -390,7 +393,8 @@ class ReplayStorage(
             actions: the actions taken.
             rewards: as returned by `step`, like all that follow.
             terminateds: whether the state is terminal.
-            truncateds: whether the episode was truncated.
+            truncateds: whether the episode was truncated, as by a time limit. If the two are exchanged,
+                only an info `TimeLimit.truncated` shows it; it is an error then.
             infos: gymnasium's dict.
             next_observations: as returned, possibly the first observation of the next episode;
                 `autoreset_mode` determines where the final one is found.

@@ -13,7 +13,7 @@ from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
 from trl_storages import keys
 from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.ring.naming import is_key, slots_of
+from trl_storages.ring.naming import episode_slots, is_key, slots_of
 
 __all__ = ["draw_episodes", "list_trajectories", "overwrite_rows", "read_rows"]
 
@@ -54,11 +54,8 @@ def list_trajectories(
     if not len(episodes):
         return []
     listed = episodes.episodes()
-    length = listed["length"]
-    number = torch.arange(len(length), device=length.device).repeat_interleave(length)
-    step = torch.arange(len(number), device=length.device)
-    step -= (length.cumsum(0) - length)[number]
-    rows = storage.get(episodes.shift(listed["first"][number], step))
+    slots, number = episode_slots(episodes, listed["first"], listed["length"])
+    rows = storage.get(slots)
     if trajectory_key is None:
         trajectory_key = keys.TRAJECTORY_IDS
         rows.set(trajectory_key, on_device(number, rows.device))

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages.callers import warn_caller
 from trl_storages.other_names import meant
 
 __all__ = ["ReplayBatches", "make_loader"]
 
-# Workers may be started before the first row is written.
-_PATIENCE = 60.0  # seconds
+# Workers may be started before the first row is written: seconds until they say so, and until they stop.
+_SILENCE, _PATIENCE = 5.0, 60.0
 # Options of DataLoader that endless batches fix, and those that are checked here.
 _FIXED = {"batch_sampler", "collate_fn", "dataset", "drop_last", "sampler", "shuffle"}
 _OWN = {"num_workers", "batch_size", "fetch_every", "pin_memory", "seed"}
@@ -68,13 +69,18 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
     """Draws a batch; while the storage is empty, waits up to `patience` seconds for rows."""
-    until = time.monotonic() + patience
+    start, is_silent = time.monotonic(), True
     while True:
         try:
             return reader.sample()
-        except RuntimeError:
-            if len(reader.episodes) or time.monotonic() >= until:
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            if len(reader.episodes) or waited >= patience:
                 raise
+            if is_silent and waited >= _SILENCE:
+                is_silent = False
+                where = reader.storage.scratch_dir
+                warn_caller(f"a worker waits up to {patience:g} s for rows in {where}: {error}")
         time.sleep(0.01)
         reader.storage.refresh()
 

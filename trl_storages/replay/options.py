@@ -62,7 +62,10 @@ def _part(kind: type, *, is_needed: bool = False) -> Check:
         if callable(value) or (value is None and not is_needed):
             return value
         what = f"a TorchRL {kind.__name__}, or a function that makes one"
-        return arguments.instance(name, value, kind, what=what if is_needed else f"{what}, or None")
+        what += "" if is_needed else ", or None"
+        if isinstance(value, list | tuple):
+            what += " (several transforms are Compose(*transforms))" * (kind is Transform)
+        return arguments.instance(name, value, kind, what=what)
 
     return check
 

@@ -97,7 +97,9 @@ class _WithParameters:
         method = getattr(self._service_cls, name, None)
         if name == "parameters" or callable(method):
             return
-        reason = "it has methods and parameters only" if method else "nor has the storage"
+        reason = "nor has the storage"
+        if method:
+            reason = "it has methods (set_sampler, append_transform) and parameters only"
         if name in METHOD_NAMES:
             reason = f"it is {METHOD_NAMES[name]} here"
         raise AttributeError(f"the {self._kind} of a storage has no attribute {name!r}: {reason}.")
@@ -189,9 +191,13 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
         return partial(_forwarded(name), self)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _as_it_is, (self.client(),)
+        return _arriving_as, (self.client(),)
 
     __repr__ = object.__repr__
+
+
+def _arriving_as(client: Any) -> Any:
+    return client
 
 
 def _look_for_room(config: Mapping[str, Any]) -> None:
@@ -203,10 +209,6 @@ def _look_for_room(config: Mapping[str, Any]) -> None:
             f"the storage waits for {more[0]}={config[more[0]]}, and Ray has "
             f"{room.get(names[more[0]], 0):g}: start Ray with more, or ask for less in remote_config."
         )
-
-
-def _as_it_is(client: Any) -> Any:
-    return client
 
 
 def in_actor(storage_class: type) -> type:

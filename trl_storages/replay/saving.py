@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from trl_storages.callers import warn_caller
@@ -32,7 +33,7 @@ from trl_storages.rows import (
     read_fields,
     rows_part,
 )
-from trl_storages.samplers import prioritized_of
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, layers_of, prioritized_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
 from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
@@ -51,6 +52,12 @@ __all__ = [
 
 _WHAT = "the saved storage"
 _LOOKED_AT = 1_000  # newest rows whose actions are compared with the space
+#: Sampler -> how a ready-made storage gets it, and entries of its states.
+_SAMPLERS: dict[type[Sampler], tuple[str, set[str]]] = {
+    HERSampler: ("a HERReplayStorage", {"strategy", "num_goals"}),
+    ERESampler: ("eta below 1", {"eta", "c_min"}),
+    PERSampler: ("alpha above 0", {"alpha", "beta", "priorities"}),
+}
 #: The entries of a saved storage that are not parts.
 _VALUES = ("_batch_size", "_rng", "_prefetch_state")
 
@@ -103,6 +110,7 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     if isinstance(storage._writer, EpisodeWriter):
         # First, as the other parts differ too if the storage is of another size.
         index = storage._writer.read_state(saved["_writer"])
+    _check_samplers(storage._sampler, saved["_sampler"])
     for name in ("_sampler", "_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
     if index is not None:
@@ -118,6 +126,22 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     read_generator(saved["_rng"])
     _check_drawn_ahead(saved["_prefetch_state"], storage._prefetch_cap)
     return fitted
+
+
+def _check_samplers(sampler: Sampler, state: Any) -> None:
+    """Raises a ValueError if a state was saved with other samplers than those of a storage."""
+    layers, states = layers_of(sampler), [state]
+    while isinstance(states[-1], Mapping) and "base" in states[-1]:
+        states.append(states[-1]["base"])
+    entries = {key for each in states if isinstance(each, Mapping) for key in each}
+    for kind, (made_by, marks) in _SAMPLERS.items():
+        has, had = any(isinstance(layer, kind) for layer in layers), bool(entries & marks)
+        if has != had:
+            raise ValueError(
+                f"{_WHAT} was made with{'' if had else 'out'} {kind.__name__} ({made_by}), and this one "
+                f"with{'' if has else 'out'}: make it as that one was, and set_sampler() another when "
+                "it is loaded. Nothing was changed."
+            )
 
 
 def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from trl_storages.ring.index import EpisodeIndex
 
-__all__ = ["Lanes", "is_key", "named_lanes", "slots_of"]
+__all__ = ["Lanes", "episode_slots", "is_key", "named_lanes", "slots_of"]
 
 Lanes = Sequence[int] | torch.Tensor | None
 
@@ -112,3 +112,21 @@ def slots_of(episodes: EpisodeIndex, index: Any) -> torch.Tensor:
             "a slice names rows by age, such as storage[-1:] for the newest."
         )
     return slots
+
+
+def episode_slots(
+    episodes: EpisodeIndex, first: torch.Tensor, length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the slots of whole episodes, one after another.
+
+    Args:
+        episodes: the episode index of the rows.
+        first: `[n]` int64, the slots they begin at, as in `episodes.episodes()`.
+        length: `[n]` int64, their numbers of rows.
+
+    Returns:
+        int64 slots, and for each the position of its episode in `first`.
+    """
+    number = torch.arange(len(length), device=length.device).repeat_interleave(length)
+    step = torch.arange(len(number), device=length.device) - (length.cumsum(0) - length)[number]
+    return episodes.shift(first[number], step), number

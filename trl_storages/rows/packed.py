@@ -37,7 +37,7 @@ from trl_storages.rows.declared import DeclaredFields, FieldOf
 from trl_storages.rows.entries import Nested, nested_sizes, tensors_of
 from trl_storages.rows.files import RowFiles
 from trl_storages.rows.layout import Layout
-from trl_storages.rows.saved_rows import NO_WRITER, Moved, SavedRows, named_entries, table_of
+from trl_storages.rows.saved_rows import Moved, SavedRows, named_entries, table_of, written_once
 from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import rows_of
 from trl_storages.saved.files import copy_in_pieces
@@ -305,7 +305,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.scratch_dir is None:
             sharing, episodes = layout.framed.sharing, self.episodes
             if episodes is None and (layout.stacks or sharing is not None):
-                raise RuntimeError(NO_WRITER)
+                raise written_once(self)
             if episodes is not None and sharing is not None:
                 lanes = self.max_size, episodes.num_envs
                 self._side = SideTable.in_memory(*lanes, sharing.shared_words, self.device)
@@ -322,7 +322,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._adopt(layout, rows)
             return
         if self.episodes is None:
-            raise RuntimeError(NO_WRITER)
+            raise written_once(self)
         num_lanes = self.episodes.num_envs
         self._use(Directory.create(self.scratch_dir, layout, self.max_size, num_lanes))
 
@@ -428,7 +428,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """
         self.check_mutable()
         if self.share_next and (self.episodes is None or set_cursor):
-            raise RuntimeError(NO_WRITER)
+            raise written_once(self)
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -450,7 +450,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         """Raises a RuntimeError if rows can't be changed in place: those in a directory, and stacks."""
         check_writable(self)
         if self.is_durable or self.past_steps:
-            raise RuntimeError(NO_WRITER)
+            raise written_once(self)
 
     def fit(
         self,

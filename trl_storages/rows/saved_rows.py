@@ -25,14 +25,8 @@ from trl_storages.saved.parts import SavedState
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, RowTable
 
-__all__ = ["NO_WRITER", "Moved", "SavedRows", "named_entries", "table_of"]
+__all__ = ["Moved", "SavedRows", "named_entries", "table_of", "written_once"]
 
-#: Why rows are not written in place.
-NO_WRITER = (
-    "rows that are in a directory, that lend their frames to those after them, or that share next "
-    "observations are written once, by an EpisodeWriter, and never changed in place: pass "
-    "writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new rows."
-)
 _PIECE = 1 << 24  # bytes loaded at a time
 _NAME, _KEYS = "the saved PackedStorage", ("layout", "_storage", "initialized", "_len")
 _OPTIONAL = ("moved", "side", "past")
@@ -91,7 +85,7 @@ class SavedRows:
         self.layout = Layout.from_json(self._saved["layout"])
         self._check_fields(self.layout, storage.layout, storage._declared)
         if self.layout.stacks and storage.episodes is None:
-            raise RuntimeError(NO_WRITER)
+            raise written_once(storage)
         self._take(self.layout, storage)
 
     def _check_fields(self, layout: Layout, own: Layout | None, declared: DeclaredFields) -> None:
@@ -168,6 +162,17 @@ class SavedRows:
         for some, places in tracker("loading rows", progress)([*zip(old, new, strict=True)]):
             rows = stage(layout, saved.views(source.pick(some)), some.shape, device)
             table.put(places, rows, moved.episodes.ring)
+
+
+def written_once(storage: Any) -> RuntimeError:
+    """Returns the error for a write that is not an `EpisodeWriter`'s."""
+    cure = "pass writer=EpisodeWriter(num_envs) to the replay buffer, and extend it with new rows."
+    if storage.episodes is not None:
+        cure = "extend the storage with new rows."
+    return RuntimeError(
+        "rows that are in a directory, that lend their frames to those after them, or that share next "
+        f"observations are written once, by an EpisodeWriter, and never changed in place: {cure}"
+    )
 
 
 def named_entries(

@@ -74,6 +74,11 @@ def step_of(row: Columns, observation: Any, next_observation: Any) -> tuple:
     return observation, next_observation, row["action"], row["reward"], row["done"], infos
 
 
+def dict_step(row: Columns) -> tuple:
+    now, after = ({part: row[before + part] for part in PARTS} for before in ("", "next_"))
+    return step_of(row, now, after)
+
+
 class Uniform(Buffer):
     """Uniform draws of dict observations."""
 
@@ -90,14 +95,7 @@ class Uniform(Buffer):
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
-        return [
-            step_of(
-                row,
-                {part: row[part] for part in PARTS},
-                {part: row[f"next_{part}"] for part in PARTS},
-            )
-            for row in single_rows(rows)
-        ]
+        return [dict_step(row) for row in single_rows(rows)]
 
     def write(self, prepared: list[tuple]) -> None:
         for step in prepared:
@@ -156,14 +154,7 @@ class RecordLanes(Uniform):
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
-        return [
-            step_of(
-                row,
-                {part: row[part] for part in PARTS},
-                {part: row[f"next_{part}"] for part in PARTS},
-            )
-            for row in (take_rows(rows, *step) for step in lane_steps(rows))
-        ]
+        return [dict_step(take_rows(rows, *step)) for step in lane_steps(rows)]
 
 
 class Flat(Buffer):

@@ -63,6 +63,11 @@ class Ring(RingTables):
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Appends steps to some lanes, and copies their rows to their slots."""
+        if len(pairs):
+            # Waits for the device; see `RowTable.finds_gaps`.
+            gaps = self.find_gaps(rows, block, pairs, table)
+            if gaps is not None and bool(gaps.any()):
+                return None
         lanes, (num_steps, _, order, cut) = self.named(block.lanes), block
         words, done = rows.steps(block)
         room, found, lane = (

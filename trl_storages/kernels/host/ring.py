@@ -127,7 +127,7 @@ class Ring(RingTables):
             block: which of them are which steps.
             table: of M or more rows, which the rows go to; None if they are stored elsewhere.
             slots: `[n]` int64, filled in for the rows of this block; None returns a new tensor.
-            pairs: as in `find_gaps`; if there is a gap, nothing is written. For tables with `finds_gaps`.
+            pairs: as in `find_gaps`; if there is a gap, nothing is written.
 
         Returns:
             `[n]` int64 slots; -1 for steps evicted at once, as more than T are written. None if there is
