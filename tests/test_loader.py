@@ -1,6 +1,7 @@
 """Batches drawn in worker processes, the way of DrQ-v2: one acts, many sample."""
 
 import re
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -11,6 +12,7 @@ from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 
 from trl_storages import (
+    EpisodeReplayStorage,
     HERSampler,
     NStepReplayStorage,
     PackedStorage,
@@ -174,6 +176,20 @@ def test_a_worker_says_what_it_waits_for(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=waits) as said, pytest.raises(RuntimeError, match="empty"):
         loader._draw(reader, 0.1)
     assert len(said) == 1
+
+
+def test_a_worker_waits_for_the_end_of_an_episode(tmp_path, monkeypatch):
+    storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2), storage_size=9, path=tmp_path)
+
+    def step(is_end):
+        storage.record([0.0], 0, 1.0, is_end, False, {}, [0.0])
+
+    step(False)
+    reader = storage.loader(batch_size=2).dataset._open_reader()
+    # The writer goes on while the worker sleeps.
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: step(True))
+    monkeypatch.setattr(loader, "time", clock)
+    assert loader._draw(reader, 1.0).shape == (2, 2)
 
 
 def test_two_iterations_at_once(tmp_path):

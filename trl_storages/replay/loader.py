@@ -68,21 +68,22 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
 
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
-    """Draws a batch; while the storage is empty, waits up to `patience` seconds for rows."""
-    start, is_silent = time.monotonic(), True
+    """Draws a batch; waits up to `patience` seconds until there are rows, or whole episodes, to draw."""
+    start, is_silent, is_ready = time.monotonic(), True, False
     while True:
         try:
             return reader.sample()
         except RuntimeError as error:
             waited = time.monotonic() - start
-            if len(reader.episodes) or waited >= patience:
+            # The writer may have emptied the storage in between.
+            if waited >= patience or (is_ready and reader.can_sample()):
                 raise
             if is_silent and waited >= _SILENCE:
                 is_silent = False
                 where = reader.storage.scratch_dir
                 warn_caller(f"a worker waits up to {patience:g} s for rows in {where}: {error}")
         time.sleep(0.01)
-        reader.storage.refresh()
+        is_ready = reader.can_sample()
 
 
 def make_loader(
