@@ -65,7 +65,6 @@ def test_other_attributes_are_as_ever(storage):
         ("ignore_obs_next", "called share_next here"),
         ("stack_num", "called frame_stack here"),
         ("sequence_length", r"called sample_unit=EpisodeSequence\(...\) here"),
-        ("mode", r"called ReplayStorage.open\(path, mode=...\) here"),
         ("handle_timeout_termination", r"called truncateds, an argument of record\(...\) here"),
         *((part, rf"ReplayStorage\({part}=...\)") for part in ("sampler", "storage", "transform")),
     ],

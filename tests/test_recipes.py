@@ -85,6 +85,7 @@ EFFECTS = {
     "batch_size": (3, lambda storage: len(storage.sample())),
     "device": ("meta", lambda storage: storage.storage.device),
     "path": ("rows", lambda storage: storage.storage.scratch_dir),
+    "mode": ("r", lambda storage: storage.storage.reader is None),
     "n_step": (5, parameter("n_step")),
     "discount": (0.5, parameter("discount")),
     "alpha": (0.3, parameter("alpha")),
@@ -187,10 +188,33 @@ def test_every_option_does_something_or_is_refused(name, tmp_path, monkeypatch):
             ):
                 make(name, **{option: value})
             continue
-        others = NEEDED.get(option, {})
+        # What a reader reads was made with the option before it.
+        others = {"mode": {"path": "rows"}, **NEEDED}.get(option, {})
         with_batches = {"batch_size": 4} if option in ("batch_size", "sample_unit") else {}
         before = probe(made(**others, **with_batches))
         assert probe(made(**{**others, **with_batches, option: value})) != before, option
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "EpisodeReplayStorage"])
+def test_a_reader_draws_as_the_writer_does(name, tmp_path):
+    options = {"path": tmp_path / "rows", "batch_size": 5, "seed": 1}
+    with pytest.raises(FileNotFoundError):
+        make(name, mode="r", **options)
+    storage = make(name, **options)
+    storage.extend(rows(8))
+    reader = make(name, mode="r", **options)
+    for _ in range(3):
+        assert (storage.sample() == reader.sample()).all()
+    storage.extend(rows(4))
+    reader.sample()
+    assert len(reader) == len(storage) == 12
+    with pytest.raises(RuntimeError, match="opened for reading"):
+        reader.extend(rows(4))
+    with pytest.raises(ValueError, match="has 12 rows, got 20"):
+        make(name, mode="r", storage_size=20, path=options["path"])
+    for wrong in ({}, {"path": None}):
+        with pytest.raises(ValueError, match=r"mode.* path"):
+            make(name, mode="r", **wrong)
 
 
 @pytest.mark.parametrize("name", RECIPES)

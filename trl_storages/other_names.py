@@ -41,7 +41,6 @@ OTHER_NAMES = _by_their_name(
         "observation_space": "env_dict env_spec obs_shape",
         "path": "mmap_prefix replay_dir scratch_dir storage_dir",
         "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
-        "ReplayStorage.open(path, mode=...)": "mode",
         "sample_unit=EpisodeSequence(...)": (
             "length batch_length bootstrap burn_in sample_sequence_length seq_len sequence_length "
             "slice_len unroll_length"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from gymnasium.vector import AutoresetMode
@@ -82,6 +82,7 @@ class RowOptions(TypedDict, total=False):
     path: Annotated[
         str | Path | None, Option(None, partial(arguments.optional, arguments.directory))
     ]
+    mode: Annotated[Literal["r+", "r"], Option("r+", partial(arguments.choice, names=("r+", "r")))]
     prefetch: Annotated[int, Option(0, arguments.integer)]
     seed: Annotated[int | None, Option(None, partial(arguments.optional, arguments.integer))]
     info_keys: Annotated[InfoKeys, Option((), _info_keys)]
@@ -130,6 +131,7 @@ _NEEDED = {
     "eps": ("alpha", 0),
     "c_min": ("eta", 1),
     "discount": ("n_step", 1),
+    "mode": ("path", None),
 }
 
 #: The parts of a `ReplayStorage`.

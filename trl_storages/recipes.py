@@ -80,6 +80,7 @@ class UniformReplayStorage(ReplayStorage):
         path: directory of memory-mapped rows, which outlive the process; if it holds rows, writing and
             sampling continue from them, which TorchRL's logger reports; `empty()` removes them. None
             keeps rows in memory.
+        mode: "r+" writes to `path`; "r" reads what it holds, while another process may be writing.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
         alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
@@ -245,6 +246,7 @@ class UniformReplayStorage(ReplayStorage):
             scratch_dir=path,
             out_device=given["device"],
             share_next=given["share_next"],
+            mode=given["mode"],
         )
         generator = None
         if (seed := given["seed"]) is not None:
@@ -302,9 +304,9 @@ class UniformReplayStorage(ReplayStorage):
     def open(cls, path: str | Path, **options: Any) -> NoReturn:
         """Raises a TypeError: the spaces and options of a ready-made storage are not on disk."""
         raise TypeError(
-            f"{cls.__name__} needs its spaces and options again: construct it with path={str(path)!r}. "
-            "ReplayStorage.open(path, mode='r', sampler=..., transform=...) opens the rows without them, "
-            "also while another process writes."
+            f"{cls.__name__} needs its spaces and options again: construct it with path={str(path)!r} "
+            "(and mode='r' to read while another process writes). ReplayStorage.open(path, sampler=..., "
+            "transform=...) opens the rows without them."
         )
 
 

@@ -252,7 +252,7 @@ class WriterLock:
                 cure = "put what the script does under `if __name__ == '__main__':` if this is a worker"
             raise RuntimeError(
                 f"the rows in {directory} have a writer already, and there can be one only: {cure}, "
-                "or open them for reading with ReplayStorage.open(path, mode='r')."
+                "or open them for reading, with mode='r'."
             )
         if not os.fstat(descriptor).st_nlink:
             self.forget()

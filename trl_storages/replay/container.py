@@ -207,9 +207,8 @@ class ReplayStorage(
 
         Samplers, transforms and reward functions are not stored and must be passed again: opening runs
         no stored code. Without them rows are drawn uniformly and shown as they were stored, also those
-        of a ready-made storage: `n_step` is NStep, `alpha` PERSampler, `eta` ERESampler, and `reward_fn`
-        HERSampler and GoalRelabel. To go on writing, make the ready-made storage again, with its
-        `path`; `loader()` of the writer makes readers that have its sampler and transforms.
+        of a ready-made storage. Make that one again with its options instead, such as `n_step` and
+        `alpha`: `path=` goes on writing, `path=` with `mode="r"` reads.
 
         Args:
             path: a directory that was made with `path=` or `scratch_dir=`.

@@ -82,6 +82,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             Reads are bitwise the same; an `EpisodeWriter` must write the rows. Writes may then omit
             next observations, as TorchRL's collectors do with `compact_obs=True`: the last row of an
             episode shows its own observation as the next, which is warned of once.
+        mode: "r+" writes; "r" reads what `scratch_dir` holds while another process may be writing.
         check: whether to verify the checksum of every existing row; None does so after anything but a
             clean close.
         progress: whether to show progress while existing rows are opened.
@@ -122,6 +123,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         fields: Mapping[Any, FieldOf] | None = None,
         out_device: torch.device | str | None = None,
         share_next: bool = False,
+        mode: str = "r+",
         check: bool | None = None,
         progress: bool = False,
         ndim: int = 1,
@@ -150,6 +152,12 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             )
         self.scratch_dir = arguments.optional(arguments.directory, "scratch_dir", scratch_dir)
         self.existsok = arguments.flag("existsok", existsok)
+        mode = arguments.choice("mode", mode, ("r+", "r"))
+        if mode == "r" and (self.scratch_dir is None or existsok):
+            raise ValueError(
+                "mode='r' reads the rows of a directory, which must be there: pass path, or scratch_dir "
+                "without existsok."
+            )
         check = arguments.optional(arguments.flag, "check", check)
         #: `[N, W]` int64, every transition; None until the layout is fixed.
         self.rows: torch.Tensor | None = None
@@ -169,7 +177,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         header = header_dtype(max_size) if self.share_next else None
         self._declared = DeclaredFields(fields, header)
         if self.scratch_dir is not None:
-            self._reopen(self.scratch_dir, check, tracker("opening rows", progress))
+            self._reopen(self.scratch_dir, mode, check, tracker("opening rows", progress))
         elif self._declared.are_complete:
             layout = self._declared.layout()
             # Stacks and shared observations need the writer's episode index first.
@@ -192,7 +200,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
 
         Args:
             directory: as `scratch_dir`.
-            mode: "r+" continues writing, "r" reads while another process may be writing.
+            mode: as in the constructor.
             out_device: where `get` puts batches.
             check: as in the constructor.
             fetch_every: with mode "r", the number of batches between checks for new rows.
@@ -202,26 +210,27 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             FileNotFoundError: it holds no storage. Otherwise as the constructor.
         """
         directory = arguments.directory("directory", directory)
-        mode = arguments.choice("mode", mode, ("r+", "r"))
         fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
-        progress = arguments.flag("progress", progress)
         found = Description.read(directory)
-        size, shares = found.num_rows, found.layout.framed.sharing is not None
-        if mode == "r+":
-            options: Any = {"scratch_dir": directory, "check": check, "progress": progress}
-            return cls(size, out_device=out_device, share_next=shares, **options)
-        check = arguments.optional(arguments.flag, "check", check)
-        storage = cls(size, out_device=out_device, share_next=shares)
-        reader = Reader(directory, check=check)
-        storage._follow(reader, fetch_every, tracker("opening rows", progress))
+        storage = cls(
+            found.num_rows,
+            scratch_dir=directory,
+            out_device=out_device,
+            share_next=found.layout.framed.sharing is not None,
+            mode=mode,
+            check=check,
+            progress=progress,
+        )
+        if storage.files is not None:
+            storage.files.fetch_every = fetch_every
         return storage
 
-    def _reopen(self, directory: Path, check: bool | None, track: Track) -> None:
-        """Opens the rows that the directory holds, if any."""
+    def _reopen(self, directory: Path, mode: str, check: bool | None, track: Track) -> None:
+        """Opens the rows that the directory holds, if any; a reader needs some."""
         check_platform(directory)
         if self.existsok:
             Directory.delete_at(directory)
-        if not holds_storage(directory):
+        if mode == "r+" and not holds_storage(directory):
             return
         found = Description.read(directory)
         if found.num_rows != self.max_size:
@@ -240,6 +249,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"the rows in {directory} were made with share_next={not self.share_next}, got "
                 f"{self.share_next}: pass the one that they were made with, or another directory."
             )
+        if mode == "r":
+            self._follow(Reader(directory, check=check), track=track)
+            return
         opened, self.episodes = Directory.open(directory, check=check, track=track)
         self._use(opened)
 
@@ -249,7 +261,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.files = RowFiles(source, self.episodes, self._adopt_words, fetch_every)  # type: ignore[arg-type]
         self._compare()
 
-    def _follow(self, reader: Reader, fetch_every: int, track: Track = iter) -> None:
+    def _follow(self, reader: Reader, fetch_every: int = 1, *, track: Track = iter) -> None:
         """Reads rows that another process may be writing, from now on."""
         self.episodes = reader.description.new_index()
         self._use(reader, fetch_every)
