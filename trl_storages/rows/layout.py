@@ -185,14 +185,11 @@ class Layout:
         self.spans_to = _SpansTo(self)
 
     @cached_property
-    def rooted(self) -> np.ndarray:
-        """`[n, 4]` int64, the spans of the fields at the root that are not stacks."""
-        return self._spans(it for it in self.framed.fields if it.key[0] != "next")
-
-    @cached_property
-    def following(self) -> np.ndarray:
-        """`[n, 4]` int64, the spans of the fields under `next` that are not stacks."""
-        return self._spans(it for it in self.framed.fields if it.key[0] == "next")
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[n, 4]` int64 spans of the fields at the root, and of those under `next`; without stacks."""
+        fields = self.framed.fields
+        rooted = self._spans(it for it in fields if it.key[0] != "next")
+        return rooted, self._spans(it for it in fields if it.key[0] == "next")
 
     def _spans(self, frames: Iterable[Field]) -> np.ndarray:
         """Returns the spans with which `RowTable.copy_into` copies framed rows into whole ones.

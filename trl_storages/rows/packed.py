@@ -645,8 +645,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if self.stacks is not None:
             block = self.stacks.gather(table, slots, following, pin_memory=is_pinned)
         else:
-            spans = self.layout.following  # type: ignore[union-attr]
-            block = table.pick(slots, following, spans, pin_memory=is_pinned)
+            parts = self.layout.parts  # type: ignore[union-attr]
+            block = table.pick(slots, following, parts, pin_memory=is_pinned)
         if taken is not None:
             table.copy_into(block, *taken)
         return on_device(block, self.out_device) if is_sent_away else block  # type: ignore[arg-type]

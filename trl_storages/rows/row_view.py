@@ -235,8 +235,8 @@ class RowView:
             self._become(self.tensordict())
 
     def _work_out(self) -> None:
-        for key in self._defined:
-            if key not in self._entries:
+        for key, definition in self._defined.items():
+            if key not in self._entries and self._copied.get(key) is not definition:
                 self._entries[key] = self[key]
         # Rules may refer to this view: break the cycle, or its memory waits for the garbage collector.
         self._defined = self._followed = _AS_STORED

@@ -124,8 +124,9 @@ class Stacks:
         size = (slots.numel(), self._layout.num_words)
         out = new_batch(size, device=slots.device, pin_memory=pin_memory)
         into, flat = out.view(torch.uint8), slots.reshape(-1)
-        table.copy_into(out, flat, self._layout.rooted)
-        table.copy_into(out, flat if following is None else following, self._layout.following)
+        rooted, after = self._layout.parts
+        table.copy_into(out, flat, rooted)
+        table.copy_into(out, flat if following is None else following, after)
         targets = {
             key: into[:, it.start_byte : it.start_byte + it.num_bytes]
             for key in self._layout.stacks

@@ -191,7 +191,8 @@ class NStep(ReplayTransform):
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
         fold, *folding = self._folding(rewards)
-        reward, length = fold(rewards, length, *folding), length.view(size)
+        # Several ints are parsed faster than a size.
+        reward, length = fold(rewards, length, *folding), length.view(*size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
         for key, entry in {**own, self.reward_key: reward}.items():
             rows[key] = entry

@@ -268,7 +268,7 @@ class GoalRelabel(ReplayTransform):
         achieved, last = rows[self.next_achieved_goal_key], len(batch) - 1
         if last:
             # The function gets one flat batch, also for n-step windows.
-            goals = torch.cat([goals] * batch[:-1].numel())
+            goals = torch.cat([goals.contiguous()] * batch[:-1].numel())
             achieved = achieved.flatten(0, last)
         infos = {}
         for key in self.info_keys:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RowTable", "fold"]
 
-_NO_SPANS = np.zeros((0, 4), np.int64)
+_NO_PARTS = np.zeros((0, 4), np.int64), np.zeros((0, 4), np.int64)
 
 
 class RowTable:
@@ -44,14 +44,14 @@ class RowTable:
         self,
         slots: torch.Tensor,
         following: torch.Tensor | None = None,
-        spans: np.ndarray = _NO_SPANS,
+        parts: tuple[np.ndarray, np.ndarray] = _NO_PARTS,
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Copies whole rows: `[*B]` int64 slots, negative ones counting from the end, to `[*B, W]`."""
         picked = self._rows_of(self._counted(slots))
         if following is not None:
-            self.copy_into(picked, following.reshape(-1), spans)
+            self.copy_into(picked, following.reshape(-1), parts[1])
         picked = picked.view((*slots.shape, picked.shape[1]))
         return picked.pin_memory() if pin_memory else picked
 

@@ -35,6 +35,8 @@ _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _NO_VALUES = np.zeros((0, 2), np.int64)
 _NO_SPANS, _NO_HEADERS = np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
+# What rewards are summed in, as `_fold` takes it.
+_KINDS = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0)}
 
 
 class RowTable:
@@ -65,7 +67,7 @@ class RowTable:
         self,
         slots: torch.Tensor,
         following: torch.Tensor | None = None,
-        spans: np.ndarray = _NO_SPANS,
+        parts: tuple[np.ndarray, np.ndarray] = (_NO_SPANS, _NO_SPANS),
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
@@ -74,7 +76,7 @@ class RowTable:
         Args:
             slots: int64 of any shape `[*B]`; negative ones count from the end.
             following: `[*B]` int64, rows whose values go under `next`; None takes the rows themselves.
-            spans: where those values are in a row, as in `copy_into`.
+            parts: where the values at the root and those under `next` are in a row, as in `copy_into`.
             pin_memory: whether to return pinned memory.
 
         Returns:
@@ -85,9 +87,9 @@ class RowTable:
         """
         shape = (*slots.shape, self._num_words)
         out = new_batch(shape, pin_memory=pin_memory)
-        self._copy(slots, self._whole, address(out))
+        self._copy(slots, self._whole if following is None else parts[0], address(out))
         if following is not None:
-            self._copy(following, spans, address(out))
+            self._copy(following, parts[1], address(out))
         return out
 
     def pick_fields(
@@ -187,9 +189,9 @@ def fold(
     if rewards.dtype is not torch.float32 or dtype is not torch.float32:
         rewards = rewards.double()
     # Several ints are parsed faster than a size.
-    out = rewards.new_empty(*rewards.shape[1:])
-    by_row = rewards.contiguous().numpy().reshape(len(weights), -1)
-    _fold(by_row, *map(address, (length, weights, out)))
+    rewards, out = rewards.contiguous(), rewards.new_empty(*rewards.shape[1:])
+    size = len(weights), length.numel()
+    _fold(_KINDS[out.dtype], *size, *map(address, (rewards, length, weights, out)))
     return out if out.dtype is dtype else out.to(dtype)
 
 
@@ -237,12 +239,21 @@ def _pick(
 
 
 @compiled
-def _fold(rewards: np.ndarray, length_at: int, weights_at: int, out_at: int) -> None:
-    length = array_at(length_at, rewards.shape[1], np.int64)
-    out = array_at(out_at, rewards.shape[1], rewards.dtype)
-    weights = array_at(weights_at, rewards.shape[0], np.float64)
-    for b in range(rewards.shape[1]):
+def _fold(
+    kind: np.ndarray,
+    num_rows: int,
+    size: int,
+    rewards_at: int,
+    length_at: int,
+    weights_at: int,
+    out_at: int,
+) -> None:
+    """Sums rewards of the dtype of `kind`."""
+    rewards = array_at(rewards_at, num_rows * size, kind.dtype)
+    length, out = array_at(length_at, size, np.int64), array_at(out_at, size, kind.dtype)
+    weights = array_at(weights_at, num_rows, np.float64)
+    for b in range(size):
         total = 0.0
         for i in range(length[b]):
-            total += weights[i] * rewards[i, b]
+            total += weights[i] * rewards[i * size + b]
         out[b] = total

@@ -99,14 +99,14 @@ class SharedTable(RowTable):
         self,
         slots: torch.Tensor,
         following: torch.Tensor | None = None,
-        spans: np.ndarray = _NO_SPANS,
+        parts: tuple[np.ndarray, np.ndarray] = (_NO_SPANS, _NO_SPANS),
         *,
         pin_memory: bool = False,
     ) -> torch.Tensor:
         """Copies whole rows as they are read; see `RowTable.pick`."""
         out = new_batch((*slots.shape, self._num_words), pin_memory=pin_memory)
         to = out.data_ptr(), self._num_words * _WORD
-        self._copy_seen(slots, following, spans, 0, self._next_bytes, True, *to, 0)
+        self._copy_seen(slots, following, parts[1], 0, self._next_bytes, True, *to, 0)
         return out
 
     def _copy(self, slots: torch.Tensor, spans: np.ndarray, out: int, where: int = 0) -> None:
