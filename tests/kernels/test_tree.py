@@ -138,6 +138,17 @@ def test_a_leaf_that_weighs_nothing_is_never_drawn(backend):
 
 
 @each_backend
+@pytest.mark.parametrize(
+    ("weights", "last"), [((1e16, 1, 1, 1, 1, 1, 1, 1), 0), ((0, 1e16, 4, 1, 1, 1, 1, 0), 2)]
+)
+def test_a_mass_beyond_the_sum_in_order_is_of_the_last_leaf_that_counts(backend, weights, last):
+    # By halves the light leaves add up first; one by one each is lost in the heavy one.
+    tree = planted(backend, weights)
+    assert tree.total.item() > np.cumsum(weights)[-1]
+    assert tree.draw(torch.tensor([2**63 - 1]))[0].tolist() == [last]
+
+
+@each_backend
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, 1023, 40_000])
 @pytest.mark.requirement("per-draws")
 def test_the_share_of_each_leaf_is_exact(backend, size):

@@ -36,7 +36,10 @@ _MOST_AHEAD = 1024  # bytes
 _NO_VALUES = np.zeros((0, 2), np.int64)
 _NO_SPANS, _NO_HEADERS = np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
 # What rewards are summed in, as `_fold` takes it.
-_KINDS = {torch.float32: np.zeros(0, np.float32), torch.float64: np.zeros(0)}
+_KINDS: dict[torch.dtype, np.ndarray] = {
+    torch.float32: np.zeros(0, np.float32),
+    torch.float64: np.zeros(0),
+}
 
 
 class RowTable:

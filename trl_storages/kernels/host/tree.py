@@ -179,12 +179,20 @@ def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]
     Returns:
         its index among the eight, and where it begins.
     """
-    chosen, begins, summed = 0, 0.0, 0.0
+    # Without branches, as none could be predicted.
+    chosen, begins, ends = 0, 0.0, 0.0
     for j in range(FAN_OUT):
-        ends = summed + weights[first + j]
-        if ends > summed and rest >= summed:
-            chosen, begins = j, summed
-        summed = ends
+        ends += weights[first + j]
+        is_before = ends <= rest
+        chosen += is_before
+        begins = ends if is_before else begins
+    if chosen == FAN_OUT:
+        # Rounding has left a mass beyond the last child.
+        ends = 0.0
+        for j in range(FAN_OUT):
+            if ends + weights[first + j] > ends:
+                chosen, begins = j, ends
+            ends += weights[first + j]
     return chosen, begins
 
 
