@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,11 @@ collect_ignore = ["quick_start"]
 
 # Imports and collected tests stay to the end: garbage collections would only walk them.
 gc.disable()
+
+# tensordict's modules ask whether there is pandas whenever they write an entry, and each time
+# directories would be searched for it.
+if find_spec("pandas") is None:
+    sys.modules["pandas"] = None
 
 # Derandomised: a run says something about the code, never about its luck. The "search" profile
 # (HYPOTHESIS_PROFILE=search) looks for new counterexamples instead.
@@ -46,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     import torchrl
 
+    # "forkserver" starts processes as "spawn" does, from what is pickled, but imports these once.
+    torch.multiprocessing.set_forkserver_preload(["torchrl.collectors", "numba"])
     torch.set_num_threads(1)
     # TorchRL's environments and collectors return to this number when they are closed.
     torchrl._THREAD_POOL_INIT = 1
@@ -117,7 +126,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def start_processes_by() -> Iterator[Callable[[str], None]]:
-    """Chooses how TorchRL starts workers: "spawn" is its default, "fork" has nothing to import."""
+    """Chooses how workers are started, as "forkserver" or "fork": "spawn" is TorchRL's default."""
     import torch.multiprocessing
 
     previous = torch.multiprocessing.get_start_method(allow_none=True)

@@ -16,7 +16,7 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "1"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-@pytest.mark.parametrize(("trajs_per_batch", "start"), [(2, "spawn"), (None, "fork")])
+@pytest.mark.parametrize(("trajs_per_batch", "start"), [(2, "forkserver"), (None, "fork")])
 def test_no_trajectory_is_ever_mixed(trajs_per_batch, start, start_processes_by):
     start_processes_by(start)
     storage = goal_storage(storage_size=150, n_step=3, discount=0.9, alpha=0.6, eta=0.99, c_min=10)

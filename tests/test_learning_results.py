@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ SCRIPT = ROOT / "tutorials" / "learning_results.py"
 pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 FLIPPING = "BitFlipping-v0"
+FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,8 @@ def test_what_another_program_has_finished_meanwhile_is_not_made_again(
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_give_what_they_give_one_by_one(script, small, tmp_path):
+def test_runs_side_by_side_give_what_they_give_one_by_one(script, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKSERVER}.__getitem__)
     # Other processes don't see what a test replaces: they train in earnest.
     path = tmp_path / "results.jsonl"
     options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]

@@ -32,8 +32,9 @@ KEPT_ON_GPU = KEPT.with_name("cuda.json")
     [README, *(guide for guide in GUIDES if guide.name not in ELSEWHERE)],
     ids=lambda page: page.stem,
 )
-def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch):
+def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch, start_processes_by):
     monkeypatch.chdir(tmp_path)
+    start_processes_by("forkserver")
     check_md_file(page, memory=True)
 
 
