@@ -180,6 +180,8 @@ def local_ray() -> Iterator[None]:
         # Actors are other processes, which the package need not be installed for.
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        # Tasks go on in processes that have imported everything.
+        patch.setenv("RAY_idle_worker_killing_time_threshold_ms", "600000")
         start_ray()
         yield
         with warnings.catch_warnings():
