@@ -98,7 +98,7 @@ def interrupted(folder, name, error, stride, first):
 @pytest.mark.parametrize("name", ["write", "write some lanes", "write many"])
 def test_an_error_that_comes_again(tmp_path, name, stored):
     """As of a process that has no memory left: some of the lines."""
-    failing_again(tmp_path, name, stride=13, first=1 + 7 * list(ACTS).index(name))
+    failing_again(tmp_path, name, stride=29, first=1 + 7 * list(ACTS).index(name))
 
 
 @pytest.mark.search
