@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,15 @@ def json_damages(file: Path) -> dict[str, Callable[[Path], None]]:
     whole = json.loads(file.read_text())
     texts = {name: json.dumps(whole)[:-1] + f', "more": {bad}}}' for name, bad in _JSON.items()}
     texts["no dict"] = "[]"
-    for path, value in [*_entries(whole)]:
+    found = {name: partial(Path.write_text, data=text) for name, text in texts.items()}
+    for path, value in _entries(whole):
         for name, damage in _changes(value).items():
-            damaged = _damaged(whole, path, damage)
-            texts[f"{'.'.join(path)}: {name}"] = json.dumps(damaged, default=str)
-    return {name: (lambda file, text=text: file.write_text(text)) for name, text in texts.items()}
+            found[f"{'.'.join(path)}: {name}"] = partial(_write, whole, path, damage)
+    return found
+
+
+def _write(state: Any, path: Sequence[Any], damage: Any, file: Path) -> None:
+    file.write_text(json.dumps(_damaged(state, path, damage), default=str))
 
 
 def _tensors_in(state: Any, path: str = "") -> Iterator[tuple[str, int]]:
