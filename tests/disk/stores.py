@@ -83,6 +83,8 @@ def try_subsets(num_lanes: int, rounds: int, number: int) -> int:
         path, killed = Path(folder) / "rows", Path(folder) / "killed"
         for seed in range(rounds):
             rng = random.Random(seed)
+            # Storages draw by torch's own generator here.
+            torch.manual_seed(seed)
             history, storage = History(num_lanes, size), make(path, num_lanes, size)
             for name in [*ACTS, *rng.sample(list(ACTS), len(ACTS)), *ACTS]:
                 act = ACTS[name][0](history, rng)
