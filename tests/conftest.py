@@ -126,7 +126,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def start_processes_by() -> Iterator[Callable[[str], None]]:
-    """Chooses how workers are started, as "forkserver" or "fork": "spawn" is TorchRL's default."""
+    """Chooses how workers start: "spawn" is TorchRL's default, "forkserver" and "fork" import less."""
     import torch.multiprocessing
 
     previous = torch.multiprocessing.get_start_method(allow_none=True)

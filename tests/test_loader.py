@@ -126,8 +126,8 @@ def test_without_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_that_are_not_forked(tmp_path, start_processes_by):
-    start_processes_by("forkserver")
+def test_workers_that_are_spawned(tmp_path, start_processes_by):
+    start_processes_by("spawn")
     storage = ReplayStorage(
         storage=PackedStorage(100, scratch_dir=tmp_path),
         sampler=HERSampler(base=PERSampler(100)),
