@@ -88,7 +88,7 @@ def test_what_windows_take_from_other_rows_lies_together():
     floats = dict.fromkeys((reward, "seen", seen, "action"), (torch.float32, (2,)))
     layout = Layout({**floats, ("next", "done"): (torch.bool, (1,)), "mark": (torch.bool, (1,))})
     assert layout.keys == ("seen", "action", reward, seen, "mark", ("next", "done"))
-    assert layout.parts[1].tolist() == [[16, 16, 16, 40], [33, 33, 1, 40]]
+    assert layout.parts[1].tolist() == [[16, 16, 16, 40], [33, 33, 7, 40]]
 
 
 LAYOUT = Layout(

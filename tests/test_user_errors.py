@@ -15,7 +15,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl import torchrl_logger
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
 
 import trl_storages
 from trl_storages import (
@@ -483,15 +483,18 @@ class TestFirstTries:
         assert not said
 
     @pytest.mark.parametrize("before", [Discrete(4), MultiDiscrete([2, 4])], ids=str)
-    @pytest.mark.parametrize("saved", ["directory", "dump", "state"])
+    @pytest.mark.parametrize("saved", ["directory", "read along", "dump", "state"])
     def test_rows_of_other_actions(self, tmp_path, before, saved):
         after = Discrete(3) if isinstance(before, Discrete) else MultiDiscrete([4, 2])
-        options = {"storage_size": 9, "path": tmp_path / "rows" if saved == "directory" else None}
+        is_durable = saved in ("directory", "read along")
+        options = {"storage_size": 9, "path": tmp_path / "rows" if is_durable else None}
         storage = UniformReplayStorage(CART[0], before, **options)
         last, seen = np.array(3 if before.shape == () else [1, 3]), np.zeros(4, "f")
         storage.record(seen, last, 0.0, False, True, {}, seen)
         storage.dumps(tmp_path / "dump")
         storage.close()
+        if saved == "read along":
+            options["mode"] = "r"
 
         def go_on(space):
             made = UniformReplayStorage(CART[0], space, **options)
@@ -1167,6 +1170,49 @@ def test_a_time_limit_that_is_passed_as_terminal(form):
     assert record(flag, flag)
     storage.empty()
     assert not record(flag & False, flag)
+
+
+@pytest.mark.parametrize("said", [False, [True], [[True, True]] * 2, "yes", None])
+def test_what_is_no_flag_of_each_environment_is_no_time_limit(said):
+    storage = UniformReplayStorage(*CART, storage_size=8, num_envs=2)
+    observation, flags = np.zeros((2, 4), "f"), np.array([False, True])
+    infos = {"TimeLimit.truncated": said if isinstance(said, bool | str | None) else np.array(said)}
+    storage.record(observation, [0, 0], [0.0, 0.0], flags, ~flags & False, infos, observation)
+    assert len(storage) == 2
+
+
+def test_a_refused_empty_keeps_what_was_drawn_ahead(tmp_path):
+    options = {"storage_size": 8, "batch_size": 4, "path": tmp_path, "prefetch": 2}
+    storage = UniformReplayStorage(*CART, **options)
+    loop(storage, gymnasium.make("CartPole-v1"), 3)
+    reader = UniformReplayStorage(*CART, **options, mode="r")
+    reader.sample()
+    ahead = [*reader._prefetch_queue]
+    assert ahead
+    with refused(RuntimeError, "opened for reading"):
+        reader.empty()
+    assert [*reader._prefetch_queue] == ahead
+
+
+class WithBeta(RandomSampler):
+    """A sampler of somebody else, whose state has an entry of the name of one of ours."""
+
+    def state_dict(self):
+        return {"beta": 0.5}
+
+    def load_state_dict(self, state_dict):
+        assert state_dict == {"beta": 0.5}
+
+
+def test_a_dump_of_a_sampler_with_entries_of_our_names(tmp_path):
+    storages = [
+        ReplayStorage(storage=PackedStorage(8), sampler=WithBeta(), batch_size=4) for _ in range(2)
+    ]
+    ends = {"done": torch.zeros(3, 1, dtype=torch.bool)}
+    storages[0].extend(TensorDict({"action": torch.rand(3, 1), "next": ends}, [3]))
+    storages[0].dumps(tmp_path)
+    storages[1].loads(tmp_path)
+    assert len(storages[1]) == 3
 
 
 def test_a_storage_in_place_of_its_rows():

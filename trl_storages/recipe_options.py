@@ -131,7 +131,6 @@ _NEEDED = {
     "eps": ("alpha", 0),
     "c_min": ("eta", 1),
     "discount": ("n_step", 1),
-    "mode": ("path", None),
 }
 
 #: The parts of a `ReplayStorage`.

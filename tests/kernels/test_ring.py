@@ -249,7 +249,8 @@ def test_nothing_is_appended_after_a_gap(kernels):
         return ring.append(new, Block(len(rows)), kernels.RowTable(table), pairs=pairs)
 
     assert append([1, 2], [2, 3]).tolist() == [0, 1]
-    assert append([4, 5]) is append([3, 4], [5, 6]) is None
+    assert append([4, 5]) is None
+    assert append([3, 4], [5, 6]) is None
     assert append([3, 4]).tolist() == [2]
     assert table[:4].tolist() == [[1, 2], [2, 3], [3, 4], [0, 0]]
 

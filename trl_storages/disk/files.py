@@ -239,7 +239,7 @@ class WriterLock:
             raise OSError(
                 error.errno,
                 f"{directory} must be writable, to be written by this process: {error.strerror}. Open "
-                "it for reading with ReplayStorage.open(path, mode='r')",
+                "it for reading, with mode='r'",
             ) from error
         self._descriptor, self.is_held = descriptor, True
         _HELD.add(self)

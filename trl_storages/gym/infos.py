@@ -11,6 +11,7 @@ Letters: E environments, L of them that made a transition.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,13 @@ class Infos:
     def has_reached_limit(self, lane: int) -> bool:
         """Returns whether a time limit alone ended the episode of an environment, if that is said."""
         name = "TimeLimit.truncated"
-        values = [self._of_lane(path, lane) for path in ((name,), ("final_info", name))]
-        return any(value is not _MISSING and bool(value) for value in values)
+        for path in ((name,), ("final_info", name)):
+            # What is not one flag of each environment says nothing of this one.
+            with suppress(IndexError, TypeError, ValueError):
+                value = np.asarray(self._of_lane(path, lane))
+                if value.dtype == bool and value.ndim == 0 and value:
+                    return True
+        return False
 
     def _whole(self, path: tuple[str, ...], lanes: Sequence[int]) -> Any:
         """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""

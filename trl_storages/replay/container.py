@@ -727,11 +727,11 @@ class ReplayStorage(
         """
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
+        check_writable(self._storage)
         with self._futures_lock:
             # Prefetched batches hold removed rows.
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
-                check_writable(self._storage)
                 self._known_rows = KnownRows()
                 # The environments may be reset as well, or go on.
                 doubt_ends(self)
@@ -800,8 +800,8 @@ class ReplayStorage(
         `multiprocessing_context="fork"` requires neither.
 
         Args:
-            num_workers: processes that draw; they wait for the first rows. 0 draws in this process and
-                raises as `sample` does while there are no rows.
+            num_workers: processes that draw; they wait for the first rows, or whole episodes. 0 draws in
+                this process and raises as `sample` does while there are none.
             batch_size: B; None uses the constructor's.
             fetch_every: batches that a worker draws between checks for new rows and priorities.
             pin_memory: whether batches arrive in pinned memory.

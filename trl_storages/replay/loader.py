@@ -75,7 +75,8 @@ def _draw(reader: Any, patience: float) -> TensorDictBase:
             return reader.sample()
         except RuntimeError as error:
             waited = time.monotonic() - start
-            # The writer may have emptied the storage in between.
+            # If a batch can be drawn, before the try and after it, there is another error. Before alone:
+            # the writer has emptied the storage in between.
             if waited >= patience or (is_ready and reader.can_sample()):
                 raise
             if is_silent and waited >= _SILENCE:

@@ -79,9 +79,9 @@ def resume(storage: Any) -> None:
         return
     if isinstance(sampler, WrappingSampler):
         files.on_new_rows = sampler.hear_of_rows
+    look_at_actions(storage)
     if (directory := files.directory) is None:
         return
-    look_at_actions(storage)
     progress = directory.description.progress
     try:
         if storage._rng is not None and "generator" in progress:

@@ -110,8 +110,13 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     if isinstance(storage._writer, EpisodeWriter):
         # First, as the other parts differ too if the storage is of another size.
         index = storage._writer.read_state(saved["_writer"])
-    _check_samplers(storage._sampler, saved["_sampler"])
-    for name in ("_sampler", "_transforms", "_recorder"):
+    try:
+        parts["_sampler"].check_state_dict(saved["_sampler"])
+    except (KeyError, TypeError, ValueError) as error:
+        if unlike := _unlike(storage._sampler, saved["_sampler"]):
+            raise ValueError(unlike) from error
+        raise
+    for name in ("_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
     if index is not None:
         if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
@@ -128,8 +133,8 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     return fitted
 
 
-def _check_samplers(sampler: Sampler, state: Any) -> None:
-    """Raises a ValueError if a state was saved with other samplers than those of a storage."""
+def _unlike(sampler: Sampler, state: Any) -> str | None:
+    """Returns which sampler a storage or a state has, and the other lacks; None if that is not known."""
     layers, states = layers_of(sampler), [state]
     while isinstance(states[-1], Mapping) and "base" in states[-1]:
         states.append(states[-1]["base"])
@@ -137,11 +142,12 @@ def _check_samplers(sampler: Sampler, state: Any) -> None:
     for kind, (made_by, marks) in _SAMPLERS.items():
         has, had = any(isinstance(layer, kind) for layer in layers), bool(entries & marks)
         if has != had:
-            raise ValueError(
+            return (
                 f"{_WHAT} was made with{'' if had else 'out'} {kind.__name__} ({made_by}), and this one "
                 f"with{'' if has else 'out'}: make it as that one was, and set_sampler() another when "
                 "it is loaded. Nothing was changed."
             )
+    return None
 
 
 def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
@@ -161,8 +167,14 @@ def look_at_actions(storage: Any) -> None:
     episodes, choices = getattr(storage._storage, "episodes", None), storage._recorder.choices
     if not choices or episodes is None or not len(episodes):
         return
-    newest = slots_of(episodes, slice(-_LOOKED_AT, None))
-    for key, taken in read_fields(storage._storage, newest, choices).items():
+
+    def read() -> dict[NestedKey, torch.Tensor]:
+        newest = slots_of(episodes, slice(-_LOOKED_AT, None))
+        return read_fields(storage._storage, newest, choices)
+
+    files = getattr(storage._storage, "files", None)
+    found = read() if files is None else files.read_consistently(read)
+    for key, taken in found.items():
         if strange := strange_action(key, choices[key], as_array(taken)):
             warn_caller(
                 f"{strange[1]} in a row that was stored before: these rows are of another action space. "

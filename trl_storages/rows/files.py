@@ -30,7 +30,6 @@ class RowFiles:
         source: the `Directory` if this process writes it, otherwise a `Reader` that follows the writer.
         episodes: the index of the rows.
         adopt: called with the layout and the words of the rows, at first and when they are replaced.
-        fetch_every: number of batches between checks for the writer's new rows.
     """
 
     def __init__(
@@ -38,9 +37,10 @@ class RowFiles:
         source: Directory | Reader,
         episodes: EpisodeIndex,
         adopt: Callable[[Layout, Words], None],
-        fetch_every: int = 1,
     ) -> None:
-        self.episodes, self.fetch_every = episodes, fetch_every
+        self.episodes = episodes
+        #: Number of batches between checks for the writer's new rows.
+        self.fetch_every = 1
         # Weak, so that the files are closed once the storage is gone.
         self._adopt_rows = WeakMethod(adopt)
         #: The directory if this process writes it, or once did; None in other processes.

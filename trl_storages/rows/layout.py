@@ -194,7 +194,7 @@ class Layout:
     def _spans(self, frames: Iterable[Field]) -> np.ndarray:
         """Returns the spans with which `RowTable.copy_into` copies framed rows into whole ones.
 
-        Fields that are adjacent in both are merged into one span.
+        Fields that are adjacent in both are merged into one span; the last one takes the padding along.
         """
         spans: list[list[int]] = []
         for frame in frames:
@@ -202,6 +202,8 @@ class Layout:
             if field.stack:
                 continue
             start, to, size = frame.start_byte, field.start_byte, frame.num_bytes
+            if field is self.fields[-1]:
+                size = min(self.row_nbytes - to, self.framed.row_nbytes - start)
             if spans and (start - spans[-1][0], to - spans[-1][1]) == (spans[-1][2],) * 2:
                 spans[-1][2] += size
             else:

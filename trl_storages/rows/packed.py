@@ -221,8 +221,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             check=check,
             progress=progress,
         )
-        if storage.files is not None:
-            storage.files.fetch_every = fetch_every
+        storage.files.fetch_every = fetch_every  # type: ignore[union-attr]
         return storage
 
     def _reopen(self, directory: Path, mode: str, check: bool | None, track: Track) -> None:
@@ -250,21 +249,21 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 f"{self.share_next}: pass the one that they were made with, or another directory."
             )
         if mode == "r":
-            self._follow(Reader(directory, check=check), track=track)
+            self._follow(Reader(directory, check=check), track)
             return
         opened, self.episodes = Directory.open(directory, check=check, track=track)
         self._use(opened)
 
-    def _use(self, source: Directory | Reader, fetch_every: int = 1) -> None:
+    def _use(self, source: Directory | Reader) -> None:
         """Uses files for the rows from now on."""
         self.scratch_dir = source.path
-        self.files = RowFiles(source, self.episodes, self._adopt_words, fetch_every)  # type: ignore[arg-type]
+        self.files = RowFiles(source, self.episodes, self._adopt_words)  # type: ignore[arg-type]
         self._compare()
 
-    def _follow(self, reader: Reader, fetch_every: int = 1, *, track: Track = iter) -> None:
+    def _follow(self, reader: Reader, track: Track = iter) -> None:
         """Reads rows that another process may be writing, from now on."""
         self.episodes = reader.description.new_index()
-        self._use(reader, fetch_every)
+        self._use(reader)
         self.refresh(track)
 
     @property
@@ -844,7 +843,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         if files is not None:
             identity, fetch_every = files
             reader = Reader(self.scratch_dir, identity=identity)  # type: ignore[arg-type]
-            self._follow(reader, fetch_every)
+            self._follow(reader)
+            self.files.fetch_every = fetch_every  # type: ignore[union-attr]
         elif self.rows is not None:
             past, self.stacks = self.stacks, None
             self._adopt(self.layout, self.rows, past=past)  # type: ignore[arg-type]

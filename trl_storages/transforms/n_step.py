@@ -132,18 +132,19 @@ class NStep(ReplayTransform):
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
             )
-        if self.n_steps > 1:
-            length = self._fold(rows)
+        # Read once, as another thread may set it.
+        if (n_steps := self.n_steps) > 1:
+            length = self._fold(rows, n_steps)
         else:
             of_a_row = rows[self.reward_key].shape[1:] if self.reward_key in rows else ()
             size = rows.batch_size + (of_a_row or (1,))
             length = torch.ones(size, dtype=torch.int64, device=rows.device)
         rows[self.steps_to_next_obs_key] = length
 
-    def _fold(self, rows: RowView) -> torch.Tensor:
+    def _fold(self, rows: RowView, n_steps: int) -> torch.Tensor:
         """Replaces the entries under `next`, and returns m in the shape of the rewards."""
         # Beyond `length` the window repeats its last row.
-        window, length = rows.episodes.ring.windows(rows.slots, self.n_steps)
+        window, length = rows.episodes.ring.windows(rows.slots, n_steps)
         if length.device != rows.device:
             length = on_device(length, rows.device)
         wanted = [self.reward_key]
@@ -190,7 +191,7 @@ class NStep(ReplayTransform):
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
-        fold, *folding = self._folding(rewards)
+        fold, *folding = self._folding(rewards, n_steps)
         # Several ints are parsed faster than a size.
         reward, length = fold(rewards, length, *folding), length.view(*size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
@@ -230,12 +231,12 @@ class NStep(ReplayTransform):
                 found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
         return found
 
-    def _folding(self, rewards: torch.Tensor) -> _Folding:
+    def _folding(self, rewards: torch.Tensor, n_steps: int) -> _Folding:
         """Returns how rewards are summed, cached until n, γ or the kind of rewards changes."""
-        made_for = (self.n_steps, self.gamma, rewards.dtype, device := rewards.device)
+        made_for = (n_steps, gamma := self.gamma, rewards.dtype, device := rewards.device)
         made = self._made
         if made is None or made[0] != made_for:
-            weights = discounts(self.n_steps, self.gamma, device=device)
+            weights = discounts(n_steps, gamma, device=device)
             made = made_for, (backend(device).fold, weights, return_dtype(rewards.dtype))
             self._made = made
         return made[1]

@@ -267,7 +267,7 @@ class GoalRelabel(ReplayTransform):
         """
         achieved, last = rows[self.next_achieved_goal_key], len(batch) - 1
         if last:
-            # The function gets one flat batch, also for n-step windows.
+            # The function gets one flat batch, also for n-step windows. `cat` is slow for views of rows.
             goals = torch.cat([goals.contiguous()] * batch[:-1].numel())
             achieved = achieved.flatten(0, last)
         infos = {}

@@ -35,8 +35,8 @@ _AHEAD = 16
 _MOST_AHEAD = 1024  # bytes
 _NO_VALUES = np.zeros((0, 2), np.int64)
 _NO_SPANS, _NO_HEADERS = np.zeros((0, 4), np.int64), np.zeros(0, np.int64)
-# What rewards are summed in, as `_fold` takes it.
-_KINDS: dict[torch.dtype, np.ndarray] = {
+# Arrays of the dtypes that rewards are summed in: `_fold` reads the dtype off them.
+_LIKE: dict[torch.dtype, np.ndarray] = {
     torch.float32: np.zeros(0, np.float32),
     torch.float64: np.zeros(0),
 }
@@ -183,7 +183,7 @@ def fold(
     Args:
         rewards: `[n, *B]`.
         length: int64 from 1 to n, one for each of B.
-        weights: `[n]` float64.
+        weights: `[n]` float64, one for each row of rewards.
         dtype: of the sums, which are rounded once.
 
     Returns:
@@ -194,7 +194,7 @@ def fold(
     # Several ints are parsed faster than a size.
     rewards, out = rewards.contiguous(), rewards.new_empty(*rewards.shape[1:])
     size = len(weights), length.numel()
-    _fold(_KINDS[out.dtype], *size, *map(address, (rewards, length, weights, out)))
+    _fold(_LIKE[out.dtype], *size, *map(address, (rewards, length, weights, out)))
     return out if out.dtype is dtype else out.to(dtype)
 
 
@@ -243,7 +243,7 @@ def _pick(
 
 @compiled
 def _fold(
-    kind: np.ndarray,
+    like: np.ndarray,
     num_rows: int,
     size: int,
     rewards_at: int,
@@ -251,9 +251,9 @@ def _fold(
     weights_at: int,
     out_at: int,
 ) -> None:
-    """Sums rewards of the dtype of `kind`."""
-    rewards = array_at(rewards_at, num_rows * size, kind.dtype)
-    length, out = array_at(length_at, size, np.int64), array_at(out_at, size, kind.dtype)
+    """Sums rewards of the dtype of `like`."""
+    rewards = array_at(rewards_at, num_rows * size, like.dtype)
+    length, out = array_at(length_at, size, np.int64), array_at(out_at, size, like.dtype)
     weights = array_at(weights_at, num_rows, np.float64)
     for b in range(size):
         total = 0.0

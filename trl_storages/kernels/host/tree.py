@@ -188,7 +188,7 @@ def _child_at(weights: np.ndarray, first: int, rest: float) -> tuple[int, float]
         begins = ends if is_before else begins
     if chosen == FAN_OUT:
         # Rounding has left a mass beyond the last child.
-        ends = 0.0
+        chosen, ends = 0, 0.0
         for j in range(FAN_OUT):
             if ends + weights[first + j] > ends:
                 chosen, begins = j, ends
