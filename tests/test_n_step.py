@@ -120,18 +120,18 @@ class TestFold:
 
     def test_changed_while_a_batch_is_drawn(self):
         """As by another thread, in which another storage has the same transform."""
-        n_step = NStep(2, 0.9)
+        n_step = NStep(8, 0.9)
         buffer, oracle = filled(n_step, "wrapped")
         ring = buffer.episodes.ring
 
         def windows(*args):
-            n_step.n_steps = 8
+            n_step.n_steps = 2
             return type(ring).windows(ring, *args)
 
         with mock.patch.object(ring, "windows", windows):
             batch = buffer.sample(50)
-        assert n_step.n_steps == 8
-        assert_folded(batch, folds(oracle, batch, 2, 0.9))
+        assert n_step.n_steps == 2
+        assert_folded(batch, folds(oracle, batch, 8, 0.9))
 
     def test_a_cut_ends_the_window(self):
         """Rows of another trajectory follow without a done, as from a collector's other worker."""
