@@ -87,7 +87,7 @@ class TestCounts:
     @pytest.mark.parametrize("num_goals", [1, 4, math.inf])
     def test_of_batches(self, size, num_goals):
         buffer, _ = make_buffer(HISTORIES["lanes"], HERSampler(MIXTURE, num_goals))
-        kinds = buffer.sampler._kinds(noise_of(size)).tolist()
+        kinds = buffer.sampler._kinds(noise_of(size), *buffer.sampler._mixture[1:]).tolist()
         assert kinds == kinds_of_batch(size, num_goals, [1, 4, 6], [0.5, 0.3, 0.2])
         mask = buffer.sample(size)["her_mask"]
         assert mask.tolist() == [kind > 0 for kind in kinds]
@@ -141,7 +141,7 @@ class TestLaws:
         names, live = {kind: name for name, kind in GOAL_KINDS.items()}, oracle.live()
         for size in (1, 2, 6, 600):
             batch = buffer.sample(size)
-            kinds = buffer.sampler._kinds(noise_of(size)).tolist()
+            kinds = buffer.sampler._kinds(noise_of(size), *buffer.sampler._mixture[1:]).tolist()
             anchors, goals = batch["index"].tolist(), batch["goal_index"].tolist()
             for kind, anchor, goal in zip(kinds, anchors, goals, strict=True):
                 # How a single one is drawn is up to its noise.

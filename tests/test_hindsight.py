@@ -12,6 +12,7 @@ from scipy import stats
 from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
 from torchrl.envs.transforms import Compose
 
+from trl_storages.functional.draws import kinds_of_batch
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.samplers import HERSampler
@@ -277,6 +278,22 @@ class TestRatio:
         buffer.sampler.strategy = "final"
         batch = buffer.sample(10)
         assert set(batch["goal_index"][batch["her_mask"]].tolist()) == {6}
+
+    def test_changed_while_a_batch_is_drawn(self, monkeypatch):
+        """As by the loop that a batch is drawn ahead for."""
+        batches = []
+        for changed in (False, True):
+            buffer = make_buffer(8, strategy="geometric", seed=3)
+            write(buffer, RingOracle(8), [[False] * 7])
+
+            def of_batch(*args, sampler=buffer.sampler, changed=changed):
+                found = kinds_of_batch(*args)
+                sampler.strategy = "final" if changed else "geometric"
+                return found
+
+            monkeypatch.setattr("trl_storages.samplers.hindsight.kinds_of_batch", of_batch)
+            batches.append(buffer.sample(10)["goal_index"])
+        assert torch.equal(*batches)
 
 
 class TestGenerator:

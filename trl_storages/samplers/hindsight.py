@@ -121,7 +121,7 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         self.discount = discount
-        if "geometric" not in self._names and discount != _DISCOUNT:
+        if "geometric" not in self._mixture[0] and discount != _DISCOUNT:
             raise ValueError(
                 f"discount does nothing with strategy={strategy!r}: only geometric goals are discounted. "
                 "Leave it out, or draw goals from 'geometric'."
@@ -155,8 +155,8 @@ class HERSampler(WrappingSampler):
     @strategy.setter
     def strategy(self, value: GoalStrategy | GoalMixture) -> None:
         self._strategy, shares = check_strategy("strategy", value)
-        self._names = tuple(shares)
-        self._numbers, self._shares = [GOAL_KINDS[name] for name in shares], [*shares.values()]
+        # Names, kinds and their shares, replaced together: another thread may be drawing.
+        self._mixture = tuple(shares), [GOAL_KINDS[name] for name in shares], [*shares.values()]
 
     @property
     def goal_key(self) -> NestedKey:
@@ -185,31 +185,32 @@ class HERSampler(WrappingSampler):
         if index.shape[0] < noise.shape[0]:
             # Samplers without replacement may return fewer rows at the end of an epoch.
             noise = noise[: index.shape[0]]
-        kinds = self._kinds(noise)
-        steps = geometric_steps(noise, self.discount) if "geometric" in self._names else None
+        names, numbers, shares = self._mixture
+        kinds = self._kinds(noise, numbers, shares)
+        steps = geometric_steps(noise, self.discount) if "geometric" in names else None
         if index.device != noise.device:
             index = on_device(index, noise.device)
-        goals = episodes.ring.goals(index, noise, kinds, self._names, steps)
+        goals = episodes.ring.goals(index, noise, kinds, names, steps)
         info[self._index_key], info[self._mask_key] = goals
         return index, info
 
-    def _kinds(self, noise: torch.Tensor) -> torch.Tensor:
+    def _kinds(self, noise: torch.Tensor, numbers: list[int], shares: list[float]) -> torch.Tensor:
         """Returns `[B]` uint8, the goal kind of each transition; 0 leaves it as stored."""
-        size, num_goals, shares = noise.shape[0], self.num_goals, self._shares
+        size, num_goals = noise.shape[0], self.num_goals
         if size == 1 and num_goals > 0:
             # The floor would always be 0.
-            return kinds_by_chance(noise, num_goals, self._numbers, shares)
-        made_for = (size, num_goals, self._numbers, shares, noise.device)
+            return kinds_by_chance(noise, num_goals, numbers, shares)
+        made_for = (size, num_goals, numbers, shares, noise.device)
         if (made := self._made) is not None and made[0] == made_for:
             return made[1]
-        found = kinds_of_batch(size, num_goals, self._numbers, shares)
+        found = kinds_of_batch(size, num_goals, numbers, shares)
         kinds = on_device(torch.tensor(found, dtype=torch.uint8), noise.device)
         self._made = made_for, kinds
         return kinds
 
     @shown
     def __repr__(self) -> str:
-        more = f"discount={self.discount}, " if "geometric" in self._names else ""
+        more = f"discount={self.discount}, " if "geometric" in self._mixture[0] else ""
         if self._goal_key != keys.DESIRED_GOAL:
             more += f"goal_key={self._goal_key!r}, "
         return (
