@@ -177,6 +177,36 @@ def test_the_next_steps_after_empty(on_disk, num_envs, keep_steps, is_new, tmp_p
         storage.close()
 
 
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_the_next_steps_after_going_back(num_envs, times, is_new, tmp_path):
+    """An older state is loaded, wherever in their episodes the environments are by now."""
+    for num_steps in range(1, 9):
+        storage, loop = make(num_envs, "NextStep"), Loop(num_envs, "NextStep", number=1)
+        loop.step(storage)
+        storage.dumps(tmp_path)
+        before = [[*made] for made in loop.made]
+        for _ in range(num_steps):
+            loop.step(storage)
+        for _ in range(times):
+            storage.loads(tmp_path)
+        if is_new:
+            loop = Loop(num_envs, "NextStep", number=50)
+        num_made = [len(made) for made in loop.made]
+        for _ in range(7):
+            loop.step(storage)
+        storage.validate()
+        rows, lane_of = (
+            storage[:],
+            storage.episodes.slots_by_age(torch.arange(len(storage)).flip(0)),
+        )
+        for lane in range(num_envs):
+            made = before[lane] + loop.made[lane][num_made[lane] :]
+            stored = rows["observation"][lane_of % num_envs == lane].tolist()
+            assert stored == [transition[0].tolist() for transition in made], (num_steps, lane)
+
+
 def test_a_refused_step_after_a_resume_changes_nothing():
     storage, loop = make(3, "NextStep"), Loop(3, "NextStep", number=1)
     for _ in range(2):

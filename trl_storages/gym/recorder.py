@@ -52,6 +52,17 @@ class Memory(NamedTuple):
     """The last observations of the episodes that ended in this step; see `ends_to_watch`."""
 
 
+class _Doubt(NamedTuple):
+    """Which environments the next step may only reset."""
+
+    ended: NDArray[np.bool_]
+    """`[E]` whether the episode of an environment has ended."""
+    goes_on: Callable[[TensorDict], NDArray[np.bool_]]
+    """Returns which of the transitions `[E]` begin with what it ended with, `[E]`."""
+    is_live: bool
+    """Whether it ended in this loop, and not in one that was saved."""
+
+
 class GymRecorder(SavedPart):
     """Turns the steps of a gymnasium loop into transitions, whatever its autoreset mode.
 
@@ -101,8 +112,7 @@ class GymRecorder(SavedPart):
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
         self._last: LastBits | None = {}
-        # In doubt: whether a step of each environment goes on from the stored row before it.
-        self._goes_on: Callable[[TensorDict], NDArray[np.bool_]] | None = None
+        self._doubts: tuple[_Doubt, ...] = ()
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Gathers the next step.
@@ -171,8 +181,8 @@ class GymRecorder(SavedPart):
         is_vector = self._is_vector(terminateds, infos)
         said = Infos(infos, self.num_envs, is_vector)
         lanes = self._all_lanes
-        ended, goes_on = self._ended, self._goes_on
-        if goes_on is None and self.autoreset_mode is _NEXT_STEP and ended.any():
+        ended, doubts = self._ended, self._doubts
+        if not doubts and self.autoreset_mode is _NEXT_STEP and ended.any():
             lanes = np.flatnonzero(~self._ended).tolist()
             if not lanes:
                 flags = self._ends(terminateds, truncateds, is_vector)
@@ -192,9 +202,9 @@ class GymRecorder(SavedPart):
         desk = self._desk_for(layout, row_layout, values[0], is_vector)
         block, columns, done = desk.block, desk.block.columns, desk.ends
         is_end = desk.put(terminateds, truncateds, rewards, values)
-        if goes_on is not None:
+        if doubts:
             block.lanes = None
-            lanes = np.flatnonzero(~(ended & goes_on(block.tensordict()))).tolist()
+            lanes = np.flatnonzero(~_only_reset(doubts, block.tensordict())).tolist()
             if not lanes:
                 return None, Memory(layout, as_array(done)[:, 0].copy(), self._last)
         desk.check(lanes)
@@ -219,12 +229,7 @@ class GymRecorder(SavedPart):
         if self.autoreset_mode is _NEXT_STEP:
             ended = as_array(done)[:, 0].copy()
         block.lanes = None if len(lanes) == self.num_envs else lanes
-        if (
-            goes_on is None
-            and layout is self.layout
-            and ended is self._ended
-            and last is self._last
-        ):
+        if not doubts and layout is self.layout and ended is self._ended and last is self._last:
             return block, None
         return block, Memory(layout, ended, last)
 
@@ -249,13 +254,13 @@ class GymRecorder(SavedPart):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a desk of its own, and may be of a loop over other environments.
-        return self.__dict__ | {"_desk": None, "_last": self._last and {}, "_goes_on": None}
+        return self.__dict__ | {"_desk": None, "_last": self._last and {}, "_doubts": ()}
 
     def remember(self, memory: Memory | None) -> None:
         """Updates the state after a step is written, with what `read` returned."""
         if memory is not None:
             self.layout, self._ended, self._last = memory
-            self._goes_on = None
+            self._doubts = ()
 
     def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, for use after a manual `reset` of the environments.
@@ -266,9 +271,10 @@ class GymRecorder(SavedPart):
         Raises:
             ValueError: no such environment.
         """
-        ended = self._ended.copy()
-        ended[[*named_lanes(lanes, self.num_envs)]] = False
-        self._ended = ended
+        stays = np.ones(self.num_envs, dtype=bool)
+        stays[[*named_lanes(lanes, self.num_envs)]] = False
+        self._ended = self._ended & stays
+        self._doubts = tuple(it._replace(ended=it.ended & stays) for it in self._doubts)
         self.forget_observations()
 
     def forget_observations(self) -> None:
@@ -285,16 +291,19 @@ class GymRecorder(SavedPart):
     @property
     def is_in_doubt(self) -> bool:
         """Whether the next step must show which of these it really resets; see `doubt`."""
-        return self._goes_on is not None
+        return bool(self._doubts)
 
-    def doubt(self, goes_on: Callable[[TensorDict], NDArray[np.bool_]]) -> None:
+    def doubt(
+        self, goes_on: Callable[[TensorDict], NDArray[np.bool_]], *, is_live: bool = False
+    ) -> None:
         """Lets the next step show which of the environments that `ended` it only resets.
 
         Args:
             goes_on: returns which of the transitions `[E]` begin with what the row before led to, `[E]`.
                 The others are of new environments.
+            is_live: whether these environments ended in this loop: loading a state leaves them so.
         """
-        self._goes_on = goes_on
+        self._doubts = (*self._doubts, _Doubt(self._ended, goes_on, is_live))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""
@@ -312,8 +321,9 @@ class GymRecorder(SavedPart):
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state."""
-        self.reset()
-        self._ended, self._goes_on = state["ended"].cpu().numpy().copy(), None
+        self.forget_observations()
+        self._ended = state["ended"].cpu().numpy().copy()
+        self._doubts = tuple(doubt for doubt in self._doubts if doubt.is_live)
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
@@ -344,6 +354,17 @@ class GymRecorder(SavedPart):
             return []
         found: list[int] = np.flatnonzero(as_array(done)).tolist()
         return found
+
+
+def _only_reset(doubts: Sequence[_Doubt], steps: TensorDict) -> NDArray[np.bool_]:
+    """Returns which of the environments `[E]` these steps only reset."""
+    *before, now = doubts
+    goes_on = now.goes_on(steps)
+    is_reset = now.ended & goes_on
+    for doubt in before:
+        # What goes on from the rows as they are now is no reset of those that were there before.
+        is_reset |= doubt.ended & ~goes_on & doubt.goes_on(steps)
+    return is_reset
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

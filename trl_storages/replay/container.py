@@ -411,7 +411,8 @@ class ReplayStorage(
     def end_episodes(self, lanes: Any = None) -> None:
         """Cuts the running episodes: the next row of each lane starts a new one.
 
-        For loops that reset their environments before an episode ends.
+        For loops that reset their environments before an episode ends. An environment that gymnasium
+        resets in its next step has ended already: cut then, that step would be stored as a row.
 
         Args:
             lanes: the lanes that were reset, as numbers or as a mask `[E]`; None is all of them.
@@ -734,7 +735,7 @@ class ReplayStorage(
             with self._replay_lock, self._write_lock:
                 self._known_rows = KnownRows()
                 # The environments may be reset as well, or go on.
-                doubt_ends(self)
+                doubt_ends(self, is_live=True)
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._tell_of_kept)
                     return

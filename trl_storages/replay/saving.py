@@ -186,6 +186,8 @@ def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
     # Prefetching draws need the replay lock, so wait for them before taking it.
     storage._clear_prefetch_queue_locked()
     with storage._replay_lock:
+        # The environments may be those of this loop, whatever is loaded.
+        doubt_ends(storage, is_live=True)
         prioritized = prioritized_of(storage._sampler)
         for name, part in _parts(storage).items():
             part.take_state(state[name], progress=progress)
@@ -386,22 +388,27 @@ def read_generator(saved: Any) -> torch.Generator | None:
 # The first steps after a resume may be of the same environments, or of new ones.
 
 
-def doubt_ends(storage: Any) -> None:
-    """Lets the next `record` tell whether it is of the environments that were stored, or of new ones."""
+def doubt_ends(storage: Any, *, is_live: bool = False) -> None:
+    """Lets the next `record` tell whether it is of the environments that were stored, or of new ones.
+
+    Args:
+        storage: the `ReplayStorage`.
+        is_live: whether the stored environments are those of this loop, unless that is in doubt already.
+    """
     recorder, rows = storage._recorder, storage._storage
-    if not recorder.ended or getattr(rows, "reader", None) is not None:
+    if getattr(rows, "reader", None) is not None or not (recorder.ended or recorder.is_in_doubt):
+        return
+    if is_live and recorder.is_in_doubt:
         return
     episodes, ends = rows.episodes, {}
-    if not len(episodes) and recorder.is_in_doubt:
-        # The rows were removed since.
-        return
     if len(episodes):
         is_packed = isinstance(rows, PackedStorage)
         stored: Any = rows.layout.keys if is_packed else [*rows._storage.keys(True, True)]
         keys = [key for key in shared_keys(stored) if key not in recorder.info_keys]
         led_to = read_fields(rows, episodes.newest_slots(), [next_key(key) for key in keys])
         ends = {key: as_array(led_to[next_key(key)]) for key in keys}
-    recorder.doubt(partial(_goes_on, storage, ends, episodes.host_fill > 0))
+    goes_on = partial(_goes_on, storage, ends, episodes.host_fill > 0)
+    recorder.doubt(goes_on, is_live=is_live)
 
 
 def _goes_on(
