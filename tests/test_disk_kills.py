@@ -11,14 +11,18 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from disk.acts import ACTS, Act, write
 from disk.history import History
 from disk.kills import opens
 from disk.moments import Moments, put_back
 from disk.rows import KINDS, abandon, found, make
+
+from trl_storages import PERSampler, ReplayStorage
 
 TESTS = Path(__file__).parent
 SIZE = 12
@@ -175,6 +179,43 @@ def test_killed_while_a_dump_is_loaded(tmp_path, stored):
     abandon(storage)
     for files in moments.all:
         opens(files, tmp_path / "killed", act, 2, SIZE)
+
+
+def with_priorities(path, num_steps):
+    """A storage of some steps, each row with a priority of its own."""
+    storage, act = make(path, 2, SIZE), write(History(2, SIZE), num_steps)
+    act.do(storage)
+    slots = storage.episodes.live_slots()
+    storage.update_priority(slots, 1.0 + torch.arange(len(slots)) / 8)
+    return storage
+
+
+def priorities_of(storage):
+    """The priority of each row by its age, and what the next row gets."""
+    slots = storage.episodes.slots_by_age(torch.arange(len(storage)))
+    return storage.sampler.priorities[slots].tolist(), storage.sampler.default_priority
+
+
+@pytest.mark.parametrize("stored", ["plain", "shared"], indirect=True)
+def test_a_load_that_is_killed_has_the_priorities_of_the_old_rows_or_of_the_new(tmp_path, stored):
+    storage, other = with_priorities(tmp_path / "rows", 5), with_priorities(None, 3)
+    storage.flush()
+    right, left = [priorities_of(it) for it in (storage, other)], set()
+    state = other.state_dict()
+    with Moments(tmp_path / "rows") as moments:
+        storage.load_state_dict(state)
+    assert priorities_of(storage) == right[1]
+    abandon(storage)
+    for files in moments.all:
+        put_back(files, tmp_path / "killed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reader = ReplayStorage.open(tmp_path / "killed", mode="r", sampler=PERSampler(SIZE))
+            opened = make(tmp_path / "killed", 2, SIZE)
+        assert priorities_of(opened) == priorities_of(reader)
+        left.add(right.index(priorities_of(opened)))
+        abandon(opened)
+    assert left == {0, 1}
 
 
 def test_any_of_the_stores_between_two_fences():

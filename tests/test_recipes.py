@@ -210,7 +210,7 @@ def test_a_reader_draws_as_the_writer_does(name, tmp_path):
     assert len(reader) == len(storage) == 12
     with pytest.raises(RuntimeError, match="opened for reading"):
         reader.extend(rows(4))
-    with pytest.raises(ValueError, match="has 12 rows, got 20"):
+    with pytest.raises(ValueError, match="made for 12 rows, got 20"):
         make(name, mode="r", storage_size=20, path=options["path"])
     for wrong in ({}, {"path": None}):
         with pytest.raises(ValueError, match=r"mode.* path"):

@@ -1141,7 +1141,10 @@ def test_parameters_that_a_dump_replaces_are_reported(tmp_path, monkeypatch):
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("form", ["single", "arrays", "dictionaries", "reset in the same step"])
+@pytest.mark.parametrize(
+    "form",
+    ["single", "arrays", "dictionaries", "reset in the same step", "final dictionaries"],
+)
 def test_a_time_limit_that_is_passed_as_terminal(form):
     num_envs = 1 if form == "single" else 2
     mode = "SameStep" if form == "reset in the same step" else None
@@ -1153,6 +1156,7 @@ def test_a_time_limit_that_is_passed_as_terminal(form):
         "arrays": arrays,
         "dictionaries": [{}, {name: True}],
         "reset in the same step": {"final_info": arrays, "final_obs": np.ones((2, 4), "f")},
+        "final dictionaries": {"final_info": np.array([None, {name: True}])},
     }[form]
     values = np.zeros((num_envs, 4), "f"), np.zeros(num_envs, int), np.zeros(num_envs), which
     observation, action, reward, flag = (it[0] if form == "single" else it for it in values)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 
 from trl_storages.callers import warn_caller
 from trl_storages.disk.description import (
@@ -287,6 +288,7 @@ class Directory:
         write_count: int,
         trajectories: np.ndarray,
         fill: Callable[[Words], object],
+        priorities: tuple[torch.Tensor, float] | None = None,
     ) -> None:
         """Replaces all rows by others, atomically and durably.
 
@@ -296,6 +298,7 @@ class Directory:
             trajectories: as in `commit`.
             fill: writes the new rows to their slots in the index, and the frames that the oldest ones are
                 read with to the slots before those.
+            priorities: of the rows, as `Words.keep_priorities` takes them; None if none are kept.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
@@ -310,6 +313,8 @@ class Directory:
             fill(words)
             commit: Any = words.commits, write_count, trajectories
             words.marked.seal(index.ring, new.ring_steps, None, None, *commit)
+            if priorities is not None:
+                words.keep_priorities(*priorities)
             words.protect_tips(index.host_steps)
             words.flush()
             sync_directory(self.path)

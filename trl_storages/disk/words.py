@@ -27,7 +27,7 @@ from trl_storages.kernels.sharing import (
     SideTable,
     tips_of,
 )
-from trl_storages.kernels.tables import steps_between
+from trl_storages.kernels.tables import ABSENT, steps_between
 from trl_storages.ring import EpisodeIndex
 
 __all__ = ["State", "Track", "Words", "places"]
@@ -152,6 +152,18 @@ class Words:
         if live.min() < 0 or live.max() > known.steps_per_lane:
             return None
         return State(int(words[0]), cursors, tails, is_open, numbers)
+
+    def keep_priorities(self, priorities: torch.Tensor, largest: float) -> None:
+        """Stores the priorities of all rows.
+
+        Args:
+            priorities: `[M]` float32, inf where there is no row.
+            largest: the largest one that was reported, 0 if none was.
+        """
+        slots = (priorities < ABSENT).nonzero().squeeze(1)
+        # First, so that after a kill no row exceeds it.
+        self.priorities.put(torch.tensor([len(priorities)]), torch.tensor([largest]))
+        self.priorities.put(slots, priorities[slots])
 
     # Shared next observations
 

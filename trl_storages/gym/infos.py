@@ -140,6 +140,9 @@ class Infos:
         is_masked = self._is_vector and self._is_mapping
         value = self._infos[lane] if self._is_vector and not is_masked else self._infos
         for name in path:
+            if is_masked and isinstance(value, list | tuple | np.ndarray):
+                # `final_info` with a dictionary for each environment.
+                value, is_masked = value[lane], False
             if not isinstance(value, Mapping) or name not in value:
                 return _MISSING
             mask = value.get(f"_{name}") if is_masked else None

@@ -240,11 +240,11 @@ def _fitted(whole: Any, state: dict[str, Any], saved: EpisodeIndex) -> dict[str,
         state: fully checked except for the rows.
         saved: the episode index in it.
     """
-    storage, rows, own = whole._storage, state["_storage"], whole.episodes.spare_steps
+    storage, rows, spare = whole._storage, state["_storage"], whole.episodes.spare_steps
     is_alone = not (storage.is_durable or storage.share_next or "side" in rows)
-    if saved.spare_steps == own and is_alone:
+    if saved.spare_steps == spare and is_alone:
         return state
-    index = saved.moved(own)
+    index = saved.moved(spare)
     moved = Moved(
         index,
         saved,
@@ -257,7 +257,10 @@ def _fitted(whole: Any, state: dict[str, Any], saved: EpisodeIndex) -> dict[str,
     cursor = index.ring.slots_at(index.host_steps.item(0), 0)
     sampler = state["_sampler"]
     if prioritized_of(whole._sampler) is not None:
-        sampler = _moved_priorities(sampler, moved, storage.is_durable)
+        sampler = own = _moved_priorities(sampler, moved, storage.is_durable)
+        while "base" in own:
+            own = own["base"]
+        moved = moved._replace(priorities=(own["priorities"], own["largest"]))
     return {
         **state,
         "_storage": {**rows, "moved": moved},

@@ -135,7 +135,8 @@ class RowFiles:
         directory: Directory = self.directory  # type: ignore[assignment]
         words = directory.words
         try:
-            directory.load(moved.episodes, moved.write_count, moved.trajectories, fill)
+            commit = moved.episodes, moved.write_count, moved.trajectories
+            directory.load(*commit, fill, moved.priorities)
         finally:
             if directory.words is not words:
                 self._adopt(directory)

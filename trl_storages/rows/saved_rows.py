@@ -50,6 +50,8 @@ class Moved(NamedTuple):
     """Rows written, as TorchRL's writers count them."""
     trajectories: np.ndarray
     """`[E]` the collector's number of each lane's last trajectory."""
+    priorities: tuple[torch.Tensor, float] | None = None
+    """`[N]` float32 of the new slots, inf for empty ones, and the largest one that was reported."""
 
 
 class SavedRows:

@@ -177,8 +177,7 @@ class DurableTable(PriorityTable):
         super().load_state_dict(state_dict)
         slots = (self._rows.priorities < ABSENT).nonzero().squeeze(1)
         self._rows.stamps[slots] = self._words.stamps(slots)
-        self._keep_largest()
-        self._words.put(slots, self._rows.priorities[slots])
+        self._files.words.keep_priorities(self._rows.priorities, self._rows.largest.item())
         # A load may restore priorities before their episodes.
         self._tails.fill(0)
 
