@@ -234,8 +234,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         found = Description.read(directory)
         if found.num_rows != self.max_size:
             raise ValueError(
-                f"the storage in {directory} was made for {found.num_rows} rows, got {self.max_size}: pass its "
-                "size, or another directory."
+                f"the storage in {directory} was made for {found.num_rows} rows, got "
+                f"{self.max_size}: pass its size, or another directory."
             )
         if not self._declared.are_of(found.layout):
             raise ValueError(
