@@ -260,7 +260,10 @@ def _fitted(whole: Any, state: dict[str, Any], saved: EpisodeIndex) -> dict[str,
         sampler = own = _moved_priorities(sampler, moved, storage.is_durable)
         while "base" in own:
             own = own["base"]
-        moved = moved._replace(priorities=(own["priorities"], own["largest"]))
+        # Slots without one are as those of new rows.
+        largest = own["largest"]
+        every = own["priorities"].nan_to_num(posinf=largest or 1.0)
+        moved = moved._replace(priorities=(every, largest))
     return {
         **state,
         "_storage": {**rows, "moved": moved},

@@ -51,7 +51,7 @@ class Moved(NamedTuple):
     trajectories: np.ndarray
     """`[E]` the collector's number of each lane's last trajectory."""
     priorities: tuple[torch.Tensor, float] | None = None
-    """`[N]` float32 of the new slots, inf for empty ones, and the largest one that was reported."""
+    """`[N]` float32 of all new slots, and the largest one that was reported."""
 
 
 class SavedRows:
