@@ -135,10 +135,8 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
 
 def _unlike(sampler: Sampler, state: Any) -> str | None:
     """Returns which sampler a storage or a state has, and the other lacks; None if that is not known."""
-    layers, states = layers_of(sampler), [state]
-    while isinstance(states[-1], Mapping) and "base" in states[-1]:
-        states.append(states[-1]["base"])
-    entries = {key for each in states if isinstance(each, Mapping) for key in each}
+    layers = layers_of(sampler)
+    entries = {key for each in _layers_in(state) if isinstance(each, Mapping) for key in each}
     for kind, (made_by, marks) in _SAMPLERS.items():
         has, had = any(isinstance(layer, kind) for layer in layers), bool(entries & marks)
         if has != had:
@@ -148,6 +146,14 @@ def _unlike(sampler: Sampler, state: Any) -> str | None:
                 "it is loaded. Nothing was changed."
             )
     return None
+
+
+def _layers_in(state: Any) -> list[Any]:
+    """Returns the states of a sampler and of those it wraps, as `layers_of` orders them."""
+    states = [state]
+    while isinstance(states[-1], Mapping) and "base" in states[-1]:
+        states.append(states[-1]["base"])
+    return states
 
 
 def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
@@ -257,9 +263,8 @@ def _fitted(whole: Any, state: dict[str, Any], saved: EpisodeIndex) -> dict[str,
     cursor = index.ring.slots_at(index.host_steps.item(0), 0)
     sampler = state["_sampler"]
     if prioritized_of(whole._sampler) is not None:
-        sampler = own = _moved_priorities(sampler, moved, storage.is_durable)
-        while "base" in own:
-            own = own["base"]
+        sampler = _moved_priorities(sampler, moved, storage.is_durable)
+        own = _layers_in(sampler)[-1]
         # Slots without one are as those of new rows.
         largest = own["largest"]
         every = own["priorities"].nan_to_num(posinf=largest or 1.0)
