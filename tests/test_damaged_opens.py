@@ -36,10 +36,10 @@ def rows(tmp_path, request):
 @pytest.mark.parametrize("which", [2, -1])
 def test_priorities(rows, which):
     """Each has a check: what is damaged gets the largest priority."""
-    data = bytearray((rows / "rows.1.bin").read_bytes())
+    data = bytearray((rows / "storage.1.rows").read_bytes())
     words = np.frombuffer(data, np.uint8)[parts_of(rows)["priorities"]].view(np.int64)
     words[which] ^= 1 << 20
-    (rows / "rows.1.bin").write_bytes(data)
+    (rows / "storage.1.rows").write_bytes(data)
     reader = ReplayStorage.open(rows, mode="r", sampler=PERSampler(SIZE))
     with pytest.warns(RuntimeWarning, match="priorities of .* are damaged"):
         storage = ReplayStorage.open(rows, sampler=PERSampler(SIZE))
@@ -55,9 +55,9 @@ def test_priorities(rows, which):
 @pytest.mark.parametrize("mode", ["r", "r+"])
 def test_rows_by_their_checksums(rows, mode):
     ReplayStorage.open(rows, mode=mode, sampler=UniformSampler(), check=True).close()
-    words = np.fromfile(rows / "rows.1.bin", np.int64)
+    words = np.fromfile(rows / "storage.1.rows", np.int64)
     words[1] ^= 1 << 20
-    words.tofile(rows / "rows.1.bin")
+    words.tofile(rows / "storage.1.rows")
     before = files_of(rows)
     with pytest.raises(ValueError, match="damaged"):
         ReplayStorage.open(rows, mode=mode, sampler=UniformSampler(), check=True)

@@ -119,7 +119,7 @@ def damage_at_random(path, history, rng, *, closed, mode):
     """Damages a part of a file, and asserts that it is refused or holds what was written."""
     parts = {"storage.json": slice(None), **parts_of(path)}
     part = rng.choice(sorted(parts))
-    file = path / (part if part == "storage.json" else "rows.1.bin")
+    file = path / (part if part == "storage.json" else "storage.1.rows")
     data = bytearray(file.read_bytes())
     damaged, how = data[parts[part]], rng.choice(DAMAGES)
     how(damaged, rng)
@@ -172,7 +172,7 @@ def made_originals(tmp_path_factory):
 def test_a_reader_keeps_the_largest_priority_of_the_rows_where_it_is_damaged(tmp_path):
     written(tmp_path / "rows")
     # The last word is the largest one.
-    path, at = tmp_path / "rows" / "rows.1.bin", parts_of(tmp_path / "rows")["priorities"]
+    path, at = tmp_path / "rows" / "storage.1.rows", parts_of(tmp_path / "rows")["priorities"]
     data = bytearray(path.read_bytes())
     data[at.stop - 3] ^= 1
     path.write_bytes(data)
@@ -316,7 +316,7 @@ class TestDescription:
         whole = json.loads((closed / "storage.json").read_text())
         old = whole["num_rows"]
         say(closed / "storage.json", {**whole, "num_rows": num_rows})
-        for file in closed.glob("*.bin"):
+        for file in closed.glob("*.rows"):
             with contextlib.suppress(OSError, OverflowError), file.open("r+b") as opened:
                 opened.truncate(file.stat().st_size * (num_rows // old))
         for mode in ("r", "r+"):
@@ -325,7 +325,7 @@ class TestDescription:
 
 
 class TestFiles:
-    NAMES = ("storage.json", "rows", "lock")
+    NAMES = ("storage.json", "storage.1", "lock")
 
     def file(self, closed, name):
         return next(path for path in closed.iterdir() if path.name.startswith(name))
@@ -375,7 +375,7 @@ class TestFiles:
         """Where a description is written before it gets its name, and where a load writes."""
         outside = closed.parent / "outside"
         outside.write_bytes(b"untouched")
-        for name in ("storage.json.new", "rows.2.bin", "rows.3.bin"):
+        for name in ("storage.json.new", "storage.2.rows", "storage.3.rows"):
             if (closed / name).exists():
                 continue
             if what == "link":
@@ -397,19 +397,19 @@ class TestFiles:
 
     @pytest.mark.parametrize("change", [-8, -1, 1, 8, 4096])
     def test_of_another_size(self, closed, change):
-        file = self.file(closed, "rows")
+        file = self.file(closed, "storage.1")
         with file.open("r+b") as opened:
             opened.truncate(file.stat().st_size + change)
         for mode in ("r", "r+"):
-            with pytest.raises(ValueError, match=r"rows\.1\.bin"):
+            with pytest.raises(ValueError, match=r"storage\.1\.rows"):
                 ReplayStorage.open(closed, mode=mode, sampler=PERSampler(SIZE))
 
     def test_that_are_missing(self, closed):
-        self.file(closed, "rows").unlink()
-        refused(closed, FileNotFoundError, "rows.1.bin")
+        self.file(closed, "storage.1").unlink()
+        refused(closed, FileNotFoundError, "storage.1.rows")
 
     def test_rows_are_looked_at_when_asked(self, closed, live):
-        flipped = self.file(closed, "rows")
+        flipped = self.file(closed, "storage.1")
         data, rows = bytearray(flipped.read_bytes()), parts_of(closed)["rows"]
         for at in range(rows.start, rows.stop, 8):
             data[at] ^= 1
@@ -426,7 +426,7 @@ class TestFiles:
     def test_a_number_of_commits_that_there_never_was(self, tmp_path, originals, number):
         files, history = originals[False]
         put_back(files, tmp_path / "rows")
-        file, at = self.file(tmp_path / "rows", "rows"), parts_of(tmp_path / "rows")["commits"]
+        file, at = self.file(tmp_path / "rows", "storage.1"), parts_of(tmp_path / "rows")["commits"]
         data = bytearray(file.read_bytes())
         data[at.start : at.start + 8] = number.to_bytes(8, "little", signed=True)
         file.write_bytes(data)

@@ -240,9 +240,9 @@ def test_a_write_that_was_killed_leaves_no_row_for_the_next_cut(tmp_path, stored
     abandon(storage)
     # Its rows and marks are there, but it was killed before it committed them.
     after, commits = files_in(path), parts_of(path)["commits"]
-    data = bytearray(after["rows.1.bin"])
-    data[commits] = before["rows.1.bin"][commits]
-    put_back({**after, "rows.1.bin": bytes(data)}, path)
+    data = bytearray(after["storage.1.rows"])
+    data[commits] = before["storage.1.rows"][commits]
+    put_back({**after, "storage.1.rows": bytes(data)}, path)
     platter = Platter(path, 512)
     platter.sync_all()
     with syncs_seen(platter):
@@ -266,7 +266,7 @@ def old_parts(platter, path):
     """Cuts that leave what was written last, but of a part of the file what was synced last."""
     parts = parts_of(path)
     parts["rows and marks"] = slice(parts["rows"].start, parts["marks"].stop)
-    return [platter.as_old_as_can_be("rows.1.bin", part) for part in parts.values()]
+    return [platter.as_old_as_can_be("storage.1.rows", part) for part in parts.values()]
 
 
 def test_killed_while_a_step_is_recorded(tmp_path):

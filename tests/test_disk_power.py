@@ -4,7 +4,7 @@ The disk is simulated: of everything that was written since a sync, chance decid
 """
 
 import pytest
-from disk.acts import keep, write
+from disk.acts import write
 from disk.history import History
 from disk.moments import files_in, parts_of, put_back
 from disk.platter import Platter
@@ -38,10 +38,10 @@ def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(
         left = files_in(tmp_path / "rows")
         # The mark of the last row is that of one that was written over it.
         parts = parts_of(tmp_path / "rows")
-        data = bytearray(left["rows.1.bin"])
+        data = bytearray(left["storage.1.rows"])
         zero(data, parts["marks"], 7 * 16)
         zero(data, parts["commits"])
-        left["rows.1.bin"] = bytes(data)
+        left["storage.1.rows"] = bytes(data)
         abandon(storage)
         put_back(left, tmp_path / "rows")
         with pytest.warns(RuntimeWarning, match="loss of power"):
@@ -52,10 +52,10 @@ def test_what_is_next_of_the_newest_row_that_one_cut_left_outlasts_the_next_cut(
             history = written(storage, history)
         now = files_in(tmp_path / "rows")
         abandon(storage)
-        data = bytearray(now["rows.1.bin"])
+        data = bytearray(now["storage.1.rows"])
         for name in ("rows", "marks", "commits"):
-            data[parts[name]] = left["rows.1.bin"][parts[name]]
-        now["rows.1.bin"] = bytes(data)
+            data[parts[name]] = left["storage.1.rows"][parts[name]]
+        now["storage.1.rows"] = bytes(data)
         opens_after_cut(now, tmp_path / "cut", history, 5)
 
 
@@ -66,13 +66,13 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
         history = written(storage, history)
     storage.flush()
     history.flush()
-    history = written(storage, history)
-    keep(history, 3).do(storage)
+    for _ in range(3):
+        history = written(storage, history)
     left = files_in(tmp_path / "rows")
-    # The mark of the last row is lost.
-    parts, data = parts_of(tmp_path / "rows"), bytearray(left["rows.1.bin"])
+    # The marks of the last rows are lost.
+    parts, data = parts_of(tmp_path / "rows"), bytearray(left["storage.1.rows"])
     zero(data, parts["marks"], 8 * 16)
-    left["rows.1.bin"] = bytes(data)
+    left["storage.1.rows"] = bytes(data)
     abandon(storage)
     put_back(left, tmp_path / "rows")
     platter = Platter(tmp_path / "rows", 4096)
@@ -84,7 +84,7 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
         assert (history.tails, history.cursors) == ([0], [8])
         history = written(storage, history)
     platter.look()
-    cut = platter.as_old_as_can_be("rows.1.bin", parts["commits"])
+    cut = platter.as_old_as_can_be("storage.1.rows", parts["commits"])
     opens_after_cut(cut, tmp_path / "cut", history, 8)
     platter.close()
 

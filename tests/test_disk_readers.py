@@ -436,7 +436,7 @@ class TestFollowing:
         """A reader may have indexed them, so it must not go on with the rows in their place."""
         storage, history = filled(tmp_path, num_steps=9)
         abandon(storage)
-        file, marks = tmp_path / "rows.1.bin", parts_of(tmp_path)["marks"]
+        file, marks = tmp_path / "storage.1.rows", parts_of(tmp_path)["marks"]
         data = bytearray(file.read_bytes())
         data[marks.start + 8 * 16 : marks.stop] = bytes(marks.stop - marks.start - 8 * 16)
         reader = reader_of(tmp_path)

@@ -51,7 +51,7 @@ CHANGES = {
     "default generator": lambda _: torch.rand(1),
     "batch_size": lambda it: setattr(it, "_batch_size", 5),
     "files": lambda it: (it.storage.scratch_dir / "new").touch(),
-    "files.rows.1.bin": lambda it: record(it, 3),
+    "files.storage.1.rows": lambda it: record(it, 3),
     "files.storage.json": lambda it: (it.storage.scratch_dir / "storage.json").write_text(""),
 }
 

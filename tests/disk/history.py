@@ -21,7 +21,6 @@ class History:
         cursors: `[E]` the step that comes next.
         tails: `[E]` the oldest step that is live.
         rows: `[E]` step -> serial number of the row that counts, those before the tail included.
-        forgotten: `[E]` steps before it were forgotten, not overwritten.
         durable: `[E]` steps before it must never come back, whatever is cut.
         flushed: `[E]` the cursors of the last flush.
     """
@@ -32,7 +31,6 @@ class History:
         self.spare = min(self.per_lane, max(64, self.per_lane // 64))
         self.cursors, self.tails = [0] * num_lanes, [0] * num_lanes
         self.durable, self.flushed = [0] * num_lanes, [0] * num_lanes
-        self.forgotten = [0] * num_lanes
         self.rows: list[dict[int, int]] = [{} for _ in range(num_lanes)]
 
     def copy(self) -> History:
@@ -57,24 +55,19 @@ class History:
     def keep(self, num_steps: int) -> None:
         """Forgets all but the newest steps of each lane."""
         for lane, cursor in enumerate(self.cursors):
-            self.tails[lane] = max(self.tails[lane], cursor - num_steps)
-            self.forgotten[lane] = self.tails[lane]
-            # What is left by `keep_steps` is on disk with the next flush, an empty storage at once.
-            if not num_steps:
-                self.durable[lane] = self.tails[lane]
+            # This is on disk when it returns.
+            self.tails[lane] = self.durable[lane] = max(self.tails[lane], cursor - num_steps)
 
     def load(self, other: History) -> None:
         """Takes the place of what was there by what another storage holds."""
         taken = other.copy()
         self.cursors, self.tails, self.rows = taken.cursors, taken.tails, taken.rows
         # A load is on disk when it returns.
-        self.forgotten = list(self.tails)
-        self.durable = [0] * self.num_lanes
+        self.durable = list(self.tails)
         self.flush()
 
     def flush(self) -> None:
         self.flushed = list(self.cursors)
-        self.durable = [max(pair) for pair in zip(self.durable, self.forgotten, strict=True)]
 
     # What must be found
 
@@ -123,8 +116,6 @@ class History:
             rows = lanes[lane] if lanes else []
             cursor = cursors[lane] if lanes else 0
             self.cursors[lane], self.tails[lane] = cursor, cursor - len(rows)
-            # What was forgotten without a flush may be back, and stays until it is forgotten again.
-            self.forgotten[lane] = min(self.forgotten[lane], self.tails[lane])
             # What was written beyond is of a writer that is gone, and must never be found again.
             self.rows[lane] = {s: n for s, n in self.rows[lane].items() if s < cursor} | dict(rows)
             self.flushed[lane] = min(self.flushed[lane], cursor)

@@ -114,7 +114,7 @@ def subsets(before: Files, after: Files, rng: random.Random, number: int) -> Ite
     changed = [
         (name, at)
         for name, data in after.items()
-        if name.endswith(".bin") and len(before.get(name, b"")) == len(data)
+        if name.endswith(".rows") and len(before.get(name, b"")) == len(data)
         for at in range(0, len(data), WORD)
         if before[name][at : at + WORD] != data[at : at + WORD]
     ]

@@ -8,7 +8,7 @@ tables in `commits` take turns in recording which rows are live; a selector word
 Step numbers never restart.
 
     storage.json        replaced by a rename: layout, cursors of the last flush, `is_clean`
-    rows.G.bin          int64 words; each of its parts begins a page:
+    storage.G.rows      int64 words; each of its parts begins a page:
         rows            [R E, W] one transition a row
         marks           [R E, 2] mark and checksum of each row
         commits         the selector, how often the directory was opened to write, and two tables of

@@ -24,7 +24,6 @@ from trl_storages.saved.untrusted import MOST_BYTES, parse_json
 
 __all__ = [
     "Description",
-    "announce",
     "check_is_free",
     "fingerprint",
     "holds_storage",
@@ -34,9 +33,9 @@ __all__ = [
 ]
 
 _NAME = "storage.json"
-# Marks a directory whose storage is being created or removed.
-_CREATING = _NAME + ".creating"
-_OWN = re.compile(r"rows\.\d{1,9}\.bin")
+_NEW = _NAME + ".new"
+# Unlike any file of somebody else: without a description beside them, such files are leftovers.
+_OWN = re.compile(r"storage\.\d{1,9}\.rows")
 _KIND = {"kind": "trl_storages", "format": 2}
 _MOST = 2**40  # steps of a lane, rows of a storage
 _LEAST_SPARE, _SPARE_SHARE = 64, 64
@@ -111,7 +110,7 @@ class Description:
     @property
     def data_name(self) -> str:
         """The name of the file of rows."""
-        return f"rows.{self.generation}.bin"
+        return f"storage.{self.generation}.rows"
 
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
@@ -122,7 +121,6 @@ class Description:
         own = {it.name: getattr(self, it.name) for it in fields(self)}
         words = {**_KIND, **own, "layout": self.layout.to_json()}
         write_text(directory / _NAME, json.dumps({**words, "check": _check(words)}))
-        (directory / _CREATING).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, directory: Path) -> Description:
@@ -179,24 +177,16 @@ def _names(directory: Path) -> list[str]:
 
 def check_is_free(directory: Path) -> None:
     """Raises a FileExistsError unless the directory is empty but for an interrupted creation."""
-    known, found = {"lock"}, _names(directory)
-    if _CREATING in found and _NAME not in found:
-        known |= {_CREATING, _NAME + ".new", *filter(_OWN.fullmatch, found)}
-    if not known.issuperset(found):
+    found = _names(directory)
+    if not all(name in ("lock", _NEW) or _OWN.fullmatch(name) for name in found):
         raise FileExistsError(
             f"{directory} must be empty, or hold the rows of a storage, got {found[:5]}; choose another "
             "directory, or take what dumps() wrote by loads()."
         )
 
 
-def announce(directory: Path) -> None:
-    """Marks the files of a directory as ours until `storage.json` is written."""
-    (directory / _CREATING).unlink(missing_ok=True)
-    (directory / _CREATING).touch(exist_ok=False)
-
-
 def remove_rows(directory: Path, *, but: str = "") -> None:
-    """Removes files of rows but one, such as those left by loads whether completed or not."""
+    """Removes files of rows but one, such as those left by loads and creations, completed or not."""
     for name in filter(_OWN.fullmatch, _names(directory)):
         if name != but:
             (directory / name).unlink(missing_ok=True)
@@ -204,10 +194,9 @@ def remove_rows(directory: Path, *, but: str = "") -> None:
 
 def remove_files(directory: Path, *, and_directory: bool) -> None:
     """Removes our own files. After a kill halfway, the rest counts as an interrupted creation."""
-    if holds_storage(directory):
-        (directory / _NAME).replace(directory / _CREATING)
+    (directory / _NAME).unlink(missing_ok=True)
     remove_rows(directory)
-    for name in (_NAME + ".new", _CREATING, "lock"):
+    for name in (_NEW, "lock"):
         (directory / name).unlink(missing_ok=True)
     if and_directory:
         with suppress(OSError):  # something else is in it

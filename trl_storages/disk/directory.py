@@ -20,7 +20,6 @@ import torch
 from trl_storages.callers import warn_caller
 from trl_storages.disk.description import (
     Description,
-    announce,
     check_is_free,
     holds_storage,
     remove_files,
@@ -75,7 +74,7 @@ class Directory:
             none = [0] * num_lanes
             description = Description(layout, num_rows, num_lanes, none, none)
             try:
-                announce(path)
+                remove_rows(path)
                 words = Words.create(path, description)
                 # The files must be durable before the description calls them clean.
                 words.flush()
@@ -266,11 +265,14 @@ class Directory:
         description.write(self.path)
         self.words.description = description
 
-    def empty(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
-        """Durably forgets all rows.
+    def evict(
+        self, index: EpisodeIndex, tails: np.ndarray, write_count: int, trajectories: np.ndarray
+    ) -> None:
+        """Durably forgets the rows before a given step of each lane.
 
         Args:
-            index: the episodes; emptied as well.
+            index: the episodes; loses these rows as well.
+            tails: `[E]` the first steps to keep, as in `EpisodeIndex.evict`.
             write_count: as in `commit`.
             trajectories: as in `commit`.
 
@@ -278,8 +280,9 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.prepare()
-        self._say(replace(self.description, tails=index.host_steps.tolist()))
-        index.evict(index.host_steps)
+        tails = np.clip(tails, index.host_tails, index.host_steps)
+        self._say(replace(self.description, tails=tails.tolist()))
+        index.evict(tails)
         self.commit(index, write_count, trajectories)
 
     def load(

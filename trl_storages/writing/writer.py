@@ -588,7 +588,14 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             int64 slots where the kept rows are now.
         """
         if self._directory is not None:
-            return finish(partial(self._evict, keep_steps, empty_write_count, then))
+
+            def evict() -> torch.Tensor:
+                self._evict(keep_steps, empty_write_count)
+                slots = self._episodes.slots_by_age(torch.arange(len(self._episodes)).flip(0))
+                then(slots)
+                return slots
+
+            return finish(evict)
         kept, storage = self._episodes.newest(keep_steps), self._storage
         if isinstance(storage, PackedStorage):
             move = storage.mover(kept)
@@ -610,27 +617,20 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
         return finish(renew)
 
-    def _evict(self, keep_steps: int, empty_write_count: bool, then: Then) -> torch.Tensor:
+    def _evict(self, keep_steps: int, empty_write_count: bool) -> None:
         """Evicts all but the newest rows in a directory, where rows are never moved."""
-        episodes = self._episodes
-        directory: Directory = self._directory  # type: ignore[assignment]
-        directory.prepare()
-        episodes.evict(episodes.host_steps - keep_steps)
-        if empty_write_count:
-            self._write_count = 0
-        directory.commit(episodes, self._write_count, self._lanes.numbers)
-        slots = episodes.slots_by_age(torch.arange(len(episodes)).flip(0))
-        then(slots)
-        return slots
+        episodes, count = self._episodes, 0 if empty_write_count else self._write_count
+        tails = episodes.host_steps - keep_steps
+        self._directory.evict(episodes, tails, count, self._lanes.numbers)  # type: ignore[union-attr]
+        self._write_count = count
 
     # State
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        if (directory := self._directory) is not None:
-            write_count = 0 if empty_write_count else self._write_count
-            directory.empty(self._episodes, write_count, self._lanes.numbers)
+        if self._directory is not None:
+            self._evict(0, empty_write_count)
         super()._empty(empty_write_count)
-        if directory is None:
+        if self._directory is None:
             self._forget_links()
             self._episodes.clear()
 
