@@ -27,6 +27,7 @@ from trl_storages import (
     PERSampler,
     ReplayStorage,
     ReplayStorageEnsemble,
+    UniformSampler,
 )
 from trl_storages.functional.draws import even_order, num_of_each
 
@@ -419,6 +420,40 @@ def test_priorities_that_must_not_be_change_nothing():
         ensemble.update_priority(torch.arange(2), torch.rand(2), torch.zeros(1, dtype=torch.int64))
     for sampler in samplers:
         assert (sampler.priorities[:20] == 1).all()
+
+
+def test_a_member_may_get_another_sampler():
+    storages = make(20), make(20)
+    ensemble = ReplayStorageEnsemble(*storages, batch_size=8)
+    storages[1].set_sampler(PERSampler(40, normalize="batch"))
+    batch = ensemble.sample()
+    assert (batch["priority_weight"] == 1).all()
+    batch["td_error"] = torch.full((8,), 7.0)
+    ensemble.update_tensordict_priority(batch)
+    drawn = batch["index"][batch["buffer_ids"] == 1]
+    assert (storages[1].sampler.priorities[drawn] == 7).all()
+    ensemble.update_priority(torch.tensor([3]), torch.tensor([9.0]), torch.tensor([1]))
+    assert storages[1].sampler.priorities[3] == 9
+    storages[1].set_sampler(UniformSampler())
+    assert "priority_weight" not in ensemble.sample().keys()  # noqa: SIM118
+
+
+def test_threads_that_draw_batches_of_different_sizes():
+    class Overtaken(ReplayStorageEnsemble):
+        """Another thread draws as soon as the order of a batch is known."""
+
+        @property
+        def _order(self):
+            return self.__dict__["kept"]
+
+        @_order.setter
+        def _order(self, value):
+            self.__dict__["kept"] = value
+            if value[0] is not None and sum(value[0][0]) == 8:
+                self._order_of([1, 1], 1, torch.device("cpu"))
+
+    ensemble = Overtaken(make(20), make(20), batch_size=8)
+    assert ensemble.sample()["buffer_ids"].tolist() == [0, 1] * 4
 
 
 def test_without_priorities_nothing_happens():

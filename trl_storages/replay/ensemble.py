@@ -23,7 +23,7 @@ from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
-from trl_storages.samplers import layers_of, prioritized_of, progress_of_draws, resume_draws
+from trl_storages.samplers import PERSampler, layers_of, progress_of_draws, resume_draws
 from trl_storages.signatures import Sealed, answers_names, shown
 
 __all__ = ["ReplayStorageEnsemble"]
@@ -99,14 +99,8 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         if not storages or len({id(storage) for storage in storages}) < len(storages):
             raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
         self._storages = storages
-        self._prioritized = [prioritized_of(storage.sampler) for storage in storages]
-        for storage, known in zip(storages, self._prioritized, strict=True):
-            sampler = layers_of(storage.sampler)[-1]
-            if isinstance(sampler, PrioritizedSampler) and known is None:
-                raise ValueError(
-                    f"storages must draw by priority with PERSampler, got {type(sampler).__name__}: pass "
-                    "sampler=PERSampler(capacity) where the storage is made."
-                )
+        for storage in storages:
+            _prioritized_of(storage)
         self.shares = (1 / len(storages),) * len(storages) if shares is None else shares
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         self._batch_size = batch_size
@@ -200,11 +194,12 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     def _draw(self, number: int, count: int) -> tuple[RowView, dict[str, Any]]:
         """Draws from one storage, with unnormalised weights."""
-        storage, sampler = self._storages[number], self._prioritized[number]
-        weights = nullcontext() if sampler is None else sampler.plain_weights()
+        storage = self._storages[number]
         # Not `sample`: prefetched batches have other sizes and normalised weights.
-        with storage._replay_lock, weights:
-            return storage._sample_part(count)
+        with storage._replay_lock:
+            sampler = _prioritized_of(storage)
+            with nullcontext() if sampler is None else sampler.plain_weights():
+                return storage._sample_part(count)
 
     def _joined(
         self, drawn: dict[int, RowView], counts: list[int], names: set[str]
@@ -244,13 +239,15 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `[B * S]` positions in the concatenated rows, and `[B * S]` storage ids."""
         made_for = counts, num_steps, device
-        if self._order[0] != made_for:
+        # Read and replaced as a whole, as several threads may draw.
+        made = self._order
+        if made[0] != made_for:
             step = torch.arange(num_steps)
             order = (even_order(counts).unsqueeze(1) * num_steps + step).flatten()
             ids = torch.cat([torch.full((n * num_steps,), at) for at, n in enumerate(counts)])
             ids = ids.index_select(0, order)
-            self._order = made_for, on_device(order, device), on_device(ids, device)
-        return self._order[1:]
+            made = self._order = made_for, on_device(order, device), on_device(ids, device)
+        return made[1:]
 
     # Priorities
 
@@ -279,7 +276,7 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         for number, storage in enumerate(self._storages):
             # Slot -1 is skipped. Selecting rows with a mask would synchronise with the device.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
-            if self._prioritized[number] is not None:
+            if _prioritized_of(storage) is not None:
                 storage.update_tensordict_priority(own, priority)
 
     @answers_names
@@ -306,10 +303,10 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                 f"buffer_ids must have the shape of index, {[*index.shape]}, got {[*buffer_ids.shape]}."
             )
         self._check_rows(index, buffer_ids)
-        for number, sampler in enumerate(self._prioritized):
-            if sampler is not None:
+        for number, storage in enumerate(self._storages):
+            if _prioritized_of(storage) is not None:
                 own = torch.where(buffer_ids == number, index, -1)
-                self._storages[number].update_priority(own, priority)
+                storage.update_priority(own, priority)
 
     def _check_rows(self, index: torch.Tensor, ids: torch.Tensor) -> None:
         """Raises on invalid ids or slots, before any storage is updated."""
@@ -375,6 +372,21 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             for share, storage in zip(self._shares, self._storages, strict=True)
         )
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _prioritized_of(storage: ReplayStorage) -> PERSampler | None:
+    """Returns the sampler of a storage that draws by priority, which `set_sampler` may replace.
+
+    Raises:
+        ValueError: it is TorchRL's, which can't skip rows of other storages.
+    """
+    sampler = layers_of(storage._sampler)[-1]
+    if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, PERSampler):
+        raise ValueError(
+            f"storages must draw by priority with PERSampler, got {type(sampler).__name__}: pass "
+            "sampler=PERSampler(capacity) where the storage is made."
+        )
+    return sampler if isinstance(sampler, PERSampler) else None
 
 
 def _num_steps(views: Sequence[RowView], counts: Sequence[int]) -> int:
