@@ -155,6 +155,16 @@ class TestLanes:
         assert storage.episodes.behind(slots).tolist() == [0, 1]
         assert not storage.episodes.is_finished(first[:1]).any()
 
+    @pytest.mark.parametrize("keep_steps", [0, 1])
+    def test_lanes_take_turns_after_the_write_count_began_anew(self, keep_steps):
+        storage = make(4, 40)
+        for number in range(40):
+            storage.extend(flat([number] * 5, done=[4]))
+        storage.empty(keep_steps=keep_steps)
+        for number in range(40, 48):
+            storage.extend(flat([number] * 5, done=[4]))
+        assert storage.episodes.fill.tolist() == [10] * 4
+
     def test_trajectories_that_end_come_before_those_that_go_on(self):
         storage = make(2, 20)
         slots = storage.extend(flat([1, 1, 2, 2, 3, 3], done=[5]))

@@ -174,6 +174,9 @@ class LaneNotes:
     def note(self, steps: Steps, block: Block, write_count: int) -> None:
         """Records steps that were written, with the write count after them."""
         if len(self._written_at) > 1:
+            if write_count < (latest := self._written_at.max()):
+                # The count began anew: the lanes keep their order, as written before.
+                self._written_at -= latest
             self._written_at[block.which] = write_count
         if steps.trajectory is not None:
             self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
