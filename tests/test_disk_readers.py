@@ -23,7 +23,7 @@ from trl_storages import (
     ReplayStorage,
     UniformSampler,
 )
-from trl_storages.saved.files import write_state
+from trl_storages.saved.files import write_tensors
 
 pytestmark = [
     pytest.mark.requirement("disk-workers"),
@@ -205,13 +205,14 @@ class TestFollowing:
         reader, dump, times = reader_of(tmp_path / "rows"), tmp_path / "dump", [1]
 
         def overtaken(*args, **kwargs):
-            write_state(*args, **kwargs)
+            description = write_tensors(*args, **kwargs)
             if times[0]:
                 times[0] -= 1
                 for _ in range(3):  # more than the spare steps
                     write(storage, history, 20)
+            return description
 
-        monkeypatch.setattr("trl_storages.replay.container.write_state", overtaken)
+        monkeypatch.setattr("trl_storages.replay.container.write_tensors", overtaken)
         reader.dumps(dump)
         copied = make(None, with_priorities=False)
         copied.loads(dump)

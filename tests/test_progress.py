@@ -85,6 +85,21 @@ def test_a_dump_that_was_interrupted_is_none(storage, tmp_path, monkeypatch):
         other.loads(tmp_path / "dump")
 
 
+def test_a_dump_that_could_not_begin_leaves_the_one_before(storage, tmp_path, monkeypatch):
+    storage.dumps(tmp_path / "dump")
+
+    def refuse():
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.sampler, "state_dict", refuse)
+        with pytest.raises(RuntimeError, match="not now"):
+            storage.dumps(tmp_path / "dump")
+    other = make(tmp_path / "other", 2, with_priorities=False)
+    other.loads(tmp_path / "dump")
+    assert found(other) == found(storage)
+
+
 def test_without_tqdm(storage, tmp_path, monkeypatch):
     really = builtins.__import__
 

@@ -60,7 +60,12 @@ from trl_storages.replay.saving import (
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
-from trl_storages.saved.files import forget_state, read_state, write_state
+from trl_storages.saved.files import (
+    complete_state,
+    forget_incomplete,
+    read_state,
+    write_tensors,
+)
 from trl_storages.signatures import SealedStorage, shown
 from trl_storages.stock_parts import check_part, mark_stored_rows
 from trl_storages.transforms import parts_of, transform_batch
@@ -860,15 +865,15 @@ class ReplayStorage(
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with self._capture_prefetch_state(clone_queue=False) as drawn_ahead:
             try:
-                self._write_dump(path, drawn_ahead, progress)
+                complete_state(path, self._write_dump(path, drawn_ahead, progress))
             except RuntimeError:
-                forget_state(path)
+                forget_incomplete(path)
                 raise
 
     @on_disk.consistent_read
-    def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> None:
+    def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> str:
         on_disk.note_all(self._storage)
-        write_state(path, state_of(self, drawn_ahead), progress=progress)
+        return write_tensors(path, state_of(self, drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.

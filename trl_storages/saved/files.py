@@ -24,11 +24,12 @@ from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, p
 
 __all__ = [
     "DTYPES",
+    "complete_state",
     "copy_in_pieces",
     "dtype_name",
-    "forget_state",
+    "forget_incomplete",
     "read_state",
-    "write_state",
+    "write_tensors",
 ]
 
 _PIECE = 1 << 26  # bytes copied at a time
@@ -56,13 +57,16 @@ def _file_of(number: int) -> str:
 # Writing
 
 
-def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
-    """Saves a state of tensors, TensorDicts, plain values, and dicts and lists of them.
+def write_tensors(path: Path, state: Any, *, progress: bool = False) -> str:
+    """Saves the tensors of a state, for `complete_state` to make it one that can be read.
 
     Args:
         path: a directory; an earlier state in it is deleted.
-        state: the state.
+        state: tensors, TensorDicts, plain values, and dicts and lists of them.
         progress: whether to show a progress bar.
+
+    Returns:
+        the description of the state.
 
     Raises:
         ImportError: `progress` is True, but tqdm is not installed. Nothing is written then.
@@ -72,7 +76,9 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
     tensors: list[torch.Tensor] = []
     text = json.dumps(_described(state, tensors), allow_nan=False)
     path.mkdir(parents=True, exist_ok=True)
-    forget_state(path)
+    # First, so that an interruption never leaves a state with missing tensors.
+    (path / _STATE).unlink(missing_ok=True)
+    forget_incomplete(path)
     pieces = [
         (number, piece) for number, tensor in enumerate(tensors) for piece in _pieces_of(tensor)
     ]
@@ -82,15 +88,19 @@ def write_state(path: Path, state: Any, *, progress: bool = False) -> None:
             piece = piece.view(torch.uint8) != 0
         with (path / _file_of(number)).open("ab") as file:
             piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
-    (path / _STATE).write_text(text)
+    return text
 
 
-def forget_state(path: Path) -> None:
-    """Deletes what `write_state` saved in a directory."""
-    # First, so that an interruption never leaves a state with missing tensors.
-    (path / _STATE).unlink(missing_ok=True)
-    for old in path.glob("*.tensor"):
-        old.unlink()
+def complete_state(path: Path, description: str) -> None:
+    """Saves what `write_tensors` returned."""
+    (path / _STATE).write_text(description)
+
+
+def forget_incomplete(path: Path) -> None:
+    """Deletes the tensors of a state that was not completed, if there are any in a directory."""
+    if not (path / _STATE).exists():
+        for old in path.glob("*.tensor"):
+            old.unlink()
 
 
 def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -158,7 +168,7 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def read_state(path: str | Path) -> Any:
-    """Returns what `write_state` saved. Tensors are memory-mapped, so they are read on access.
+    """Returns what `complete_state` saved. Tensors are memory-mapped, so they are read on access.
 
     Raises:
         FileNotFoundError: the directory, or a file in it, is missing.
