@@ -345,6 +345,38 @@ def test_the_first_write():
     interrupt(make(2), WRITES["extend"])
 
 
+class Forgetful(PERSampler):
+    """Fails to hear of rows: of some calls by errors that are listed."""
+
+    errors = ()
+
+    def mark_update(self, *args, **named):
+        if self.errors:
+            error, *self.errors = self.errors
+            raise error
+        super().mark_update(*args, **named)
+
+
+@pytest.mark.parametrize(
+    "errors", [[MemoryError] * 2, [KeyboardInterrupt, MemoryError, MemoryError]]
+)
+@pytest.mark.parametrize("emptied", [None, 0, 2])
+def test_rows_that_samplers_could_not_be_told_of(errors, emptied):
+    """They are told of them with the next write, unless the rows are gone by then."""
+    sampler = Forgetful(SIZE)
+    storage = ReplayStorage(storage=PackedStorage(SIZE), sampler=sampler, batch_size=8)
+    storage.extend(block(storage, 4))
+    sampler.__dict__["errors"] = [*errors]
+    with pytest.raises(errors[0]):
+        storage.extend(block(storage, 6))
+    assert len(storage) == 10
+    if emptied is not None:
+        storage.empty(keep_steps=emptied)
+    storage.extend(block(storage, 1))
+    storage.validate()
+    assert len(storage) == 11 if emptied is None else emptied + 1
+
+
 class TestFinish:
     def test_interrupts_may_come_again(self):
         calls = []
@@ -365,6 +397,16 @@ class TestFinish:
         with pytest.raises(ValueError, match="something else") as raised:
             finish(refuse)
         assert raised.value.__context__ is None
+
+    def test_an_error_of_its_own_after_an_interrupt(self):
+        errors = [KeyboardInterrupt, OSError, OSError]
+
+        def act():
+            raise errors.pop(0)
+
+        with pytest.raises(KeyboardInterrupt):
+            finish(act)
+        assert not errors
 
     def test_results_are_returned(self):
         assert finish(lambda: 3) == 3

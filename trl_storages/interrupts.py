@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -51,18 +51,24 @@ def complete(error: BaseException, act: Callable[[], object]) -> bool:
     """Retries `act` as `finish` does, for a caller that has caught the error.
 
     Args:
-        error: what interrupted `act`. If `act` itself raised it, the retry raises it again, and this
-            returns False.
+        error: what interrupted `act`. If `act` itself raises errors, this returns False.
         act: as in `finish`.
 
     Returns:
         whether `act` completed.
     """
-    # Exceptions are retried once too, as timeouts and signal handlers may raise any.
-    for _ in range(1 if isinstance(error, Exception) else _ATTEMPTS):
-        with suppress(type(error)):
+    # An exception may have come from outside too, of a timeout or a signal handler; a second one has not.
+    num_errors = int(isinstance(error, Exception))
+    for _ in range(_ATTEMPTS):
+        if num_errors > 1:
+            break
+        try:
             act()
             return True
+        except Exception:
+            num_errors += 1
+        except BaseException:
+            pass
     return False
 
 

@@ -604,7 +604,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             move = partial(storage.set, kept.new, rows, set_cursor=False)
 
         def renew() -> torch.Tensor:
-            self._forget_links()
+            self._forget_rows()
             self._episodes.restart(kept)
             if empty_write_count:
                 self._write_count = 0
@@ -631,11 +631,12 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             self._evict(0, empty_write_count)
         super()._empty(empty_write_count)
         if self._directory is None:
-            self._forget_links()
+            self._forget_rows()
             self._episodes.clear()
 
-    def _forget_links(self) -> None:
-        """Clears the links between rows, before the index drops the rows."""
+    def _forget_rows(self) -> None:
+        """Clears the links between rows, and what to tell samplers of, before rows are dropped."""
+        self._untold.clear()
         if isinstance(self._storage, PackedStorage):
             self._storage.forget_links(self._episodes.num_slots_reached)
 
@@ -697,6 +698,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                     f"the episodes of the rows in {directory.path} are loaded together with them: load "
                     "what a ReplayStorage saved, by its loads() or load_state_dict()."
                 )
+        self._untold.clear()
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
