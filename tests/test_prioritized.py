@@ -28,6 +28,7 @@ from trl_storages.recipes import PrioritizedReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
+from trl_storages.samplers.base import UniformSampler
 from trl_storages.samplers.emphasis import ERESampler, WindowSampler
 from trl_storages.samplers.prioritized import PERSampler
 from trl_storages.writing import EpisodeWriter
@@ -574,6 +575,70 @@ def test_rows_written_with_a_priority_keep_it():
     assert buffer.sampler.priorities[:3].tolist() == [1.0, 2.0, 3.0]
     buffer.add(data[0])
     assert buffer.sampler.priorities[3].item() == 1.0
+
+
+@each_tree
+@pytest.mark.parametrize("bad", [[[1.0], [math.nan], [2.0]], [[-1.0]] * 3, [[1.0, 2.0]] * 3])
+def test_rows_with_a_bad_priority_are_not_written(bad):
+    writer = EpisodeWriter(keys=["observation", ("next", "done"), ("next", "reward")])
+    storage = ReplayStorage(storage=PackedStorage(10), sampler=PERSampler(10), writer=writer)
+    storage.extend(rows(3))
+    with pytest.raises(ValueError, match="priorit"):
+        storage.extend(rows(3).set("td_error", torch.tensor(bad)))
+    assert len(storage) == storage.write_count == 3
+    storage.validate()
+
+
+@each_tree
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("emptied", [None, 0, 1])
+def test_rows_that_were_written_while_another_sampler_drew(num_envs, emptied):
+    writer, sampler = EpisodeWriter(num_envs), PERSampler(16)
+    storage = ReplayStorage(storage=PackedStorage(16), writer=writer, sampler=sampler, batch_size=8)
+    storage.extend(in_lanes(num_envs, 4))
+    storage.update_priority(torch.arange(4), torch.tensor([3.0, 5.0, 2.0, 4.0]))
+    storage.set_sampler(UniformSampler())
+    if emptied is not None:
+        storage.empty(keep_steps=emptied)
+    slots = storage.extend(in_lanes(num_envs, 3, first=4)).flatten()
+    storage.set_sampler(sampler)
+    storage.validate()
+    assert (sampler.priorities[slots] == (5 if emptied is None else 1)).all()
+    if emptied is None:
+        assert sampler.priorities[:4].tolist() == [3, 5, 2, 4]
+    drawn = storage.sample(200)["index"]
+    assert storage.episodes.is_live(drawn).all()
+
+
+def in_lanes(num_envs, num_steps, first=0):
+    data = rows(num_steps, first)
+    return data if num_envs == 1 else data.expand(num_envs, num_steps).contiguous()
+
+
+def test_a_sampler_with_the_priorities_of_other_rows_begins_anew():
+    sampler, saved = PERSampler(10), PERSampler(10)
+    storage = ReplayStorage(storage=PackedStorage(10), sampler=sampler)
+    storage.extend(rows(8))
+    storage.update_priority(torch.arange(8), torch.arange(8) + 1.0)
+    state = sampler.state_dict()
+    storage.set_sampler(UniformSampler())
+    for _ in range(2):
+        other = ReplayStorage(storage=PackedStorage(10))
+        other.extend(rows(2))
+        other.set_sampler(sampler)
+        other.validate()
+        assert other.sample(100)["index"].max() < 2
+        other.extend(rows(8, first=2))
+        other.set_sampler(UniformSampler())
+    other = ReplayStorage(storage=PackedStorage(10), sampler=sampler)
+    other.extend(rows(2))
+    other.validate()
+    # Priorities of these very rows are kept.
+    other = ReplayStorage(storage=PackedStorage(10))
+    other.extend(rows(8))
+    saved.load_state_dict(state)
+    other.set_sampler(saved)
+    assert saved.priorities[:8].tolist() == [*range(1, 9)]
 
 
 def test_a_stock_writer_and_prefetching():

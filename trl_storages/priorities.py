@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ __all__ = [
     "DeferredFlag",
     "Normalization",
     "PriorityTable",
+    "check_priorities",
     "leaf_weights",
 ]
 
@@ -94,6 +95,17 @@ def leaf_weights(raised: torch.Tensor, alpha: float) -> torch.Tensor:
         return torch.cat([part**alpha for part in raised.split(_SERIAL)])[:size]  # type: ignore[no-untyped-call]
     weights = raised**alpha
     return weights[:size] if left_over else weights
+
+
+def check_priorities(priority: torch.Tensor) -> None:
+    """Raises a ValueError if a priority, `[B]` float32, is NaN, negative or infinite."""
+    bad = priority[~((priority >= 0) & (priority < ABSENT))]
+    if bad.numel():
+        raise ValueError(
+            f"priorities must be finite and at least 0, got {bad[0].item()} and "
+            f"{bad.numel() - 1} more such; nothing was changed. "
+            + ("Pass td_error.abs()." if bad[0] < 0 else "Look for NaN in the loss.")
+        )
 
 
 #: What importance weights are divided by: the batch maximum, the maximum over all drawable rows, or
@@ -292,7 +304,8 @@ class PriorityTable:
             return
         self.raise_deferred_error()
         if finish(partial(self._report, slots, priority, stamp)):
-            self._refuse(slots, priority)
+            check_priorities(priority)
+            raise self._no_slot(slots)
 
     def _report(
         self, slots: torch.Tensor, priority: torch.Tensor, stamp: torch.Tensor | None
@@ -305,16 +318,6 @@ class PriorityTable:
             return True
         self._tree.set(written, leaf_weights(raised, self._alpha))
         return False
-
-    def _refuse(self, slots: torch.Tensor, priority: torch.Tensor) -> NoReturn:
-        bad = priority[~((priority >= 0) & (priority < ABSENT))]
-        if bad.numel():
-            raise ValueError(
-                f"priorities must be finite and at least 0, got {bad[0].item()} and "
-                f"{bad.numel() - 1} more such; nothing was changed. "
-                + ("Pass td_error.abs()." if bad[0] < 0 else "Look for NaN in the loss.")
-            )
-        raise self._no_slot(slots)
 
     def _no_slot(self, slots: torch.Tensor) -> IndexError:
         return IndexError(

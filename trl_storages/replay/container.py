@@ -352,7 +352,8 @@ class ReplayStorage(
             int64 slots of the batch size of the steps.
 
         Raises:
-            ValueError, KeyError: the steps do not fit. Nothing is written then.
+            ValueError, KeyError: the steps do not fit, or a priority is NaN, negative or infinite.
+                Nothing is written then.
         """
         update_priority = arguments.optional(arguments.flag, "update_priority", update_priority)
         if not isinstance(self._writer, EpisodeWriter):
@@ -560,7 +561,7 @@ class ReplayStorage(
         # TorchRL would reset the priorities of rows already stored. Attach now, as later writes notify
         # the sampler without passing it the storage.
         if (sampler := prioritized_of(self._sampler)) is not None:
-            sampler.attach(self._storage)
+            sampler.catch_up(self._storage)
         elif not mark_stored_rows(layers_of(self._sampler)[-1], self._storage):
             super()._initialize_prioritized_sampler()
 
@@ -655,6 +656,8 @@ class ReplayStorage(
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler; the new one uses this storage's generator.
 
+        One that drew before keeps its priorities; rows written since get the largest of them.
+
         Returns:
             the previous sampler.
 
@@ -666,8 +669,14 @@ class ReplayStorage(
         if isinstance(self._writer, EpisodeWriter):
             check_part(sampler, self._writer.num_envs)
         registry.check_own_parts(self._storage, sampler=sampler)
-        previous = super().set_sampler(sampler)
-        sampler._rng = self._rng
+        leaves, comes = prioritized_of(self._sampler), prioritized_of(sampler)
+        with self._replay_lock, self._write_lock:
+            if comes is not None and comes is not leaves:
+                comes.catch_up(self._storage)
+            if leaves is not None and comes is not leaves:
+                leaves.leave(self._storage)
+            previous = super().set_sampler(sampler)
+            sampler._rng = self._rng
         return previous
 
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
@@ -680,8 +689,8 @@ class ReplayStorage(
             before = self._prefetch_queue, self._prefetch_cap
             # Let pending draws finish first, so that draws are reproducible from a seed.
             wait(self._prefetch_queue)
-            self._prefetch_queue, self._prefetch_cap = deque(), 0
             try:
+                self._prefetch_queue, self._prefetch_cap = deque(), 0
                 return sample()
             finally:
                 self._prefetch_queue, self._prefetch_cap = before

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from trl_storages.ring import EpisodeIndex
+from trl_storages.samplers import prioritized_of
 from trl_storages.transforms import ReplayTransform, parts_of
 
 __all__ = ["KnownRows", "record", "write"]
@@ -34,7 +35,7 @@ def write(
         data: as `put` takes it.
         has_priority: whether to use the entry `priority_key`, if present, as the rows' priority.
     """
-    transform, sampler = storage._transform, storage._sampler
+    transform = storage._transform
     # Skipped without inverses, as TorchRL would copy the data and add an index to the copy.
     rows = transform.inv(data) if _may_have_inverse(transform) else data
     if rows is None:
@@ -44,11 +45,14 @@ def write(
         priority = rows.get(key)
 
     def hear(slots: torch.Tensor) -> None:
-        sampler.extend(slots)
+        storage._sampler.extend(slots)
         if priority is not None:
             storage.update_priority(slots, priority)
 
     with storage._replay_lock, storage._write_lock:
+        # Before anything is written.
+        if priority is not None and (sampler := prioritized_of(storage._sampler)) is not None:
+            sampler.check_priorities(priority, rows.numel())
         return put(rows, then=hear)
 
 

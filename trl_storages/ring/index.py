@@ -100,6 +100,9 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     ([2, 1, 0, 0], [0, 1, 2, 0])
     """
 
+    #: How often the steps of these lanes were replaced by others.
+    num_restarts = 0
+
     # Lanes and slots
 
     def lane_ids(self, lanes: Lanes = None) -> torch.Tensor:
@@ -327,6 +330,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
 
     def restart(self, kept: Kept) -> None:
         """Removes all rows except those described by `newest`."""
+        self.num_restarts += 1
         for tensor in self.ring.tensors.values():
             tensor.zero_()
         for lane, rows in enumerate(kept.lanes):
@@ -422,6 +426,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""
         read = self.read_state(state).moved(self.spare_steps)
+        self.num_restarts += 1
         for name, tensor in self.ring.tensors.items():
             tensor.copy_(read.ring.tensors[name])
         self.host_steps[:] = self.cursors.cpu().numpy()

@@ -22,7 +22,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels.memory import on_device
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
-from trl_storages.priorities import ABSENT, Normalization, PriorityTable
+from trl_storages.priorities import ABSENT, Normalization, PriorityTable, check_priorities
 from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
@@ -152,6 +152,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         self._is_loaded = False
+        # While another sampler draws: the restarts of the index, and `[E]` the steps written before.
+        self._left_at: tuple[int, torch.Tensor] | None = None
         #: Draws so far; -inf once priorities have been reported, or were there from the beginning.
         self._unanswered = 0.0
 
@@ -286,20 +288,27 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         # First, as the table may move to the storage's device.
         self._settle(storage)
         slots, device = self._as_slots(index), self.device
-        priority = arguments.values("priority", priority).detach()
-        priority = on_device(priority, device, torch.float32)
+        priority = on_device(_one_each(priority, slots.numel()), device)
         if stamp is not None:
-            arguments.tensor("stamp", stamp)
-        if priority.numel() == 1:
-            priority = priority.reshape(1).expand(slots.numel())
-        for name, given in (("priority", priority), ("stamp", stamp)):
-            if given is not None and given.numel() != slots.numel():
-                raise ValueError(_not_one_each(name, given, slots.numel()))
-        if stamp is not None:
+            if arguments.tensor("stamp", stamp).numel() != slots.numel():
+                raise ValueError(_not_one_each("stamp", stamp, slots.numel()))
             stamp = on_device(stamp, device, torch.int32).flatten().contiguous()
         # `Sealed.__setattr__` would take longer.
         self.__dict__.update(_marked=None, _unanswered=-math.inf)
-        self._table.update(slots, priority.flatten().contiguous(), stamp)
+        self._table.update(slots, priority.contiguous(), stamp)
+
+    def check_priorities(self, priority: Any, num_rows: int) -> None:
+        """Checks the priorities that rows are to be written with; of those on a GPU only the number.
+
+        Args:
+            priority: as in `update_priority`.
+            num_rows: how many rows there are.
+
+        Raises:
+            ValueError: as in `update_priority`.
+        """
+        if (priority := _one_each(priority, num_rows)).is_cpu:
+            check_priorities(priority)
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
@@ -359,6 +368,31 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     def attach(self, storage: Storage) -> None:
         """Connects to a storage; if its rows are in a directory, uses the priorities stored there."""
         self._settle(storage)
+
+    def leave(self, storage: Any) -> None:
+        """Notes which rows are known, as another sampler replaces this one."""
+        if (episodes := getattr(storage, "episodes", None)) is not None:
+            self._left_at = episodes.num_restarts, episodes.num_steps_written.clone()
+
+    def catch_up(self, storage: Any) -> None:
+        """Connects to a storage: rows written while another sampler drew get the largest priority.
+
+        If the stored rows are not those that this sampler has priorities of, all begin anew.
+        """
+        self._settle(storage)
+        before, self._left_at = self._left_at, None
+        table, episodes = self._table, getattr(storage, "episodes", None)
+        if episodes is None or not table.has_rows or getattr(storage, "reader", None) is not None:
+            return
+        live, goes_on = episodes.live_slots().cpu(), True
+        if before is not None:
+            (restarts, steps), written = before, episodes.num_steps_written
+            goes_on = restarts == episodes.num_restarts and steps.shape == written.shape
+            if goes_on := goes_on and bool((steps <= written).all()):
+                table.write(episodes.slots_since(steps))
+        if not goes_on or self.inconsistent_slots(self.priorities, live):
+            table.clear()
+            table.write(live.to(self.device))
 
     def _empty(self) -> None:
         self._marked = None
@@ -496,6 +530,17 @@ def _warn_of_forgotten(storage: Storage) -> None:
             "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, which "
             "needs its td_error; or draw uniformly, with alpha=0."
         )
+
+
+def _one_each(priority: float | torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Returns priorities of rows as `[n]` float32; a single one is that of each row."""
+    given = arguments.values("priority", priority)
+    found = given.detach().float().flatten()
+    if found.numel() == 1:
+        return found.expand(num_rows)
+    if found.numel() != num_rows:
+        raise ValueError(_not_one_each("priority", given, num_rows))
+    return found
 
 
 def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
