@@ -561,6 +561,7 @@ class ReplayStorage(
         # TorchRL would reset the priorities of rows already stored. Attach now, as later writes notify
         # the sampler without passing it the storage.
         if (sampler := prioritized_of(self._sampler)) is not None:
+            sampler.attach(self._storage)
             sampler.catch_up(self._storage)
         elif not mark_stored_rows(layers_of(self._sampler)[-1], self._storage):
             super()._initialize_prioritized_sampler()

@@ -375,12 +375,13 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             self._left_at = episodes.num_restarts, episodes.num_steps_written.clone()
 
     def catch_up(self, storage: Any) -> None:
-        """Connects to a storage: rows written while another sampler drew get the largest priority.
+        """Gives rows that were written while another sampler drew the largest priority.
 
         If the stored rows are not those that this sampler has priorities of, all begin anew.
         """
-        self._settle(storage)
         before, self._left_at = self._left_at, None
+        if self._table.has_rows:
+            self._settle(storage)
         table, episodes = self._table, getattr(storage, "episodes", None)
         if episodes is None or not table.has_rows or getattr(storage, "reader", None) is not None:
             return
