@@ -72,28 +72,56 @@ class TestByHand:
     @pytest.mark.requirement("per-draws")
     def test_weights_of_the_storage_and_raw_ones(self):
         table = filled(1.0, 3.0, 0.0, 4.0)
-        table.normalize = "storage"
-        assert table.draw(self.MARKS[-1:], 1.0, 4)[1].item() == pytest.approx(1 / 9)
+
+        def weight(mark, normalize):
+            return table.draw(mark, 1.0, 4, normalize=normalize)[1].item()
+
+        assert weight(self.MARKS[-1:], "storage") == pytest.approx(1 / 9)
         table.update(ints(2), floats(1.0), None)
-        assert table.draw(self.MARKS[:1], 1.0, 4)[1].item() == 1.0
-        table.normalize = "none"
+        assert weight(self.MARKS[:1], "storage") == 1.0
         # The four weigh 1.5, 3.5, 1.5, 4.5: 2.75 on average.
-        assert table.draw(self.MARKS[:1], 1.0, 4)[1].item() == pytest.approx(2.75 / 1.5)
+        assert weight(self.MARKS[:1], "none") == pytest.approx(2.75 / 1.5)
 
     @pytest.mark.requirement("live-parameters")
     def test_rescale_is_exact_and_comes_back(self):
-        table = filled(1.0, 3.0, 0.0, 4.0, normalize="storage")
-        before = table.draw(random_noise(100), 0.4, 4)
+        table = filled(1.0, 3.0, 0.0, 4.0)
+
+        def drawn():
+            return table.draw(random_noise(100), 0.4, 4, normalize="storage")
+
+        before = drawn()
         for exponents, total in (((0.0, 0.5), 4.0), ((2.0, 1.0), 4 + 16 + 1 + 25)):
             table.rescale(alpha=exponents[0], eps=exponents[1])
+            table.validate()
+            drawn()
             assert table._tree.total.item() == total
             table.validate()
         table.rescale(alpha=1.0, eps=0.5)
-        for was, now in zip(before, table.draw(random_noise(100), 0.4, 4), strict=True):
+        for was, now in zip(before, drawn(), strict=True):
             assert torch.equal(was, now)
 
+    @pytest.mark.requirement("live-parameters")
+    def test_a_draw_that_goes_on_beside_a_change_of_alpha(self):
+        """As with `prefetch`, where a scheduler sets `alpha` while another thread draws."""
+        table, change = filled(1.0, 3.0, 0.0, 4.0), {"alpha": 0.0, "eps": 0.5}
+        slots, weight, _ = table.draw(self.MARKS, 1.0, 4)
+        tree, draws = table._tree, table._tree.draw
+
+        def draw(*what):
+            table.rescale(**change)
+            return draws(*what)
+
+        tree.draw = draw
+        there, weighed, _ = table.draw(self.MARKS, 1.0, 4)
+        assert torch.equal(there, slots)
+        assert torch.equal(weighed, weight)
+        # The next draw knows it.
+        assert table.draw(self.MARKS, 1.0, 4)[1].tolist() == [1.0] * 8
+        table.validate()
+
     def test_validate_finds_what_is_broken(self):
-        table = filled(1.0, 3.0, 0.0, 4.0, normalize="storage")
+        table = filled(1.0, 3.0, 0.0, 4.0)
+        table.draw(random_noise(4), 0.4, 4, normalize="storage")
         table.validate()
         table._rows.priorities[1] = 2.0
         with pytest.raises(RuntimeError, match=r"sum over the priorities is 10\.0, must be 9\.0"):
@@ -121,8 +149,8 @@ def test_weights_follow_from_the_probabilities(values, alpha, beta):
             patch.setenv("TRL_STORAGES_BACKEND", kernels)
             table = filled(*values, alpha=alpha, eps=1e-3)
         for normalize in ("batch", "storage", "none"):
-            table.normalize = normalize
-            slots, got, _ = table.draw(random_noise(64), beta, len(values))
+            asked = random_noise(64), beta, len(values)
+            slots, got, _ = table.draw(*asked, normalize=normalize)
             drawn = [raw[slot] for slot in slots.tolist()]
             scale = {"batch": max(drawn), "storage": max(raw), "none": 1.0}[normalize]
             assert got.tolist() == pytest.approx([each / scale for each in drawn], rel=1e-5)
@@ -168,10 +196,10 @@ def test_draws_are_as_likely_as_they_should_be():
 def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
     monkeypatch, num_envs, normalize
 ):
-    table = filled(*range(6), alpha=0.6, normalize=normalize)
+    table, options = filled(*range(6), alpha=0.6), {"normalize": normalize}
     episodes = EpisodeIndex(6, num_envs)
     episodes.append(torch.zeros(num_envs, 6 // num_envs, dtype=torch.bool))
-    table.draw(random_noise(4), 0.4, torch.tensor(2), episodes)
+    table.draw(random_noise(4), 0.4, torch.tensor(2), episodes, **options)
     table.write(ints(1))
     pickled = pickle.dumps(table)
     copies = [copy.deepcopy(table)]
@@ -181,9 +209,9 @@ def test_copies_and_pickles_are_independent_equal_and_of_the_backend_there(
     for copied in copies:
         copied.validate()
         for draws in (
-            [each.draw(random_noise(64), 0.4, 6) for each in (copied, table)],
+            [each.draw(random_noise(64), 0.4, 6, **options) for each in (copied, table)],
             [
-                each.draw(random_noise(64), 0.4, torch.tensor(3), episodes)
+                each.draw(random_noise(64), 0.4, torch.tensor(3), episodes, **options)
                 for each in (copied, table)
             ],
         ):
@@ -201,16 +229,14 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 80),
         alpha=st.sampled_from([0.0, 0.5, 1.0]),
-        normalize=st.sampled_from(["batch", "storage", "none"]),
     )
-    def plant(self, size, alpha, normalize):
+    def plant(self, size, alpha):
         self.tables = []
         for choice in ("numba", "torch"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TRL_STORAGES_BACKEND", choice)
-                options = {"alpha": alpha, "eps": 0.5, "normalize": normalize}
-                self.tables.append(PriorityTable(size, **options, device=CPU))
-        self.alpha, self.eps, self.normalize = alpha, 0.5, normalize
+                self.tables.append(PriorityTable(size, alpha=alpha, eps=0.5, device=CPU))
+        self.alpha, self.eps = alpha, 0.5
         self.clear()
         self.stamps = [0] * size
 
@@ -251,12 +277,6 @@ class TableMachine(RuleBasedStateMachine):
             table.rescale(alpha=alpha, eps=eps)
         self.alpha, self.eps = alpha, eps
 
-    @rule(normalize=st.sampled_from(["batch", "storage", "none"]))
-    def normalise(self, normalize):
-        for table in self.tables:
-            table.normalize = normalize
-        self.normalize = normalize
-
     @rule()
     def forget(self):
         for table in self.tables:
@@ -271,20 +291,25 @@ class TableMachine(RuleBasedStateMachine):
             table.load_state_dict(state)
         self.stamps = [stamp + 1 for stamp in self.stamps]
 
-    @rule(seed=st.integers(0, 1000), beta=st.floats(0, 1))
-    def draw(self, seed, beta):
+    @rule(
+        seed=st.integers(0, 1000),
+        beta=st.floats(0, 1),
+        normalize=st.sampled_from(["batch", "storage", "none"]),
+    )
+    def draw(self, seed, beta, normalize):
         there = [p for p in self.priorities if p != ABSENT]
         if not there:
             return
-        draws = [table.draw(random_noise(16, seed), beta, len(there)) for table in self.tables]
+        asked = random_noise(16, seed), beta, len(there)
+        draws = [table.draw(*asked, normalize=normalize) for table in self.tables]
         assert all(torch.equal(*both) for both in zip(*draws, strict=True))
         slots, weights, stamps = (each.tolist() for each in draws[0])
         drawn = [self.priorities[slot] for slot in slots]
         assert ABSENT not in drawn
-        if self.normalize == "none":
+        if normalize == "none":
             reference = sum((p + self.eps) ** self.alpha for p in there) / len(there)
         else:
-            least = min(drawn if self.normalize == "batch" else there)
+            least = min(drawn if normalize == "batch" else there)
             reference = (least + self.eps) ** self.alpha
         expected = [(reference / (p + self.eps) ** self.alpha) ** beta for p in drawn]
         assert weights == pytest.approx(expected, rel=1e-5)

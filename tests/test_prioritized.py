@@ -323,6 +323,7 @@ def test_alpha_may_go_to_zero_and_come_back():
     for was, now in zip(before, draws(), strict=True):
         assert torch.equal(was, now)
     buffer.sampler.eps = 0.5
+    draws()
     assert float(buffer.sampler._table._tree.total) == pytest.approx(0.6**0.6 + 2.5**0.6 + 3.5**0.6)
     buffer.sampler.validate()
 

@@ -7,8 +7,6 @@ Letters: B batch, N slots, E lanes (environments), R ring steps per lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -124,7 +122,6 @@ class PriorityTable:
         capacity: N.
         alpha: priority exponent.
         eps: added to priorities.
-        normalize: whose largest importance weight is 1.
         device: device of the table.
 
     Attributes:
@@ -140,13 +137,13 @@ class PriorityTable:
         *,
         alpha: float,
         eps: float,
-        normalize: Normalization = "batch",
         device: torch.device,
     ) -> None:
         self.capacity = capacity
         self.device = device
         self.has_rows = False
-        self._alpha, self._eps, self._normalize = alpha, eps, normalize
+        # Those of the weights in the tree, and those of the next draw.
+        self._alpha, self._eps = self._wanted = alpha, eps
         self._on_host = device.type == "cpu"
         self._rows = backend(device).RawPriorities(capacity, device)
         self._deferred_error = DeferredFlag(device)
@@ -157,7 +154,6 @@ class PriorityTable:
     def _plant(self, num_lanes: int) -> None:
         """Makes an empty tree."""
         self._tree = backend(self.device).SumTree(self.capacity, num_lanes, self.device)
-        self._tree.keep_least(self._normalize == "storage")
 
     # Columns by slot
 
@@ -190,31 +186,14 @@ class PriorityTable:
 
     # Drawing
 
-    @property
-    def normalize(self) -> Normalization:
-        """Whose largest importance weight is 1. Setting "storage" takes a pass over all rows."""
-        return self._normalize
-
-    @normalize.setter
-    def normalize(self, value: Normalization) -> None:
-        self._normalize = value
-        self._tree.keep_least(value == "storage")
-
-    @contextmanager
-    def plain_weights(self) -> Iterator[None]:
-        """Context in which draws return unnormalised importance weights."""
-        kept, self._normalize = self._normalize, "none"
-        try:
-            yield
-        finally:
-            self._normalize = kept
-
     def draw(
         self,
         noise: torch.Tensor,
         beta: float,
         num_rows: int | torch.Tensor,
         newest_of: EpisodeIndex | None = None,
+        *,
+        normalize: Normalization = "batch",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draws among all rows, or among the newest.
 
@@ -223,21 +202,24 @@ class PriorityTable:
             beta: exponent of the importance weights.
             num_rows: the number of rows to draw among, on the host or the device.
             newest_of: the episode index of the rows, to draw among the newest; None draws among all.
+            normalize: whose largest importance weight is 1.
 
         Returns:
             `[B]` int64 slots, `[B]` float32 weights, `[B]` int32 stamps.
         """
         ranges: torch.Tensor | None = None
         reference: torch.Tensor | None = None
+        if (self._alpha, self._eps) != self._wanted:
+            finish(self._reweigh)
         if newest_of is not None:
             if newest_of.num_envs != self._tree.num_lanes:
                 finish(partial(self._arrange, newest_of.num_envs))
             ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)
-        if self._normalize == "storage":
+        if normalize == "storage":
             reference = self._tree.least(ranges)
-        elif self._normalize == "none" and ranges is None:
+        elif normalize == "none" and ranges is None:
             reference = self._tree.total / num_rows
-        elif ranges is not None and self._normalize == "none":
+        elif ranges is not None and normalize == "none":
             reference = self._tree.range_sums(ranges).sum() / ranges.diff(dim=0).sum()
         slots, ratios = self._tree.draw(noise, ranges, reference)
         return slots, ratios.pow_(beta).float(), self._rows.stamps.index_select(0, slots)
@@ -247,8 +229,17 @@ class PriorityTable:
         self._tree.renew(self._all_weights())
 
     def rescale(self, *, alpha: float, eps: float) -> None:
-        """Changes `alpha` and `eps`, recomputing all weights from the raw priorities."""
-        self._alpha, self._eps = alpha, eps
+        """Changes `alpha` and `eps`: on a GPU at once, so that captured draws see it.
+
+        On the CPU the next draw recomputes all weights, since one may be going on in another thread.
+        """
+        self._wanted = alpha, eps
+        if not self._on_host:
+            self._reweigh()
+
+    def _reweigh(self) -> None:
+        """Recomputes all weights from the raw priorities."""
+        self._alpha, self._eps = self._wanted
         self._new_weight = (ABSENT, torch.zeros(1))
         self._tree.renew(self._all_weights())
 
@@ -391,8 +382,7 @@ class PriorityTable:
             ("sum of 64 leaves", self._tree.range_sums(blocks), tree.range_sums(blocks)),
             ("weight", self._tree.weights, tree.weights),
         ]
-        if self._normalize == "storage":
-            tree.keep_least(True)
+        if self._tree.tracks_least:
             answers.append(("minimum", self._tree.least(), tree.least()))
         for name, got, want in answers:
             if not torch.equal(got, want):

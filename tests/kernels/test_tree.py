@@ -73,7 +73,6 @@ class TestByHand:
         assert tree.weights.tolist() == [1.5, 3.5, 0.0, 0.5, 4.5]
         parts = ranges([0, 1, 2, 1, 0, 5], [2, 5, 3, 2, 5, 5])
         assert tree.range_sums(parts).tolist() == [5.0, 8.5, 0.0, 3.5, 10.0, 0.0]
-        tree.keep_least(True)
         assert tree.least().item() == 0.5
         assert tree.least(ranges([0, 4], [2, 5])).item() == 1.5
         assert tree.least(ranges([2, 0], [3, 0])).item() == ABSENT
@@ -100,18 +99,13 @@ class TestByHand:
         assert tree.weights.tolist() == [1.0, 3.5, 2.0, 0.5, 4.5]
         assert tree.total.item() == 11.5
 
-    def test_the_least_is_kept_only_while_asked_for(self, tree):
-        with pytest.raises(RuntimeError, match="keep_least"):
-            tree.least()
-        tree.keep_least(True)
+    def test_the_least_is_tracked_once_it_was_asked_for(self, tree):
+        tree.set(ints(3), doubles(0.125))
+        assert not tree.tracks_least
+        assert tree.least(ranges([3], [5])).item() == 0.125
+        assert tree.tracks_least
         tree.set(ints(3, 0), doubles(0.25, 0.0))
         assert tree.least().item() == 0.25
-        tree.keep_least(False)
-        tree.set(ints(3), doubles(0.125))
-        with pytest.raises(RuntimeError, match="keep_least"):
-            tree.least(ranges([0], [1]))
-        tree.keep_least(True)
-        assert tree.least().item() == 0.125
         tree.renew(doubles(0, 0, 3, 0, 0))
         assert tree.least().item() == 3.0
 
@@ -239,7 +233,7 @@ def histories(draw):
 def test_both_trees_answer_bit_for_bit_as_a_list_does(history):
     size, writes, first, last, seed = history
     trees = [backend.SumTree(size) for backend in BACKENDS.values()]
-    trees[0].keep_least(True)
+    trees[0].least()
     plain = np.zeros(size)
     for leaves, weights in writes:
         for leaf, weight in zip(leaves, weights, strict=True):
@@ -247,7 +241,6 @@ def test_both_trees_answer_bit_for_bit_as_a_list_does(history):
                 plain[leaf] = weight
         for tree in trees:
             tree.set(torch.from_numpy(leaves), torch.from_numpy(weights))
-    trees[1].keep_least(True)
     total = node_sums(plain)[-1][0]
     parts, noise = ranges(first, last), random_noise(64, seed)
     inside = [leaf for a, b in zip(first, last, strict=True) for leaf in range(a, b)]
@@ -404,7 +397,7 @@ def test_nothing_waits_for_the_device(gpu):
     tree, rows = (kind(5000, device=gpu) for kind in (device.SumTree, device.RawPriorities))
     slots = torch.arange(16, device=gpu)
     noise = torch.empty(16, dtype=torch.int64, device=gpu).random_()
-    tree.keep_least(True)
+    tree.least()
     answers = [rows.renew(slots)]
     stamps = rows.stamps[slots]
     answers += rows.report(slots, torch.rand(16, device=gpu), 0.1, stamps)

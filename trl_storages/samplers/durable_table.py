@@ -183,7 +183,7 @@ class DurableTable(PriorityTable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy holds the same priorities in memory; the files stay with the storage.
-        options: Any = {"alpha": self._alpha, "eps": self._eps, "normalize": self._normalize}
-        table = PriorityTable(self.capacity, **options, device=self.device)
+        alpha, eps = self._wanted
+        table = PriorityTable(self.capacity, alpha=alpha, eps=eps, device=self.device)
         table.load_state_dict(self.state_dict())
         return copy.copy, (table,)

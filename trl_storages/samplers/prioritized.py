@@ -6,8 +6,8 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, get_args
@@ -91,8 +91,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         device: device of the priorities until the first storage is seen, then the storage's.
 
     `alpha`, `beta`, `eps` and `normalize` are attributes that may be set at any time, the first three by
-    TorchRL's schedulers. Changing `alpha` or `eps`, or setting `normalize="storage"`, costs a pass over
-    all rows.
+    TorchRL's schedulers. After a change of `alpha` or `eps`, and with `normalize="storage"` at first, a
+    draw costs a pass over all rows.
 
     Raises:
         ValueError: an argument is out of range.
@@ -131,7 +131,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     normalize = Setting[Normalization](
         partial(arguments.choice, names=get_args(Normalization)),
         'Whose largest importance weight is 1: "batch", "storage" or "none".',
-        lambda sampler: setattr(sampler._table, "normalize", sampler.normalize),
     )
 
     def __init__(
@@ -152,16 +151,15 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self._marked: int | torch.Tensor | None = None
         self._table = self._make_table(arguments.device("device", device))
         self._is_loaded = False
+        # Set while a batch is drawn of which other storages supply a part.
+        self._draws_plain_weights = False
         # While another sampler draws: the restarts of the index, and `[E]` the steps written before.
         self._left_at: tuple[int, torch.Tensor] | None = None
         #: Draws so far; -inf once priorities have been reported, or were there from the beginning.
         self._unanswered = 0.0
 
     def _make_table(self, device: torch.device) -> PriorityTable:
-        return PriorityTable(self._max_capacity, **self._exponents(), device=device)
-
-    def _exponents(self) -> dict[str, Any]:
-        return {"alpha": self.alpha, "eps": self.eps, "normalize": self.normalize}
+        return PriorityTable(self._max_capacity, alpha=self.alpha, eps=self.eps, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -219,19 +217,22 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self.__dict__["_unanswered"] += 1
         if self._unanswered == _FORGOTTEN:
             _warn_of_forgotten(storage)
-        table = self._table
-        noise = random_noise(batch_size, generator=self._rng, device=table.device)
-        if window is None:
-            slots, weight, stamp = table.draw(noise, self.beta, _num_rows(storage))
-        else:
-            if episodes is None:
-                episodes = episodes_of(storage)  # raises
-            slots, weight, stamp = table.draw(noise, self.beta, window, episodes)
+        noise = random_noise(batch_size, generator=self._rng, device=self.device)
+        among: Any = (_num_rows(storage), None)
+        if window is not None:
+            among = window, episodes_of(storage) if episodes is None else episodes  # raises
+        normalize = "none" if self._draws_plain_weights else self.normalize
+        slots, weight, stamp = self._table.draw(noise, self.beta, *among, normalize=normalize)
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
 
-    def plain_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which weights are (N P(i))^-beta, whatever `normalize` is."""
-        return self._table.plain_weights()
+    @contextmanager
+    def plain_weights(self) -> Iterator[None]:
+        """Context in which weights are (N P(i))^-beta, whatever `normalize` is."""
+        self.__dict__["_draws_plain_weights"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["_draws_plain_weights"] = False
 
     # Writing
 
@@ -351,7 +352,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
                 return False
             state = self._table.state_dict() if self._is_loaded else None
             self._is_loaded = False
-            self._table = table = DurableTable(storage, **self._exponents())
+            self._table = table = DurableTable(storage, alpha=self.alpha, eps=self.eps)
             if state is not None and table.takes(state):
                 # Loaded with the rows, before the files were attached.
                 table.load_state_dict(state)

@@ -213,29 +213,24 @@ class SumTree:
             node = torch.add(chosen, node, alpha=FAN_OUT)
         return node
 
-    def keep_least(self, keep: bool) -> None:
-        """Starts or stops tracking the least weight below each node, which `least` needs.
-
-        Starting costs a pass over all leaves, and each `set` takes twice the time from then on.
-        """
-        if not keep:
-            self._least = None
-        elif self._least is None:
-            table = torch.full_like(self._table, _INFINITY)
-            self._lowest, self._least = table[:1], self._levels(table)
-            self._renew_least(self._least)
+    @property
+    def tracks_least(self) -> bool:
+        """Whether the least weight below each node is kept up to date, as it is once it was asked for."""
+        return self._least is not None
 
     def least(self, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
+        The first call takes a pass over all leaves, and each `set` twice the time from then on.
+
         Args:
             ranges: `[2, R]` int64, their first leaves and their ends; None takes all leaves.
-
-        Raises:
-            RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
-            raise RuntimeError("keep_least(True) must be called before least().")
+            table = torch.full_like(self._table, _INFINITY)
+            self._lowest, levels = table[:1], self._levels(table)
+            self._renew_least(levels)
+            self._least = levels
         if ranges is None:
             return self._lowest[0].clone()
         start, stop = ranges

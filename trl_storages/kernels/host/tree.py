@@ -131,28 +131,23 @@ class SumTree:
         _draw(self._sums, self._starts, self.num_lanes, self.lane_leaves, *within, above, *batch)
         return slots, ratios
 
-    def keep_least(self, keep: bool) -> None:
-        """Starts or stops tracking the least weight below each node, which `least` needs.
-
-        Starting costs a pass over all leaves, and each `set` takes twice the time from then on.
-        """
-        if not keep:
-            self._least = None
-        elif self._least is None:
-            self._least = np.full_like(self._sums, _INFINITY)
-            self._renew_least(self._least)
+    @property
+    def tracks_least(self) -> bool:
+        """Whether the least weight below each node is kept up to date, as it is once it was asked for."""
+        return self._least is not None
 
     def least(self, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the least positive weight in the union of some ranges, `[]`; infinity if none.
 
+        The first call takes a pass over all leaves, and each `set` twice the time from then on.
+
         Args:
             ranges: `[2, R]` int64, their first leaves and their ends; None takes all leaves.
-
-        Raises:
-            RuntimeError: the least weights are not tracked.
         """
         if self._least is None:
-            raise RuntimeError("keep_least(True) must be called before least().")
+            least = np.full_like(self._sums, _INFINITY)
+            self._renew_least(least)
+            self._least = least
         low = self._least[0]
         if ranges is not None:
             low = _least_within(self._least, self._starts, ranges.shape[1], address(ranges))
