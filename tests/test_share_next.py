@@ -239,6 +239,28 @@ def test_flat_batches_find_their_lanes(num_envs, sizes, seed):
         assert_same(*(buffer.sample(7) for buffer in both))
 
 
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("share_next", [False, True])
+def test_flat_batches_whose_lanes_get_different_numbers_of_rows(monkeypatch, backend, share_next):
+    """Rows of three environments in any order: each has its own values, at the slot returned for it."""
+    monkeypatch.setenv("TRL_STORAGES_BACKEND", backend)
+    luck = torch.Generator().manual_seed(0)
+    buffer, now = make(60, 3, share_next=share_next), torch.tensor([0, 1000, 2000])
+    for _ in range(20):
+        sizes = torch.randint(0, 5, (3,), generator=luck) + torch.tensor([1, 0, 0])
+        lane = torch.arange(3).repeat_interleave(sizes)
+        lane = lane[torch.randperm(len(lane), generator=luck)]
+        observed = torch.stack([now[it] + (lane[:at] == it).sum() for at, it in enumerate(lane)])
+        now += sizes
+        step = observed - 1000 * lane
+        data = rows(observed, observed + 1, step % 7 == 6)
+        data["collector", "traj_ids"] = 100 * lane + step // 7
+        slots = buffer.extend(data.clone())
+        assert_same(buffer[slots], data)
+        assert_true(buffer[:])
+        buffer.validate()
+
+
 def test_rows_of_agents_keep_their_batch_sizes():
     def agents(value):
         return TensorDict({"observation": value.unsqueeze(-1).expand(-1, 3, 2).clone()}, [6, 3])

@@ -223,12 +223,9 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered)
         rows = torch.randint(99, (len(lanes or "all"), num_steps, 2))
         done = torch.zeros(rows.shape[:2], dtype=torch.bool)
         new = kernels.NewRows([rows], np.array([[0, 16]]), done.numel(), 2, done, CPU)
-        order = slots = None
-        if is_ordered:
-            order = torch.randperm(done.numel()).view(done.shape)
-            slots = torch.full((done.numel(),), -1)
+        order = torch.randperm(done.numel()).view(done.shape) if is_ordered else None
         to = kernels.RowTable(table)
-        slots = ring.append(new, Block(num_steps, lanes, order), to, slots)
+        slots = ring.append(new, Block(num_steps, lanes, order), to)
         kept = slots >= 0
         assert kept.sum() == min(num_steps, 4) * len(rows)
         expected[slots[kept]] = rows.flatten(0, 1)[kept]

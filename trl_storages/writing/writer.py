@@ -434,8 +434,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if is_packed:
             table = storage.table
             directory = None if storage.files is None else storage.files.directory
-        if len(blocks) > 1:
-            slots = torch.full((rows.num_rows,), -1, device=episodes.device)
         if directory is not None:
             for block in blocks:
                 directory.begin(episodes, block)
@@ -445,9 +443,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         for block in blocks:
             if not is_packed:
                 self._put(steps, block)
-            slots = episodes.write(rows, block, table, slots, pairs)
-            if slots is None:
+            written = episodes.write(rows, block, table, pairs)
+            if written is None:
                 return None
+            slots = written if slots is None else torch.maximum(slots, written)
             is_over = is_over or block.num_steps > episodes.steps_per_lane
             lanes.note(steps, block, count)
         # Bypass the property: setting attributes is checked, which takes time.

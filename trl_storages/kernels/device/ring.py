@@ -59,7 +59,6 @@ class Ring(RingTables):
         rows: NewRows,
         block: Block,
         table: RowTable | None = None,
-        slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Appends steps to some lanes, and copies their rows to their slots."""
@@ -102,8 +101,9 @@ class Ring(RingTables):
         newest = torch.where(last[:, -room:], entry, self.capacity)
         self.spans[:, LAST][newest] = step
         self.spans[:, FINISHED][newest] = done.long()
-        if slots is None:
+        if order is None:
             return found.reshape(-1)
+        slots = found.new_full((rows.num_rows,), -1)
         slots[order] = found
         return slots
 

@@ -117,7 +117,6 @@ class Ring(RingTables):
         rows: NewRows,
         block: Block,
         table: RowTable | None = None,
-        slots: torch.Tensor | None = None,
         pairs: np.ndarray = _NO_PAIRS,
     ) -> torch.Tensor | None:
         """Appends steps to some lanes, and copies their rows to their slots.
@@ -126,16 +125,16 @@ class Ring(RingTables):
             rows: n of them.
             block: which of them are which steps.
             table: of M or more rows, which the rows go to; None if they are stored elsewhere.
-            slots: `[n]` int64, filled in for the rows of this block; None returns a new tensor.
             pairs: as in `find_gaps`; if there is a gap, nothing is written.
 
         Returns:
-            `[n]` int64 slots; -1 for steps evicted at once, as more than T are written. None if there is
-            a gap.
+            `[n]` int64 slots; -1 for rows that are not of this block, and for steps evicted at once, as
+            more than T are written. None if there is a gap.
         """
         given, to, sources = self.given(rows, block), _NO_TABLE, rows.sources
-        if slots is None:
-            slots = self.lanes.new_empty(rows.num_rows)
+        slots = self.lanes.new_empty(rows.num_rows)
+        if block.order is not None:
+            slots.fill_(-1)
         if table is not None:
             to = table.array
             if not table.is_plain:
