@@ -249,12 +249,21 @@ def test_same_step_puts_the_last_observation_back():
         {"final_obs": {"observation": np.float32([[0], [9]])}},
         [{}, {"final_obs": np.float32([9])}],
         ({}, {"final_obs": {"observation": [9.0]}}),
+        {"final_observation": np.array([None, np.float32([9])], dtype=object)},
+        [{}, {"terminal_observation": np.float32([9]), "TimeLimit.truncated": False}],
     ],
 )
 def test_other_forms_of_the_last_observation(infos):
     recorder = GymRecorder(2, fields=BOX_FIELDS, autoreset_mode="SameStep")
     rows, _ = recorder.rows(**step(terminated=(False, True), infos=infos))
     assert rows["next", "observation"].tolist() == [[3], [9]]
+
+
+def test_a_vec_env_that_reset_in_the_same_step_is_not_taken_as_given():
+    recorder = GymRecorder(2, fields=BOX_FIELDS)
+    infos = [{}, {"terminal_observation": np.float32([9])}]
+    with pytest.raises(ValueError, match=r"environment 1, which ended.*'SameStep'"):
+        recorder.rows(**step(terminated=(False, True), infos=infos))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _MISSING = object()
+# Names of last observations: gymnasium's of today and before 1.0, and that of Stable-Baselines3's VecEnv.
+_LAST = ("final_obs", "final_observation", "terminal_observation")
 #: The bytes of the last observations of episodes, by environment.
 LastBits = dict[int, list[bytes]]
 
@@ -94,21 +96,23 @@ class Infos:
             return torch.stack(values)
         return np.stack([np.asarray(value) for value in values])
 
-    def final_observation(self, lane: int, *, needed: bool) -> Any:
-        """Returns the last observation of an environment that ended; None if it is not there.
+    def final_observation(self, lane: int, *, needed: bool) -> tuple[str, Any] | None:
+        """Returns the name and value of the last observation of an environment that ended, if there.
 
         Raises:
-            ValueError: it is needed.
+            ValueError: it is needed, and not there.
         """
-        found = self._of_lane(("final_obs",), lane)
-        found = None if found is _MISSING else found
-        if found is None and needed:
+        for name in _LAST:
+            found = self._of_lane((name,), lane)
+            if found is not _MISSING and found is not None:
+                return f"infos[{name!r}]", found
+        if needed:
             raise ValueError(
                 f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
                 f"autoreset_mode 'SameStep', got the keys {self._names(lane)}; pass the infos of `step` "
                 "as they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
             )
-        return found
+        return None
 
     def has_reached_limit(self, lane: int) -> bool:
         """Returns whether a time limit alone ended the episode of an environment, if that is said."""
@@ -194,10 +198,9 @@ def last_observations(
     Raises:
         KeyError, TypeError, ValueError: it is not an observation, or missing.
     """
-    given = infos.final_observation(lane, needed=needed)
-    if given is None:
+    if (found := infos.final_observation(lane, needed=needed)) is None:
         return
-    name = "infos['final_obs']"
+    name, given = found
     values = read_tree(layout.observations, entries(given), name)
     for leaf, value in zip(leaves_of(layout.observations), values, strict=True):
         column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
@@ -223,8 +226,8 @@ def check_last_observations(
             if not np.array_equal(as_array(value), as_array(columns[key][lane])):
                 raise ValueError(
                     f"next_observations must hold the last observation of environment {lane}, which "
-                    "ended, but infos['final_obs'] is another one: it was reset in the same step; make "
-                    "the storage with autoreset_mode=env.metadata['autoreset_mode']"
+                    "ended, but the one in the infos is another: it was reset in the same step; make "
+                    "the storage with autoreset_mode=env.metadata['autoreset_mode'], or 'SameStep'"
                 )
 
 
