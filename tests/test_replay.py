@@ -1024,9 +1024,13 @@ class TestPartsOfAnotherStorage:
         uniform, transform = UniformSampler(), NStep(2)
         storage = make_uniform(8, sampler=HERSampler(base=sampler), transform=transform)
         ReplayStorage(storage=PackedStorage(8), sampler=uniform, writer=writer, recorder=recorder)
+        recent = ERESampler()
+        ours = make_uniform(8, sampler=recent)
+        assert ours.sampler is recent
         for name, part in (
             ("sampler", sampler),
             ("sampler", ERESampler(base=sampler)),
+            ("sampler", HERSampler(base=recent)),
             ("writer", writer),
             ("recorder", recorder),
         ):
@@ -1038,6 +1042,17 @@ class TestPartsOfAnotherStorage:
         # Over the same rows it is the same state.
         ReplayStorage(storage=storage.storage, writer=storage.writer, sampler=sampler)
         storage.set_sampler(sampler)
+
+    def test_a_sampler_without_state_draws_by_the_generator_of_each_storage(self):
+        seen = []
+        for others in (0, 2):
+            sampler = HERSampler(num_goals=0)
+            storages = [make_uniform(20, seed=seed, sampler=sampler) for seed in range(1 + others)]
+            for storage in storages:
+                write(storage, RingOracle(20), [episode_flags([3, 8], 4)])
+            batches = [[storage.sample(50)["index"] for storage in storages] for _ in range(3)]
+            seen.append(torch.stack([batch[0] for batch in batches]))
+        assert torch.equal(*seen)
 
     def test_a_sampler_whose_storage_is_gone(self):
         sampler = PERSampler(8)

@@ -39,8 +39,11 @@ def draw_rows(storage: Any, batch_size: int) -> tuple[RowView, dict[str, Any]]:
     layers, parts = layers_of(storage._sampler), parts_of(storage._transform)
     if (layers, parts) != storage._fitting:
         storage._fitting = (layers, parts) if _check_goals(layers, parts) else None
-    rows = storage._storage
-    index, info = draw(storage._sampler, rows, batch_size)
+    rows, sampler = storage._storage, storage._sampler
+    if sampler._rng is not storage._rng:
+        # Another storage shares this sampler.
+        sampler._rng = storage._rng
+    index, info = draw(sampler, rows, batch_size)
     if isinstance(index, tuple):
         # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
         (index,) = index

@@ -37,14 +37,19 @@ def check_own_parts(rows: Any, **parts: Any) -> None:
             continue
         for name, part in parts.items():
             theirs = getattr(other, f"_{name}")
-            if name == "sampler":
-                part, theirs = layers_of(part)[-1], layers_of(theirs)[-1]
-            # Uniform samplers are stateless.
-            if part is theirs and not isinstance(part, RandomSampler | None):
+            shared = [
+                each for each in layers_of(part) if any(each is it for it in layers_of(theirs))
+            ]
+            if stateful := [each for each in shared if _has_state(each)]:
                 raise ValueError(
-                    f"{name} must be this storage's own, got a {type(part).__name__} that keeps the "
-                    "state of another storage's rows: make one for each storage."
+                    f"{name} must be this storage's own, got a {type(stateful[-1]).__name__} that keeps "
+                    "the state of another storage's rows: make one for each storage."
                 )
+
+
+def _has_state(part: Any) -> bool:
+    """Whether a part keeps more than settings, unlike uniform samplers and most that wrap others."""
+    return not isinstance(part, RandomSampler | None) and bool(getattr(part, "_counts", True))
 
 
 def _make_anew() -> None:
