@@ -232,18 +232,16 @@ def test_rows_are_copied_to_where_the_index_has_them(kernels, lanes, is_ordered)
         assert torch.equal(table, expected)
 
 
-@BACKENDS
-def test_nothing_is_appended_after_a_gap(kernels):
+def test_nothing_is_appended_after_a_gap():
     """Rows of an observation and the next one, of which the first must be the next one before it."""
-    ring, table = kernels.Ring(8, 1, CPU), torch.zeros(8, 2, dtype=torch.int64)
+    ring, table = host.Ring(8, 1, CPU), torch.zeros(8, 2, dtype=torch.int64)
 
     def append(*rows):
         done = torch.zeros(1, len(rows), dtype=torch.bool)
         places = np.array([[0, 8], [8, 8]])
         fields = [torch.tensor(values) for values in zip(*rows, strict=True)]
-        new = kernels.NewRows(fields, places, len(rows), 2, done, CPU)
-        pairs = np.array([[0, 1]])
-        return ring.append(new, Block(len(rows)), kernels.RowTable(table), pairs=pairs)
+        new = host.NewRows(fields, places, len(rows), 2, done, CPU)
+        return ring.append(new, Block(len(rows)), host.RowTable(table), pairs=np.array([[0, 1]]))
 
     assert append([1, 2], [2, 3]).tolist() == [0, 1]
     assert append([4, 5]) is None

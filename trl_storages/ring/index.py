@@ -217,13 +217,13 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         rows: NewRows,
         block: Block,
         table: RowTable | None = None,
-        pairs: np.ndarray = _NO_PLACES,
+        *pairs: np.ndarray,
     ) -> torch.Tensor | None:
-        """Appends steps and copies their rows; see `kernels.host.Ring.append`."""
+        """Appends steps and copies their rows; see `kernels.host.Ring.append`, also for `pairs`."""
         if not self._on_host:
             self.host_steps[block.which] += block.num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        return self.ring.append(rows, block, table, pairs)
+        return self.ring.append(rows, block, table, *pairs)
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None

@@ -44,24 +44,18 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
         storage: holds the rows.
         slots: `[*B]` int64 slots of the rows, on the device of the storage.
         device: of the gathered fields.
-        following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows themselves.
 
     Attributes:
         storage: as given.
         slots: likewise.
         device: likewise.
-        following: likewise.
+        following: `[*B]` int64, the rows that supply the entries under `next`; None: the rows themselves.
     """
 
-    def __init__(
-        self,
-        storage: Any,
-        slots: torch.Tensor,
-        device: torch.device,
-        following: torch.Tensor | None = None,
-    ) -> None:
-        self.slots, self.following, self.device = slots, following, device
-        self.storage = storage
+    following: torch.Tensor | None = None
+
+    def __init__(self, storage: Any, slots: torch.Tensor, device: torch.device) -> None:
+        self.storage, self.slots, self.device = storage, slots, device
 
     @abstractmethod
     def __missing__(self, key: NestedKey) -> torch.Tensor:
@@ -217,7 +211,7 @@ class FollowingFields(SingleFields):
 
     def __init__(self, stored: StoredFields) -> None:
         self.storage, self.device = stored.storage, stored.device
-        self.slots, self.following = stored.following, None  # type: ignore[assignment]
+        self.slots = stored.following  # type: ignore[assignment]
         self._stored = stored
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:

@@ -45,7 +45,6 @@ def stage(
     batch_size: torch.Size,
     device: torch.device,
     *,
-    strict: bool = True,
     done: torch.Tensor | None = None,
 ) -> NewRows:
     """Returns entries as rows to write.
@@ -55,13 +54,12 @@ def stage(
         entries: key -> tensor `[*batch_size, *shape]`, on any device.
         batch_size: of the entries, n rows in all.
         device: of the storage that the rows go to.
-        strict: raise on an entry that is not in the layout; False drops it.
         done: n bool, which rows end their episodes; None if no lane is written.
 
     Raises:
         KeyError, TypeError, ValueError: an entry does not fit the layout.
     """
-    fields = layout.fit(entries, batch_size, strict=strict)
+    fields = layout.fit(entries, batch_size)
     return rows_of(backend(device).NewRows, layout, fields, batch_size, device, done=done)
 
 

@@ -53,7 +53,6 @@ Then = Callable[[torch.Tensor], object]
 
 
 _ONE_STEP = (Block(1),)
-_NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class EpisodeWriter(SavedPart, Sealed, CountingWriter):
@@ -366,7 +365,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
-            pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
+            pairs = (watch.pairs(steps.layout),) if is_compared else ()  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
             slots = self._write_at_once(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
@@ -384,7 +383,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._write_at_once(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
+        return self._write_at_once(steps, blocks, (), evicted, shape, then, count)  # type: ignore[return-value]
 
     def _write_at_once(self, *write: Any) -> torch.Tensor | None:
         """Does what `_commit` does with these arguments, or nothing, even if it is interrupted."""
@@ -409,7 +408,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self,
         steps: Steps,
         blocks: Sequence[Block],
-        pairs: np.ndarray,
+        pairs: Sequence[np.ndarray],
         evicted: Sequence[Evicted],
         shape: torch.Size | None,
         then: Then | None,
@@ -420,7 +419,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         Args:
             steps: as in `_write`.
             blocks: as in `_write`.
-            pairs: compared fields, as in `GapWatch.pairs`.
+            pairs: compared fields, as in `GapWatch.pairs`, if they are compared now.
             evicted: frames that the remaining rows still need.
             shape: as in `_write`.
             then: as in `_write`.
@@ -443,7 +442,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         for block in blocks:
             if not is_packed:
                 self._put(steps, block)
-            written = episodes.write(rows, block, table, pairs)
+            written = episodes.write(rows, block, table, *pairs)
             if written is None:
                 return None
             slots = written if slots is None else torch.maximum(slots, written)
