@@ -259,6 +259,11 @@ def test_other_forms_of_the_last_observation(infos):
     assert rows["next", "observation"].tolist() == [[3], [9]]
 
 
+def test_a_flag_that_an_environment_does_not_give():
+    with pytest.raises(TypeError, match=r"truncateds must be bool, got None.* is False"):
+        GymRecorder(2, fields=BOX_FIELDS).rows(**step(truncateds=None))
+
+
 def test_a_vec_env_that_reset_in_the_same_step_is_not_taken_as_given():
     recorder = GymRecorder(2, fields=BOX_FIELDS)
     infos = [{}, {"terminal_observation": np.float32([9])}]

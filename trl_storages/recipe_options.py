@@ -177,10 +177,12 @@ def chosen(
             continue
         # No error if the caller explicitly turned the other one off.
         if name in given and switch not in given and every[switch] == off:
+            more = "; the loss has a discount of its own" if name == "discount" else ""
+            if more and "goal_selection_strategy" in names:
+                more += ", and of the goals only 'geometric' ones use this one"
             raise ValueError(
                 f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "
-                f"{switch} as well, or leave {name} out"
-                f"{'; the loss has a discount of its own' if name == 'discount' else ''}."
+                f"{switch} as well, or leave {name} out{more}."
             )
     return every
 

@@ -121,8 +121,10 @@ class Column:
         if is_fine:
             return
         wanted = str(self._dtype).removeprefix("torch.")
-        got = str(getattr(value, "dtype", source)).removeprefix("torch.")
-        if not is_number:
+        got = str(None if value is None else getattr(value, "dtype", source)).removeprefix("torch.")
+        if value is None:
+            remedy = "which is no value; a flag that an environment does not give is False"
+        elif not is_number:
             remedy = "which are not numbers"
         elif self._dtype is torch.bool:
             remedy = "which are no flags; convert them, as by `!= 0`"

@@ -177,7 +177,8 @@ class NStep(ReplayTransform):
             last,
             reason=(
                 "NStep folds the sampled rows only: put it behind the transforms that read further "
-                "ones, as in Compose(GoalRelabel(...), NStep(...))."
+                "ones, as by Compose(GoalRelabel(...), NStep(...)) or insert_transform(0, "
+                "GoalRelabel(...))."
             ),
         )
         rewards = further[self.reward_key]
