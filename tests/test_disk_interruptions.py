@@ -348,6 +348,36 @@ class TestReaders:
             reader.sample()
 
 
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_signal_handler_that_closes_in_the_middle_of_a_write(tmp_path, stored, exits):
+    """Such as one of SIGTERM. Some of the steps begin or end episodes."""
+    storage, act = make(tmp_path, 2, SIZE), write(History(2, SIZE), 1)
+    act.do(storage)
+    storage.sample()
+    history, seal = act.after, Directory.seal
+
+    def handled(self, *args):
+        storage.close()
+        if exits:
+            raise SystemExit
+        seal(self, *args)
+
+    for _ in range(20):
+        act = write(history, 1)
+        with (
+            mock.patch.object(Directory, "seal", handled),
+            pytest.raises((RuntimeError, SystemExit)),
+        ):
+            act.do(storage)
+        assert found(storage) == history.live
+        storage = make(tmp_path, 2, SIZE)
+        assert found(storage) == history.live
+        act.do(storage)
+        history = act.after
+    storage.close()
+
+
 def test_a_closed_storage_stays_as_it_was(tmp_path):
     storage, history = make(tmp_path, 1, SIZE), History(1, SIZE)
     act = write(history, 30)

@@ -3,6 +3,10 @@
 The disk is simulated: of everything that was written since a sync, chance decides what is there.
 """
 
+import os
+from contextlib import suppress
+from unittest import mock
+
 import pytest
 from disk.acts import write
 from disk.history import History
@@ -10,6 +14,8 @@ from disk.moments import files_in, parts_of, put_back
 from disk.platter import Platter
 from disk.power import cut_at_random, opens_after_cut, syncs_seen
 from disk.rows import ALL_KINDS, abandon, found, make, stored_as
+
+from trl_storages.disk import files
 
 
 @pytest.mark.requirement("persistence")
@@ -87,6 +93,50 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
     cut = platter.as_old_as_can_be("storage.1.rows", parts["commits"])
     opens_after_cut(cut, tmp_path / "cut", history, 8)
     platter.close()
+
+
+def test_what_is_next_of_the_newest_flushed_row_outlasts_an_interrupted_flush(tmp_path):
+    with stored_as("shared"):
+        storage, history = make(tmp_path / "rows"), History(1, 24)
+        for _ in range(3):
+            history = written(storage, history)
+            storage.flush()
+        history = written(storage, history)
+        sync = files.sync_directory
+
+        def interrupted(folder):
+            sync(folder)
+            raise KeyboardInterrupt
+
+        with (
+            mock.patch.object(files, "sync_directory", interrupted),
+            suppress(KeyboardInterrupt),
+        ):
+            storage.flush()
+        history.flush()
+        cut = files_in(tmp_path / "rows")
+        for _ in range(4):
+            history = written(storage, history)
+        # Of the rows that were written since, the next observations alone were on disk.
+        side, data = parts_of(tmp_path / "rows")["side"], bytearray(cut["storage.1.rows"])
+        data[side] = files_in(tmp_path / "rows")["storage.1.rows"][side]
+        cut["storage.1.rows"] = bytes(data)
+        abandon(storage)
+        opens_after_cut(cut, tmp_path / "cut", history, 24)
+
+
+def test_directories_that_are_made_are_synced(tmp_path):
+    synced, sync = set(), os.fsync
+
+    def note(descriptor):
+        sync(descriptor)
+        status = os.fstat(descriptor)
+        synced.add((status.st_dev, status.st_ino))
+
+    with mock.patch.object(os, "fsync", note):
+        written(make(tmp_path / "some" / "more" / "rows"), History(1, 24))
+    for folder in (tmp_path, tmp_path / "some", tmp_path / "some" / "more"):
+        assert (folder.stat().st_dev, folder.stat().st_ino) in synced
 
 
 def zero(data, part, start=0):

@@ -3,9 +3,12 @@
 import contextlib
 import json
 import os
+import pickle
+import shutil
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from trl_storages import (
     ReplayStorage,
     UniformSampler,
 )
+from trl_storages.disk import Directory, Reader
 from trl_storages.saved.files import write_tensors
 
 pytestmark = [
@@ -432,6 +436,67 @@ class TestFollowing:
         filled(path, existsok=True)
         with pytest.raises(RuntimeError, match="anew"):
             read(again)
+
+    def test_files_in_whose_place_a_copy_was_put(self, tmp_path):
+        path = tmp_path / "rows"
+        storage, history = filled(path, num_steps=5)
+        storage.close()
+        shutil.copytree(path, tmp_path / "backup")
+        reader = reader_of(path)
+        reader.sample()
+        for file in [*(tmp_path / "backup").iterdir()]:  # as rsync does
+            shutil.copy2(file, tmp_path / "new")
+            (tmp_path / "new").replace(path / file.name)
+        storage = make(path)
+        write(storage, history, 3)
+        reader.sample()
+        assert found(reader) == history.live
+
+    def test_a_load_that_it_did_not_get_to_index(self, tmp_path):
+        storage, history = filled(tmp_path / "rows", num_steps=5)
+        storage.dumps(tmp_path / "dump")
+        kept = history.copy()
+        write(storage, history, 5)
+        reader = reader_of(tmp_path / "rows")
+        storage.loads(tmp_path / "dump")
+        write(storage, kept, 7)
+
+        def refresh(self, *_):
+            self._look()
+            raise RuntimeError("overwritten faster than indexed")
+
+        with (
+            mock.patch.object(Reader, "refresh", refresh),
+            pytest.raises(RuntimeError, match="faster"),
+        ):
+            reader.sample()
+        assert found(reader) == kept.live
+
+    @pytest.mark.parametrize("way", ["opened", "unpickled"])
+    def test_rows_that_a_loss_of_power_tore(self, tmp_path, way):
+        """They are verified where no writer has done so yet."""
+        storage, _ = filled(tmp_path, num_steps=8)
+        pickled = pickle.dumps(reader_of(tmp_path))
+        storage.storage.rows[7] = 0
+        abandon(storage)
+        tries = []
+
+        def track(loop):
+            for each in loop:
+                tries.append(each)
+                open_reader()
+                yield each
+
+        def open_reader():
+            with pytest.raises(ValueError, match="not closed before the power failed"):
+                reader_of(tmp_path) if way == "opened" else pickle.loads(pickled)
+
+        open_reader()
+        with pytest.warns(RuntimeWarning, match="loss of power"):
+            directory, index = Directory.open(tmp_path, track=track)
+        assert tries
+        assert len(reader_of(tmp_path)) == 7
+        directory.close(index)
 
     def test_rows_that_the_next_writer_could_not_recover(self, tmp_path):
         """A reader may have indexed them, so it must not go on with the rows in their place."""

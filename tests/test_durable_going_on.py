@@ -223,6 +223,19 @@ def test_environments_of_a_killed_writer_are_gone(tmp_path):
     assert len(loop.record(0, [False, False])) == 2
 
 
+def test_environments_from_before_a_load_are_gone(tmp_path):
+    loop = Recorded(tmp_path / "rows")
+    loop.record(0, [False, False])
+    loop.storage.dumps(tmp_path / "dump")
+    loop.storage.loads(tmp_path / "dump")
+    loop.record(1, [False, True])
+    loop.storage.flush()
+    loop.storage.loads(tmp_path / "dump")
+    loop.record(1, [False, False])
+    loop.storage.storage.directory.abandon()
+    assert len(Recorded(tmp_path / "rows").record(2, [False, False])) == 2
+
+
 @pytest.mark.parametrize("bad", [[], {"generator": "AAAA"}, {"generator": 3}, {"sampler": 3}])
 def test_damaged_progress(bad, tmp_path):
     storage = make("recency", seed=1, path=tmp_path)
@@ -236,6 +249,20 @@ def test_damaged_progress(bad, tmp_path):
     again = make("recency", seed=1, path=tmp_path)
     again.validate()
     assert len(again) == 18
+
+
+def test_a_process_that_goes_to_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage = make("uniform", seed=0, path="rows")
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    loop = Loop()
+    loop.write(4, storage)
+    storage.flush()
+    assert len(ReplayStorage.open(tmp_path / "rows", mode="r")) == 8
+    storage.close()
+    assert not [*other.iterdir()]
 
 
 def test_readers_that_are_opened_before_the_first_write(tmp_path):

@@ -763,13 +763,14 @@ class TestRemovedDirectories:
         step = still, 0, 1.0, False, False, {}, still
         for _ in range(3):
             storage.record(*step)
+        storage.flush()
         shutil.rmtree(path)
         other = UniformReplayStorage(*CART, path=path, **options) if replaced else None
         for _ in range(2):  # and so do all that follow
             with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
                 for _ in range(100):
                     storage.record(*step)
-        assert 3 <= len(storage) <= 70
+        assert 3 <= len(storage) < 3 + 64
         storage.validate()
         storage.dumps(tmp_path / "dump")
         loaded = UniformReplayStorage(*CART, **options)

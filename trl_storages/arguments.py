@@ -233,7 +233,7 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def directory(name: str, value: Any) -> Path:
-    """Returns the path of a directory, which need not exist; `~` is expanded.
+    """Returns the absolute path of a directory, which need not exist; `~` is expanded.
 
     Raises:
         TypeError: it is not a path.
@@ -245,7 +245,7 @@ def directory(name: str, value: Any) -> Path:
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"{name} must be the path of a directory, got {shown(value)}.")
-    path = Path(os.path.expanduser(text))
+    path = Path(os.path.expanduser(text)).absolute()
     nearest = next((it for it in (path, *path.parents) if os.path.lexists(it)), path)
     if os.path.lexists(nearest) and not nearest.is_dir():
         raise NotADirectoryError(

@@ -11,8 +11,9 @@ Step numbers never restart.
     storage.G.rows      int64 words; each of its parts begins a page:
         rows            [R E, W] one transition a row
         marks           [R E, 2] mark and checksum of each row
-        commits         the selector, how often the directory was opened to write, and two tables of
-                        the count of writes, and cursors, tails, flags and trajectories of the lanes
+        commits         the selector, a number that openings to write change, odd while one verifies
+                        the rows, and two tables of the count of writes, and cursors, tails, flags and
+                        trajectories of the lanes
         priorities      [R E + 1] a float32, a check of it and the mark; zeros until a sampler keeps them
         side            [*, X + 1] if rows share next observations: those stored in no row, as X
                         words, and a checksum of them, and checksum and slot of the row that names

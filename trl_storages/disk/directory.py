@@ -68,7 +68,7 @@ class Directory:
             OSError: the disk is full or not writable. Nothing is left then.
             RuntimeError: another process is creating or writing it.
         """
-        is_new = not path.exists()
+        made = [it for it in (path, *path.parents) if not it.exists()]
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
             none = [0] * num_lanes
@@ -78,9 +78,11 @@ class Directory:
                 words = Words.create(path, description)
                 # The files must be durable before the description calls them clean.
                 words.flush()
+                for it in made:
+                    sync_directory(it.parent)
                 description.write(path)
             except BaseException:
-                remove_files(path, and_directory=is_new)
+                remove_files(path, and_directory=bool(made))
                 raise
         return cls(path, lock, words)
 
@@ -103,6 +105,9 @@ class Directory:
         """
         with _locked(path, Description.read) as (lock, description):
             words = Words(path, description, writable=True)
+            if not description.is_clean:
+                # Odd until all is verified: a reader that is opened meanwhile can't rely on it.
+                words.openings |= 1
             state, is_whole = recover(words, check, track)
             # Flushed rows may have been overwritten since, and lost.
             flushed = np.minimum(description.flushed, state.cursors)
@@ -112,7 +117,6 @@ class Directory:
                 raise damaged(path, "its marks are not those of its steps")
             remove_rows(path, but=description.data_name)
             directory = cls(path, lock, words)
-            words.openings += 1
             if not description.is_clean:
                 words.forget(state.cursors)
             if not is_whole:
@@ -128,6 +132,7 @@ class Directory:
                     f"{int((state.cursors - state.tails).sum())} are there.",
                     RuntimeWarning,
                 )
+            words.openings[:] = (words.openings | 1) + 1
         return directory, index
 
     # Writing
@@ -194,7 +199,11 @@ class Directory:
             blocks: which steps of which lanes.
             write_count: as in `commit`.
             trajectories: as in `commit`.
+
+        Raises:
+            RuntimeError: this process may not write: a signal handler has closed the directory.
         """
+        self.check_writable()
         words = self.words
         kept = None if words.priorities.is_new else words.priorities
         for block in blocks:
@@ -226,18 +235,24 @@ class Directory:
             index: the episodes, whose counters are those before the write.
         """
         self.check_writable()
-        state = self.state
-        # Episodes may have been ended since the last commit.
-        was_written = index.host_steps != state.cursors
-        is_open = np.where(was_written, state.open, index.is_open.numpy())
+        state = self._ended(index)
         try:
             self.words.forget(state.cursors)
             index.clear()
-            self.words.feed(index, state._replace(open=is_open))
+            self.words.feed(index, state)
         except BaseException:
             self.abandon()
             index.clear()
             raise
+
+    def _ended(self, index: EpisodeIndex) -> State:
+        """Returns the last commit, with the episodes that were ended since without a row.
+
+        A signal handler may ask in the middle of a write: lanes that it writes stay as they are.
+        """
+        state = self.state
+        was_written = index.host_steps != state.cursors
+        return state._replace(open=np.where(was_written, state.open, index.is_open.numpy()))
 
     def prepare(self) -> None:
         """Prepares for a change: durably says, before the first one, that the directory is not clean.
@@ -248,11 +263,11 @@ class Directory:
                 Nothing has changed then.
         """
         self.check_writable()
+        self._num_blind += 1
         if self.description.is_clean:
             self._say(replace(self.description, is_clean=False))
         elif self._num_blind >= _MOST_BLIND:
             self.check_there()
-        self._num_blind += 1
 
     def check_there(self) -> None:
         """Raises a FileNotFoundError if the directory is gone."""
@@ -310,6 +325,8 @@ class Directory:
         self.check_there()
         generation, cursors = self.description.generation + 1, index.host_steps.tolist()
         steps: Any = {"flushed": cursors, "tails": index.host_tails.tolist()}
+        # Commits are counted anew.
+        steps["progress"] = {**self.description.progress, "number": None}
         new = replace(self.description, generation=generation, **steps, is_clean=False)
         try:
             words = Words.create(self.path, new)
@@ -349,16 +366,18 @@ class Directory:
             FileNotFoundError: the directory is gone.
         """
         self.check_writable()
-        state, words = self.state, self.words
-        if not np.array_equal(state.open, index.is_open.numpy()):
-            self.commit(index, state.write_count, state.trajectories)
+        state, words = self._ended(index), self.words
+        if not np.array_equal(state.open, self.state.open):
+            self.prepare()
+            words.publish(state)
         words.flush()
+        # First, as an interrupt may come once the description is replaced.
+        words.protect_tips(state.cursors)
         changes: Any = {"flushed": state.cursors.tolist(), "tails": state.tails.tolist()}
         if progress is not None:
             changes["progress"] = {**progress, "number": words.commits.number}
         is_clean = is_clean or self.description.is_clean
         self._say(replace(self.description, **changes, is_clean=is_clean))
-        words.protect_tips(state.cursors)
 
     def close(self, index: EpisodeIndex, progress: dict[str, Any] | None = None) -> None:
         """Flushes, marks the directory as clean, and releases the lock."""

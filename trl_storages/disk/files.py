@@ -169,6 +169,11 @@ class MappedWords:
             self._map = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access)
         self.array = np.frombuffer(self._map, dtype=np.int64)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still at its path."""
+        return _is_at(self._path, self._status)
+
     def reserve(self, start: int, end: int) -> None:
         """Reserves space on disk for a range of words of a sparse file.
 
@@ -176,7 +181,7 @@ class MappedWords:
             OSError: the disk is full.
             FileNotFoundError: the file is gone, or another one is in its place.
         """
-        if not _is_at(self._path, self._status):
+        if not self.is_there:
             raise removed(self._path.parent)
         with opened(self._path, writable=True) as file:
             _reserve(self._path, file, start, end)

@@ -37,7 +37,7 @@ class Reader:
         directory: a directory whose files are mapped already: that of a writer from which this process
             was forked, or one that was closed.
         check: whether to verify the checksums of all rows first; None does if the directory was not
-            closed and has no writer, which would have verified them.
+            closed, and has no writer that has verified them.
 
     Attributes:
         words: the mapped files. Replaced when the writer loads other rows.
@@ -70,7 +70,8 @@ class Reader:
         if directory is None:
             self._look()
         if check is None:
-            check = not (self.description.is_clean or has_writer(path))
+            is_verified = has_writer(path) and not self.words.openings.item() & 1
+            check = not (self.description.is_clean or is_verified)
         self._must_check = check
 
     @property
@@ -102,7 +103,10 @@ class Reader:
                 "power: open it again to read what it holds now."
             )
         self._identity = new.identity
-        if self.words is not None and self.description.generation == new.generation:
+        words = self.words
+        is_same = words is not None and words.description.generation == new.generation
+        # A copy may have been put in the place of the file.
+        if is_same and words.is_there:
             self.words.description = new
         else:
             self.state, self._number = None, None

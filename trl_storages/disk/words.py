@@ -74,7 +74,7 @@ class Words:
         side: next observations that are stored in no row; None unless rows share them.
         marked: operations on the same rows and marks.
         commits: the committed states.
-        openings: `[1]` int64, how often the directory was opened to write.
+        openings: `[1]` int64, changed by each opening to write; odd while one verifies the rows.
         priorities: of the rows; new until a sampler of the writer keeps them.
 
     Raises:
@@ -130,6 +130,11 @@ class Words:
         words = cls(path, description, writable=True)
         words.publish(State(0, *np.zeros((4, description.num_lanes), np.int64)))
         return words
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still in the directory."""
+        return self._file.is_there
 
     def flush(self) -> None:
         """Waits until everything is on disk."""

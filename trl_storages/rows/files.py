@@ -52,11 +52,14 @@ class RowFiles:
         self.on_new_rows: Callable[[], object] | None = None
         # Batches read so far.
         self._reads = 0
+        # The files that were adopted.
+        self._words: Words | None = None
         self._adopt(source)
 
     def _adopt(self, source: Directory | Reader) -> None:
-        if (adopt := self._adopt_rows()) is not None:
+        if self._words is not source.words and (adopt := self._adopt_rows()) is not None:
             adopt(source.description.layout, source.words)
+            self._words = source.words
 
     @property
     def reader(self) -> Reader | None:
@@ -67,7 +70,6 @@ class RowFiles:
             if directory.process != os.getpid():
                 # The fork may have caught another thread in the middle of a write.
                 self.refresh()
-            self._adopt(self._reader)
         return self._reader
 
     @property
@@ -86,9 +88,10 @@ class RowFiles:
                 they are read.
         """
         reader: Reader = self.reader  # type: ignore[assignment]
-        words = reader.words
-        has_news = reader.refresh(self.episodes, track)
-        if reader.words is not words:
+        try:
+            has_news = reader.refresh(self.episodes, track)
+        finally:
+            # Also if it failed, after it had found other files.
             self._adopt(reader)
         self._count(has_news)
 

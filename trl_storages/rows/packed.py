@@ -842,7 +842,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         super().__setstate__(state)
         if files is not None:
             identity, fetch_every = files
-            reader = Reader(self.scratch_dir, identity=identity)  # type: ignore[arg-type]
+            reader = Reader(self.scratch_dir, identity=identity, check=None)  # type: ignore[arg-type]
             self._follow(reader)
             self.files.fetch_every = fetch_every  # type: ignore[union-attr]
         elif self.rows is not None:
