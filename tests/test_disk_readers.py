@@ -27,7 +27,7 @@ from trl_storages import (
     UniformSampler,
 )
 from trl_storages.disk import Directory, Reader
-from trl_storages.saved.files import write_tensors
+from trl_storages.saved.files import NewState
 
 pytestmark = [
     pytest.mark.requirement("disk-workers"),
@@ -208,15 +208,16 @@ class TestFollowing:
         storage, history = filled(tmp_path / "rows")
         reader, dump, times = reader_of(tmp_path / "rows"), tmp_path / "dump", [1]
 
+        saves = NewState.write
+
         def overtaken(*args, **kwargs):
-            description = write_tensors(*args, **kwargs)
+            saves(*args, **kwargs)
             if times[0]:
                 times[0] -= 1
                 for _ in range(3):  # more than the spare steps
                     write(storage, history, 20)
-            return description
 
-        monkeypatch.setattr("trl_storages.replay.container.write_tensors", overtaken)
+        monkeypatch.setattr(NewState, "write", overtaken)
         reader.dumps(dump)
         copied = make(None, with_priorities=False)
         copied.loads(dump)
@@ -224,9 +225,10 @@ class TestFollowing:
         assert found(copied) == history.live
         monkeypatch.setattr("trl_storages.disk.reader._PATIENCE", 0.0)
         times[0] = 10
+        before = {path.name: path.read_bytes() for path in dump.iterdir()}
         with pytest.raises(RuntimeError, match="overwritten faster"):
             reader.dumps(dump)
-        assert not list(dump.iterdir())
+        assert before == {path.name: path.read_bytes() for path in dump.iterdir()}
 
     def test_rows_that_are_replaced_while_rewards_are_compared(self, tmp_path):
         def steps(first):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
@@ -32,7 +33,10 @@ POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "t
 EVERYWHERE = {
     "os": {
         "DirEntry",
+        "O_CREAT",
+        "O_EXCL",
         "O_RDONLY",
+        "O_WRONLY",
         "PathLike",
         "close",
         "cpu_count",
@@ -40,6 +44,7 @@ EVERYWHERE = {
         "fdopen",
         "fspath",
         "fstat",
+        "fsync",
         "getpid",
         "open",
         "path",
@@ -128,6 +133,9 @@ def use(package: ModuleType, **options) -> None:
     storage.update_tensordict_priority(batch)
     storage.empty(keep_steps=5)
     storage.sample()
+    with TemporaryDirectory() as folder:
+        storage.dumps(folder)
+        storage.loads(folder)
     storage.validate()
     storage.close()
 

@@ -69,22 +69,6 @@ def test_copying(storage, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_dump_that_was_interrupted_is_none(storage, tmp_path, monkeypatch):
-    storage.dumps(tmp_path / "dump")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "_pieces_of", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            storage.dumps(tmp_path / "dump")
-    other = make(tmp_path / "other", 2, with_priorities=False)
-    write(other, 1)
-    with pytest.raises(FileNotFoundError):
-        other.loads(tmp_path / "dump")
-
-
 def test_a_dump_that_could_not_begin_leaves_the_one_before(storage, tmp_path, monkeypatch):
     storage.dumps(tmp_path / "dump")
 

@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trl_storages.disk.files import damaged, opened, write_text
+from trl_storages.disk.files import damaged, opened
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
+from trl_storages.saved.durable import write_text
 from trl_storages.saved.untrusted import MOST_BYTES, parse_json
 
 __all__ = [

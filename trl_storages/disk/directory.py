@@ -25,12 +25,13 @@ from trl_storages.disk.description import (
     remove_files,
     remove_rows,
 )
-from trl_storages.disk.files import WriterLock, damaged, removed, sync_directory
+from trl_storages.disk.files import WriterLock, damaged, removed
 from trl_storages.disk.recovery import recover
 from trl_storages.disk.words import State, Track, Words
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows.layout import Layout
+from trl_storages.saved.durable import sync_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Self

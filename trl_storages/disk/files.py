@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from trl_storages.kernels import backend
+from trl_storages.saved.durable import created
 from trl_storages.saved.untrusted import NO_LINKS, NO_RESERVE, open_regular
 
 try:
@@ -35,8 +36,6 @@ __all__ = [
     "in_forked_child",
     "opened",
     "removed",
-    "sync_directory",
-    "write_text",
 ]
 
 _WORD = 8  # bytes
@@ -73,13 +72,6 @@ def removed(directory: Path) -> FileNotFoundError:
     )
 
 
-def _created(path: Path) -> BinaryIO:
-    """Opens a new file to write."""
-    path.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
-    return open(os.open(path, flags, 0o644), "wb")
-
-
 def create_file(path: Path, num_words: int, num_reserved: int) -> None:
     """Creates a file of zeros and reserves space on disk for the first of them.
 
@@ -94,7 +86,7 @@ def create_file(path: Path, num_words: int, num_reserved: int) -> None:
     Raises:
         OSError: there is no space, or the file can't be created.
     """
-    with _created(path) as file:
+    with created(path) as file:
         _reserve(path, file, 0, num_reserved)
         file.truncate(num_words * _WORD)
 
@@ -116,30 +108,6 @@ def _reserve(path: Path, file: BinaryIO, start: int, end: int) -> None:
             f"{path} needs {nbytes:,} bytes on disk, which can't be had: {error.strerror}. Make the "
             "storage smaller, or choose another directory; nothing was changed",
         ) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with _created(new) as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames and new files in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class MappedWords:

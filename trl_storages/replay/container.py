@@ -60,12 +60,7 @@ from trl_storages.replay.saving import (
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
-from trl_storages.saved.files import (
-    complete_state,
-    forget_incomplete,
-    read_state,
-    write_tensors,
-)
+from trl_storages.saved.files import NewState, read_state
 from trl_storages.signatures import SealedStorage, shown
 from trl_storages.stock_parts import check_part, mark_stored_rows
 from trl_storages.transforms import parts_of, transform_batch
@@ -862,28 +857,31 @@ class ReplayStorage(
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves everything the next samples and writes depend on. Loading it runs no code.
 
+        An earlier dump in the directory is replaced once this one is complete and on disk: after an
+        error, a kill or a power cut, one of the two is there.
+
         Args:
             path: a directory, which may hold an earlier dump.
             progress: whether to show a progress bar.
 
         Raises:
+            OSError: the disk is full; it must have room for both.
             TypeError: the state of a third-party part holds more than tensors and plain values. Nothing
                 is written then.
             RuntimeError: the rows are in a directory whose writer overwrites them faster than this
-                process copies them. No dump is left in `path` then.
+                process copies them.
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
-        with self._capture_prefetch_state(clone_queue=False) as drawn_ahead:
-            try:
-                complete_state(path, self._write_dump(path, drawn_ahead, progress))
-            except RuntimeError:
-                forget_incomplete(path)
-                raise
+        with (
+            self._capture_prefetch_state(clone_queue=False) as drawn_ahead,
+            NewState(path) as saved,
+        ):
+            self._write_dump(saved, drawn_ahead, progress)
 
     @on_disk.consistent_read
-    def _write_dump(self, path: Path, drawn_ahead: dict[str, Any], progress: bool) -> str:
+    def _write_dump(self, saved: NewState, drawn_ahead: dict[str, Any], progress: bool) -> None:
         on_disk.note_all(self._storage)
-        return write_tensors(path, state_of(self, drawn_ahead), progress=progress)
+        saved.write(state_of(self, drawn_ahead), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.

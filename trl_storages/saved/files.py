@@ -13,23 +13,25 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.arguments import tracker
+from trl_storages.saved.durable import sync_file, write_text
 from trl_storages.saved.untrusted import MOST_BYTES, NO_RESERVE, open_regular, parse_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "DTYPES",
-    "complete_state",
+    "NewState",
     "copy_in_pieces",
     "dtype_name",
-    "forget_incomplete",
     "read_state",
-    "write_tensors",
 ]
 
 _PIECE = 1 << 26  # bytes copied at a time
@@ -57,50 +59,74 @@ def _file_of(number: int) -> str:
 # Writing
 
 
-def write_tensors(path: Path, state: Any, *, progress: bool = False) -> str:
-    """Saves the tensors of a state, for `complete_state` to make it one that can be read.
+class NewState:
+    """A state that takes the place of an earlier one in a directory once it is complete.
+
+    A context in which it is written, perhaps more than once. Then it is durable, and the earlier one is
+    deleted; after an error the earlier one is left.
 
     Args:
-        path: a directory; an earlier state in it is deleted.
-        state: tensors, TensorDicts, plain values, and dicts and lists of them.
-        progress: whether to show a progress bar.
-
-    Returns:
-        the description of the state.
-
-    Raises:
-        ImportError: `progress` is True, but tqdm is not installed. Nothing is written then.
-        TypeError: the state holds something else. Nothing is written then.
+        path: the directory.
     """
-    track = tracker("saving rows", progress)
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(_described(state, tensors), allow_nan=False)
-    path.mkdir(parents=True, exist_ok=True)
-    # First, so that an interruption never leaves a state with missing tensors.
-    (path / _STATE).unlink(missing_ok=True)
-    forget_incomplete(path)
-    pieces = [
-        (number, piece) for number, tensor in enumerate(tensors) for piece in _pieces_of(tensor)
-    ]
-    for number, piece in track(pieces):
-        if piece.dtype is torch.bool:
-            # Unwritten rows may hold any byte.
-            piece = piece.view(torch.uint8) != 0
-        with (path / _file_of(number)).open("ab") as file:
-            piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
-    return text
 
+    def __init__(self, path: Path) -> None:
+        self._path, self._text, self._num_tensors = path, "", 0
+        others = [int(file.stem) for file in path.glob("*.tensor") if file.stem.isdecimal()]
+        # Files of an earlier state are not touched before this one is complete.
+        self._first = max(others, default=-1) + 1
 
-def complete_state(path: Path, description: str) -> None:
-    """Saves what `write_tensors` returned."""
-    (path / _STATE).write_text(description)
+    def write(self, state: Any, *, progress: bool = False) -> None:
+        """Writes the state.
 
+        Args:
+            state: tensors, TensorDicts, plain values, and dicts and lists of them.
+            progress: whether to show a progress bar.
 
-def forget_incomplete(path: Path) -> None:
-    """Deletes the tensors of a state that was not completed, if there are any in a directory."""
-    if not (path / _STATE).exists():
-        for old in path.glob("*.tensor"):
-            old.unlink()
+        Raises:
+            ImportError: `progress` is True, but tqdm is not installed. Nothing is written then.
+            TypeError: the state holds something else. Nothing is written then.
+        """
+        track = tracker("saving rows", progress)
+        tensors: list[torch.Tensor] = []
+        self._text = json.dumps(_described(state, tensors, self._first), allow_nan=False)
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._num_tensors = max(len(tensors), self._num_tensors)
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        pieces = [
+            (path, piece)
+            for path, tensor in zip(self._files, tensors, strict=False)
+            for piece in _pieces_of(tensor)
+        ]
+        for path, piece in track(pieces):
+            if piece.dtype is torch.bool:
+                # Unwritten rows may hold any byte.
+                piece = piece.view(torch.uint8) != 0
+            with path.open("ab") as file:
+                piece.cpu().contiguous().view(torch.uint8).numpy().tofile(file)
+
+    @property
+    def _files(self) -> list[Path]:
+        numbers = range(self._first, self._first + self._num_tensors)
+        return [self._path / _file_of(number) for number in numbers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        own, state = self._files, self._path / _STATE
+        try:
+            if kind is None:
+                for path in filter(Path.exists, own):
+                    with path.open("rb+") as file:
+                        sync_file(file)
+                write_text(state, self._text)
+        finally:
+            # An interrupt may have come after the switch.
+            if state.is_file() and state.read_bytes() == self._text.encode():
+                own = [path for path in self._path.glob("*.tensor") if path not in own]
+            for path in own:
+                path.unlink(missing_ok=True)
 
 
 def _pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,8 +160,8 @@ def copy_in_pieces(
             place.narrow(0, start, size).copy_(source[key].narrow(0, start, size))
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describes a value in JSON types, and appends its tensors to `tensors`."""
+def _described(value: Any, tensors: list[torch.Tensor], first: int) -> Any:
+    """Describes a value in JSON types, and appends its tensors to `tensors`, in files from `first` on."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -144,20 +170,20 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
         case torch.Tensor() if value.layout is torch.strided:
             tensors.append(value)
             kind = {_KIND: "tensor", "dtype": dtype_name(value.dtype)}
-            return {**kind, "shape": [*value.shape], "file": len(tensors) - 1}
+            return {**kind, "shape": [*value.shape], "file": first + len(tensors) - 1}
         case TensorDictBase():
             device = None if value.device is None else str(value.device)
             entries = {key: value.get(key) for key in value.keys()}  # noqa: SIM118
-            inner = _described(entries, tensors)
+            inner = _described(entries, tensors, first)
             sizes = [*value.batch_size]
             return {_KIND: "tensordict", "batch_size": sizes, "device": device, "entries": inner}
         case list() | tuple():
-            items = [_described(item, tensors) for item in value]
+            items = [_described(item, tensors, first) for item in value]
             return items if isinstance(value, list) else {_KIND: "tuple", "value": items}
         case Mapping():
             if all(isinstance(key, str) and key != _KIND for key in value):
-                return {key: _described(item, tensors) for key, item in value.items()}
-            return {_KIND: "dict", "value": _described([*value.items()], tensors)}
+                return {key: _described(item, tensors, first) for key, item in value.items()}
+            return {_KIND: "dict", "value": _described([*value.items()], tensors, first)}
     raise TypeError(
         f"a state that is saved must be of dense tensors and plain values, got {type(value).__name__}: "
         "save state_dict() by means of your own. Nothing was written."
@@ -168,7 +194,7 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def read_state(path: str | Path) -> Any:
-    """Returns what `complete_state` saved. Tensors are memory-mapped, so they are read on access.
+    """Returns the state that a `NewState` saved. Tensors are memory-mapped, so they are read on access.
 
     Raises:
         FileNotFoundError: the directory, or a file in it, is missing.

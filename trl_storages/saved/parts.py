@@ -14,7 +14,7 @@ import torch
 from torchrl.data import PrioritizedSampler, SamplerWithoutReplacement
 
 from trl_storages import arguments
-from trl_storages.saved.files import complete_state, read_state, write_tensors
+from trl_storages.saved.files import NewState, read_state
 
 __all__ = ["SavedPart", "SavedState", "StockPart", "as_part"]
 
@@ -169,8 +169,8 @@ class SavedPart:
 
     def dumps(self, path: str | Path) -> None:
         """Saves the state in the directory `path`, as JSON and raw tensor files."""
-        path = arguments.directory("path", path)
-        complete_state(path, write_tensors(path, self.state_dict()))
+        with NewState(arguments.directory("path", path)) as saved:
+            saved.write(self.state_dict())
 
     def loads(self, path: str | Path) -> None:
         """Restores what `dumps` saved.
