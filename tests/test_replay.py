@@ -1043,6 +1043,17 @@ class TestPartsOfAnotherStorage:
         ReplayStorage(storage=storage.storage, writer=storage.writer, sampler=sampler)
         storage.set_sampler(sampler)
 
+    def test_another_buffer_of_the_same_rows_leaves_the_episodes_that_run(self):
+        storage = make_uniform(20)
+        lane, ends = torch.zeros(4).long(), torch.zeros(4).bool()
+        data = [goal_transitions(lane, torch.arange(4) + first, ends) for first in (0, 4)]
+        for steps in data:
+            steps["collector", "traj_ids"] = torch.full((4,), 7)
+        storage.extend(data[0])
+        ReplayStorage(storage=storage.storage, writer=storage.writer, sampler=UniformSampler())
+        storage.extend(data[1])
+        assert storage.episodes.episodes()["length"].tolist() == [8]
+
     def test_a_sampler_without_state_draws_by_the_generator_of_each_storage(self):
         seen = []
         for others in (0, 2):

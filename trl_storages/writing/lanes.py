@@ -38,7 +38,8 @@ class LaneNotes:
     """
 
     def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
-        self._episodes = episodes
+        #: The index of the lanes.
+        self.episodes = episodes
         #: `[E]` bool on the host, lanes whose open episode may not continue; None if there are none.
         self.unsure: torch.Tensor | None = self._open() if are_reopened else None
         #: Whether these lanes are of a directory that was opened, and not loaded since.
@@ -60,7 +61,7 @@ class LaneNotes:
         self.unsure, self.are_reopened = self._open(), False
 
     def _open(self) -> torch.Tensor | None:
-        is_open = self._episodes.is_open.bool().cpu()
+        is_open = self.episodes.is_open.bool().cpu()
         return is_open if is_open.any() else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class LaneNotes:
         """Moves the state that other processes need to shared memory."""
         self.trajectory.share_memory_()  # type: ignore[no-untyped-call]
         if self.process is None:
-            size = (self._episodes.num_envs,)
+            size = (self.episodes.num_envs,)
             self.process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
 
     def routes(self, steps: Steps) -> list[Block]:
@@ -87,10 +88,10 @@ class LaneNotes:
             _on_host(trajectory),  # type: ignore[arg-type]
             _on_host(done).reshape(-1),  # type: ignore[arg-type]
             held=_on_host(self.trajectory),
-            is_open=_on_host(self._episodes.is_open),
+            is_open=_on_host(self.episodes.is_open),
             last_written=self._written_at,
         )
-        device = self._episodes.device
+        device = self.episodes.device
         return [
             Block(rows.shape[1], lanes.tolist(), on_device(torch.from_numpy(rows), device))
             for lanes, rows in blocks
@@ -129,7 +130,7 @@ class LaneNotes:
     def _first(self, block: Block, which: torch.Tensor) -> torch.Tensor:
         """Returns the first steps of some of the lanes `[L]` bool, as `[L, T]` bool."""
         first = which.unsqueeze(1) & (torch.arange(block.num_steps) == 0)
-        return on_device(first, self._episodes.device)
+        return on_device(first, self.episodes.device)
 
     def settle(self, blocks: Iterable[Block]) -> None:
         """Marks the lanes of committed steps as no longer unsure."""
@@ -153,7 +154,7 @@ class LaneNotes:
         lane, step = torch.nonzero(block.cut, as_tuple=True)
         if not len(lane):
             return False
-        is_open = self._episodes.is_open[block.which].unsqueeze(1)
+        is_open = self.episodes.is_open[block.which].unsqueeze(1)
         if not is_open.any():
             # It may be another collector with a numbering of its own.
             self._left.clear()
@@ -184,7 +185,7 @@ class LaneNotes:
             self.process[block.which] = os.getpid()
             if steps.trajectory is not None:
                 # Other processes may write to the lane before this one does again.
-                goes_on = self._episodes.is_open[block.which]
+                goes_on = self.episodes.is_open[block.which]
                 number = torch.arange(len(self.trajectory))[block.which][goes_on]
                 left = self.trajectory[number]
                 self._left.extend(zip(number.tolist(), left.tolist(), strict=True))

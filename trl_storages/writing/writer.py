@@ -174,6 +174,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             storage.episodes = index = _new_index(storage, self.num_envs)
         if isinstance(storage, PackedStorage):
             storage.keep_episodes(index)
+        if self._lanes is not None and self._lanes.episodes is index:
+            return  # Another buffer of the same rows.
         self._lanes = LaneNotes(index, are_reopened=self._directory is not None)
         if self._directory is not None:
             self._take_up()
