@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from trl_storages import (
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.replay import ReplayStorage
+from trl_storages.replay import ReplayStorage, saving
 from trl_storages.rows import PackedStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler
 from trl_storages.transforms import GoalRelabel, NStep
@@ -469,3 +470,23 @@ def test_dumps_have_one_form():
             register(lambda rows: rows)
     with pytest.raises(ValueError, match=r"checkpointer must be None.*state_dict\(\) returns"):
         ReplayStorage(storage=PackedStorage(4), checkpointer=TensorStorageCheckpointer())
+
+
+def test_what_another_thread_writes_during_a_load_comes_after_it(monkeypatch):
+    storage = ReplayStorage(storage=PackedStorage(20), writer=EpisodeWriter(on_gap="ignore"))
+    lane, done = torch.zeros(3).long(), torch.zeros(3).bool()
+    rows = goal_transitions(lane, torch.arange(3), done)
+    storage.extend(rows)
+    state, finish = copy.deepcopy(storage.state_dict()), saving.finish
+    writer = threading.Thread(target=storage.extend, args=[rows])
+
+    def overtaken(act):
+        writer.start()
+        writer.join(0.2)
+        return finish(act)
+
+    monkeypatch.setattr(saving, "finish", overtaken)
+    storage.load_state_dict(state)
+    writer.join()
+    assert len(storage) == 6
+    storage.validate()

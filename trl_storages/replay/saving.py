@@ -159,12 +159,12 @@ def _layers_in(state: Any) -> list[Any]:
 def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
     """Loads a state after checking all of it; `progress` shows a progress bar."""
     check_writable(storage._storage)
-    storage.synchronize()
     with storage._futures_lock:
+        # Draws ahead need the replay lock, so wait for them before taking it.
+        storage.synchronize()
         with storage._replay_lock:
             fitted = check_state(storage, state)
-        finish(partial(_take, storage, fitted, progress))
-        with storage._replay_lock:
+            finish(partial(_take, storage, fitted, progress))
             look_at_actions(storage)
 
 
@@ -189,21 +189,19 @@ def look_at_actions(storage: Any) -> None:
 
 
 def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
-    # Prefetching draws need the replay lock, so wait for them before taking it.
     storage._clear_prefetch_queue_locked()
-    with storage._replay_lock:
-        # The environments may be those of this loop, whatever is loaded.
-        doubt_ends(storage, is_live=True)
-        prioritized = prioritized_of(storage._sampler)
-        for name, part in _parts(storage).items():
-            part.take_state(state[name], progress=progress)
-            if name == "_storage" and prioritized is not None:
-                prioritized.attach(storage._storage)  # loading rows may have created the files
-        doubt_ends(storage)
-        storage._batch_size = state["_batch_size"]
-        if (generator := read_generator(state["_rng"])) is not None:
-            storage.set_rng(generator)
-        storage._restore_prefetch_queue_locked(state["_prefetch_state"])
+    # The environments may be those of this loop, whatever is loaded.
+    doubt_ends(storage, is_live=True)
+    prioritized = prioritized_of(storage._sampler)
+    for name, part in _parts(storage).items():
+        part.take_state(state[name], progress=progress)
+        if name == "_storage" and prioritized is not None:
+            prioritized.attach(storage._storage)  # loading rows may have created the files
+    doubt_ends(storage)
+    storage._batch_size = state["_batch_size"]
+    if (generator := read_generator(state["_rng"])) is not None:
+        storage.set_rng(generator)
+    storage._restore_prefetch_queue_locked(state["_prefetch_state"])
 
 
 def _check_together(
