@@ -16,6 +16,7 @@ from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
+from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import PackedStorage, read_fields
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
@@ -93,6 +94,19 @@ def test_writes(gpu, num_envs, storage_type, sampler):
     buffer.writer.extend(step[:1], lanes=[num_envs - 1])
     assert len(buffer) == buffer.episodes.capacity
     check(buffer.sample(8), gpu, 8)
+
+
+@pytest.mark.requirement("devices")
+def test_a_write_without_memory_leaves_the_counters_of_the_host(gpu, monkeypatch):
+    index = EpisodeIndex(24, 3, gpu)
+
+    def append(*_):
+        raise torch.OutOfMemoryError("of the GPU")
+
+    monkeypatch.setattr(index.ring, "append", append)
+    with pytest.raises(torch.OutOfMemoryError):
+        index.append(torch.zeros(3, 2, dtype=torch.bool, device=gpu))
+    assert not index.host_steps.any()
 
 
 @pytest.mark.requirement("devices")

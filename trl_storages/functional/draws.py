@@ -149,7 +149,8 @@ def kinds_by_chance(
         `[B]` uint8 of `kinds`, or 0 for a transition that keeps its goal.
     """
     is_relabelled = torch.ones_like(noise, dtype=torch.bool)
-    if num_goals < math.inf:
+    # Beyond, a number does not fit into 64 bits, and makes no difference.
+    if num_goals < 2**62:
         is_relabelled = noise % int(num_goals + 1) > 0
         noise = noise // int(num_goals + 1)
     chance, found = noise % _CHANCES, torch.full_like(noise, kinds[-1])

@@ -220,10 +220,12 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         *pairs: np.ndarray,
     ) -> torch.Tensor | None:
         """Appends steps and copies their rows; see `kernels.host.Ring.append`, also for `pairs`."""
+        slots = self.ring.append(rows, block, table, *pairs)
+        # Only then, as there may be no memory for it.
         if not self._on_host:
             self.host_steps[block.which] += block.num_steps
             np.maximum(self.host_tails, self.host_steps - self.steps_per_lane, out=self.host_tails)
-        return self.ring.append(rows, block, table, *pairs)
+        return slots
 
     def rejoin(
         self, done: torch.Tensor, begins: torch.Tensor, cursor: int, lanes: Lanes = None
