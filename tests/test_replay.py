@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -1015,6 +1016,28 @@ def test_lanes_are_written_one_at_a_time_with_priorities_of_their_own(update_pri
     with pytest.raises(ValueError, match="lanes"):
         storage.extend(data, lanes=[2])
     assert len(storage) == 6
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage, rows: storage.extend(rows),
+        lambda storage, rows: storage.can_sample(2),
+        lambda storage, rows: storage.set_at_("action", rows["action"], slice(None)),
+        lambda storage, rows: storage.update_({"action": rows["action"]}),
+        lambda storage, rows: storage.empty(keep_steps=1),
+    ],
+)
+def test_no_method_of_a_shared_storage_waits_for_itself(call):
+    writer = EpisodeWriter(keys=["action", ("next", "done"), ("next", "reward")])
+    storage = ReplayStorage(storage=PackedStorage(8), writer=writer, sampler=PERSampler(8))
+    rows = goal_transitions(torch.zeros(3).long(), torch.arange(3), torch.zeros(3).bool())
+    rows["td_error"] = torch.tensor([3.0, 1.0, 2.0])
+    storage.extend(rows)
+    thread = threading.Thread(target=call, args=[storage.share(), rows], daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 class TestPartsOfAnotherStorage:

@@ -5,6 +5,7 @@ Letters: B batch, E lanes (environments).
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -455,7 +456,11 @@ class ReplayStorage(
         if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
             self._writer.share_memory_()
             self._known_rows = KnownRows(self.episodes)
-        return super().share(shared)
+        super().share(shared)
+        if shared:
+            # Methods that hold it call others that take it; TorchRL's lock would wait for itself.
+            self._write_lock = multiprocessing.RLock()
+        return self
 
     # Rows as they were stored
 
