@@ -74,7 +74,8 @@ class UniformReplayStorage(ReplayStorage):
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
         storage_size: total number of transitions, over all environments: a multiple of `num_envs`.
-        num_envs: E, number of environments recorded in parallel, over all workers.
+        num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
+            a collector's workers write by themselves (`replay_buffer=`) and play several each.
         batch_size: B, transitions per batch.
         device: device of the batches. The rows are there too, unless `path` is given.
         path: directory of memory-mapped rows, which outlive the process; if it holds rows, writing and
