@@ -36,7 +36,7 @@ from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
 from trl_storages.sample_units import EpisodeSequence
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
-from trl_storages.transforms import GoalRelabel, NStep
+from trl_storages.transforms import GoalRelabel, NStep, ReplayTransform
 from trl_storages.writing import EpisodeWriter
 
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -1016,6 +1016,29 @@ def test_lanes_are_written_one_at_a_time_with_priorities_of_their_own(update_pri
     with pytest.raises(ValueError, match="lanes"):
         storage.extend(data, lanes=[2])
     assert len(storage) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda storage: storage.append_transform(NStep(2)),
+        lambda storage: storage.insert_transform(0, NStep(2)),
+    ],
+)
+def test_transforms_are_changed_between_two_batches(change):
+    class Slow(ReplayTransform):
+        def replay(self, rows):
+            changing.start()
+            changing.join(0.1)
+            was_waiting.append(changing.is_alive())
+
+    storage, was_waiting = make_uniform(8, transform=Compose(Slow())), []
+    storage.extend(goal_transitions(torch.zeros(3).long(), torch.arange(3), torch.zeros(3).bool()))
+    changing = threading.Thread(target=change, args=[storage])
+    assert "steps_to_next_obs" not in storage.sample(2).keys()  # noqa: SIM118
+    changing.join()
+    assert was_waiting == [True]
+    assert len(storage.transform) == 2
 
 
 @pytest.mark.parametrize(

@@ -637,7 +637,9 @@ class ReplayStorage(
         if not callable(transform):
             what = "a TorchRL transform, or a function of a batch"
             arguments.instance("transform", transform, Transform, what=what)
-        return super().append_transform(transform, invert=arguments.flag("invert", invert))
+        # A batch that is drawn meanwhile must not see the transforms half changed.
+        with self._replay_lock:
+            return super().append_transform(transform, invert=arguments.flag("invert", invert))
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Inserts a transform.
@@ -652,7 +654,10 @@ class ReplayStorage(
         """
         index = arguments.integer("index", index, at_most=len(self._transform))
         arguments.instance("transform", transform, Transform, what="a TorchRL transform")
-        return super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
+        with self._replay_lock:
+            return super().insert_transform(
+                index, transform, invert=arguments.flag("invert", invert)
+            )
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler; the new one uses this storage's generator.
@@ -861,6 +866,9 @@ class ReplayStorage(
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
         """Saves everything the next samples and writes depend on. Loading it runs no code.
+
+        Other threads may write and draw meanwhile: they wait. Pickling and deep copies do not make them
+        wait, so pause them then.
 
         An earlier dump in the directory is replaced once this one is complete and on disk: after an
         error, a kill or a power cut, one of the two is there.
