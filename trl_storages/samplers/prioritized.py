@@ -212,7 +212,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self, storage: Storage, batch_size: int, window: torch.Tensor | int | None = None
     ) -> Drawn:
         batch_size, episodes = checked_draw(storage, batch_size)
-        self._settle(storage)
+        self.attach(storage)
         # `Sealed.__setattr__` would take longer.
         self.__dict__["_unanswered"] += 1
         if self._unanswered == _FORGOTTEN:
@@ -261,7 +261,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Gives rows that were overwritten the largest priority."""
-        if not self._settle(storage):
+        if not self.attach(storage):
             self._table.write(self._as_slots(index))
         self.__dict__["_marked"] = index
 
@@ -287,7 +287,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             IndexError: an index is not below `max_capacity`. Nothing has changed then.
         """
         # First, as the table may move to the storage's device.
-        self._settle(storage)
+        self.attach(storage)
         slots, device = self._as_slots(index), self.device
         priority = on_device(_one_each(priority, slots.numel()), device)
         if stamp is not None:
@@ -325,8 +325,11 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     # The storage
 
-    def _settle(self, storage: Storage | None) -> bool:
-        """Moves to the storage's device, and gives its rows priorities if none are known yet.
+    def attach(self, storage: Storage | None) -> bool:
+        """Moves to a storage's device or directory, and gives its rows priorities if it has none yet.
+
+        Args:
+            storage: the storage; None does nothing.
 
         Returns:
             whether the priorities of the stored rows were just initialised.
@@ -366,10 +369,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self._table.write(every if episodes is None else episodes.live_slots())
         return True
 
-    def attach(self, storage: Storage) -> None:
-        """Connects to a storage; if its rows are in a directory, uses the priorities stored there."""
-        self._settle(storage)
-
     def leave(self, storage: Any) -> None:
         """Notes which rows are known, as another sampler replaces this one."""
         if (episodes := getattr(storage, "episodes", None)) is not None:
@@ -382,7 +381,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         """
         before, self._left_at = self._left_at, None
         if self._table.has_rows:
-            self._settle(storage)
+            self.attach(storage)
         table, episodes = self._table, getattr(storage, "episodes", None)
         if episodes is None or not table.has_rows or getattr(storage, "reader", None) is not None:
             return
