@@ -611,6 +611,23 @@ def test_rows_that_were_written_while_another_sampler_drew(num_envs, emptied):
     assert storage.episodes.is_live(drawn).all()
 
 
+@pytest.mark.parametrize("emptied", [False, True])
+def test_rows_that_were_written_while_a_sampler_had_another_base(emptied):
+    sampler = PERSampler(16)
+    storage = ReplayStorage(storage=PackedStorage(16), sampler=ERESampler(1.0, base=sampler))
+    storage.extend(rows(8))
+    assert storage.sample(4)["index"].max() < 8
+    storage.sampler.base = UniformSampler()
+    if emptied:
+        storage.empty()
+    storage.extend(rows(4, first=8))
+    assert storage.sample(4)["index"].max() < 12
+    storage.sampler.base = sampler
+    drawn = storage.sample(400)["index"].unique()
+    assert drawn.tolist() == [*range(4 if emptied else 12)]
+    storage.validate()
+
+
 def in_lanes(num_envs, num_steps, first=0):
     data = rows(num_steps, first)
     return data if num_envs == 1 else data.expand(num_envs, num_steps).contiguous()

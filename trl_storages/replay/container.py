@@ -182,6 +182,8 @@ class ReplayStorage(
         self._known_rows = KnownRows()
         # The samplers and transforms of the last draw, if they fit whatever their settings are.
         self._fitting: tuple[list[Sampler], list[Transform]] | None = None
+        # The samplers of the last draw.
+        self._drawn_by: list[Sampler] | None = None
         if self.shared:
             self.share()
         # Suppresses TorchRL's warning about a batch size passed to a single `sample` call.
@@ -948,7 +950,13 @@ class ReplayStorage(
         refuse_torch_save()
         # An unfinished iterator can't be pickled and is not part of the state. TorchRL's copy of the
         # generator's state does not work for a GPU generator.
-        state = {**super().__getstate__(), "_iterator": None, "_rng": None, "_fitting": None}
+        state = {
+            **super().__getstate__(),
+            "_iterator": None,
+            "_rng": None,
+            "_fitting": None,
+            "_drawn_by": None,
+        }
         # With the same generator a spawned process would repeat this one's draws.
         is_spawning = get_spawning_popen() is not None
         state["generator__context"] = None if is_spawning else saved_generator(self._rng)

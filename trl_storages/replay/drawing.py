@@ -14,7 +14,7 @@ from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView, stored_fields
-from trl_storages.samplers import layers_of
+from trl_storages.samplers import layers_of, prioritized_of
 from trl_storages.stock_parts import draw
 from trl_storages.transforms import ReplayTransform, parts_of
 
@@ -40,6 +40,11 @@ def draw_rows(storage: Any, batch_size: int) -> tuple[RowView, dict[str, Any]]:
     if (layers, parts) != storage._fitting:
         storage._fitting = (layers, parts) if _check_goals(layers, parts) else None
     rows, sampler = storage._storage, storage._sampler
+    if layers != storage._drawn_by:
+        # Rows may have been written while a wrapping sampler had another base.
+        if storage._drawn_by is not None and (known := prioritized_of(sampler)) is not None:
+            known.catch_up(rows)
+        storage._drawn_by = layers
     if sampler._rng is not storage._rng:
         # Another storage shares this sampler.
         sampler._rng = storage._rng
