@@ -15,7 +15,7 @@ from disk.platter import Platter
 from disk.power import cut_at_random, opens_after_cut, syncs_seen
 from disk.rows import ALL_KINDS, abandon, found, make, stored_as
 
-from trl_storages.disk import files
+from trl_storages.saved import durable
 
 
 @pytest.mark.requirement("persistence")
@@ -102,14 +102,14 @@ def test_what_is_next_of_the_newest_flushed_row_outlasts_an_interrupted_flush(tm
             history = written(storage, history)
             storage.flush()
         history = written(storage, history)
-        sync = files.sync_directory
+        sync = durable.sync_directory
 
         def interrupted(folder):
             sync(folder)
             raise KeyboardInterrupt
 
         with (
-            mock.patch.object(files, "sync_directory", interrupted),
+            mock.patch.object(durable, "sync_directory", interrupted),
             suppress(KeyboardInterrupt),
         ):
             storage.flush()

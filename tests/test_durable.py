@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from trl_storages import (
     ReplayStorage,
     UniformReplayStorage,
 )
+from trl_storages.disk.description import Description
 
 
 def assert_same(first, second):
@@ -167,6 +169,28 @@ class TestTheSeam:
         data = steps_of_an_episode(6, 2)
         again.extend(data.set(("collector", "traj_ids"), torch.tensor([9, 9])))
         assert again.episodes.episodes()["length"].tolist() == [4, 4]
+
+
+def test_as_many_lanes_as_can_be_opened_again(tmp_path):
+    most = 2**18
+    storage = make(tmp_path / "rows")
+    write(storage, 1)
+    storage.close()
+    many = replace(
+        Description.read(tmp_path / "rows"),
+        num_rows=most,
+        num_lanes=most,
+        flushed=[2**40] * most,
+        tails=[2**40] * most,
+        progress={"ended": [False] * most},
+    )
+    many.write(tmp_path / "rows")
+    assert Description.read(tmp_path / "rows") == many
+    path = tmp_path / "more"
+    storage = PackedStorage(most + 1, scratch_dir=path, fields={"done": (torch.bool, (1,))})
+    with pytest.raises(ValueError, match=r"at most 262,144 lanes .*, got 262,145"):
+        ReplayStorage(storage=storage, writer=EpisodeWriter(most + 1))
+    assert not path.exists()
 
 
 def test_clearing(tmp_path):

@@ -42,6 +42,8 @@ Found = TypeVar("Found")
 
 # Writes between two checks that the directory still exists.
 _MOST_BLIND = 64
+# The description of more could not be read within the bounds on untrusted files.
+_MOST_LANES = 2**18
 
 
 class Directory:
@@ -68,7 +70,13 @@ class Directory:
             FileExistsError: the directory holds more than the leftovers of an interrupted creation.
             OSError: the disk is full or not writable. Nothing is left then.
             RuntimeError: another process is creating or writing it.
+            ValueError: there are too many lanes. Nothing is made then.
         """
+        if num_lanes > _MOST_LANES:
+            raise ValueError(
+                f"a directory holds at most {_MOST_LANES:,} lanes (num_envs), got {num_lanes:,}: keep "
+                "the rows in memory, or in several directories."
+            )
         made = [it for it in (path, *path.parents) if not it.exists()]
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path, check_is_free) as (lock, _):
@@ -198,8 +206,8 @@ class Directory:
         Args:
             index: the episodes, with these steps.
             blocks: which steps of which lanes.
-            write_count: as in `commit`.
-            trajectories: as in `commit`.
+            write_count: rows written, as TorchRL's writers count them.
+            trajectories: `[E]` the collector's number of each lane's last trajectory.
 
         Raises:
             RuntimeError: this process may not write: a signal handler has closed the directory.
@@ -211,21 +219,6 @@ class Directory:
             steps = block.num_steps, block.lanes, kept
             commit: Any = (words.commits, write_count, trajectories) if block is blocks[-1] else ()
             words.marked.seal(index.ring, *steps, *commit)
-
-    def commit(self, index: EpisodeIndex, write_count: int, trajectories: np.ndarray) -> None:
-        """Commits the state of an index.
-
-        Args:
-            index: the episodes.
-            write_count: rows written, as TorchRL's writers count them.
-            trajectories: `[E]` the collector's number of each lane's last trajectory.
-
-        Raises:
-            RuntimeError: this process may not write.
-            OSError: the disk is full. Nothing has changed then.
-        """
-        self.prepare()
-        self.words.commits.publish_lanes(index.ring, write_count, trajectories)
 
     def go_back(self, index: EpisodeIndex) -> None:
         """Rolls back to the last commit after a write that failed.
@@ -289,17 +282,17 @@ class Directory:
         Args:
             index: the episodes; loses these rows as well.
             tails: `[E]` the first steps to keep, as in `EpisodeIndex.evict`.
-            write_count: as in `commit`.
-            trajectories: as in `commit`.
+            write_count: as in `seal`.
+            trajectories: as in `seal`.
 
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        self.prepare()
+        self.check_writable()
         tails = np.clip(tails, index.host_tails, index.host_steps)
-        self._say(replace(self.description, tails=tails.tolist()))
+        self._say(replace(self.description, tails=tails.tolist(), is_clean=False))
         index.evict(tails)
-        self.commit(index, write_count, trajectories)
+        self.words.commits.publish_lanes(index.ring, write_count, trajectories)
 
     def load(
         self,
@@ -313,8 +306,8 @@ class Directory:
 
         Args:
             index: the episodes of the new rows.
-            write_count: as in `commit`.
-            trajectories: as in `commit`.
+            write_count: as in `seal`.
+            trajectories: as in `seal`.
             fill: writes the new rows to their slots in the index, and the frames that the oldest ones are
                 read with to the slots before those.
             priorities: of the rows, as `Words.keep_priorities` takes them; None if none are kept.

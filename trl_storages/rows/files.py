@@ -136,11 +136,9 @@ class RowFiles:
     def load(self, moved: Moved, fill: Callable[[Words], None]) -> None:
         """Replaces all rows atomically; see `Directory.load`."""
         directory: Directory = self.directory  # type: ignore[assignment]
-        words = directory.words
         try:
             commit = moved.episodes, moved.write_count, moved.trajectories
             directory.load(*commit, fill, moved.priorities)
         finally:
-            if directory.words is not words:
-                self._adopt(directory)
-                self.refreshes += 1
+            self._adopt(directory)
+            self.refreshes += 1

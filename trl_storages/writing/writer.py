@@ -399,7 +399,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if self._directory is None:
                 # What was overwritten is gone: keep the rows, and tell samplers of them later.
                 self._untold.append(episodes.slots_after(counters))
-            else:
+            elif self._directory.is_writer:  # unless a signal handler has closed it
                 # Roll back: a later commit would rely on marks that may be missing.
                 episodes.recount(counters)
                 self._storage.files.go_back()
