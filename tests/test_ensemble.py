@@ -530,6 +530,17 @@ def test_a_storage_that_cant_give_its_share():
     assert ensemble.sample().batch_size == (8,)
 
 
+def test_an_interrupt_is_raised_as_it_is(monkeypatch):
+    storages = make(20), make(0)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storages[0], "_sample_part", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ReplayStorageEnsemble(*storages).sample(8)
+
+
 def test_goals_that_no_transform_writes():
     ensemble = ReplayStorageEnsemble(make(20), make(20, sampler=HERSampler()), batch_size=8)
     before = state_of(ensemble)

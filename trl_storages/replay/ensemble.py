@@ -177,13 +177,14 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                 generator.set_state(state)
             for storage, before in zip(self._storages, progress, strict=True):
                 resume_draws(storage.sampler, before)
-            self._check_shares(counts, error)
+            if isinstance(error, Exception):
+                self._check_shares(counts, error)
             raise
         if not return_info:
             return batch
         return batch, {name: batch.get(name) for name in sorted(names)}
 
-    def _check_shares(self, counts: list[int], error: BaseException) -> None:
+    def _check_shares(self, counts: list[int], error: Exception) -> None:
         """Raises a RuntimeError from `error` if a storage can't give its share."""
         for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
             if count and not storage.can_sample(count):
