@@ -177,8 +177,14 @@ def _first_violation(sources: Any, implied: Any, num_rows: int) -> int:
     return -1
 
 
-#: Returns the entry of the tip of one row.
-tip_of = inlined(tips_of)
+_tips_of = inlined(tips_of)
+
+
+@inlined
+def tip_of(header: int, lane: int, num_lanes: int) -> int:
+    """Returns the entry of the tip of a row; see `tips_of`."""
+    # int64, as addresses are computed from it, which would overflow the 4 bytes of a header.
+    return _tips_of(np.int64(header), lane, num_lanes)
 
 
 @inlined
