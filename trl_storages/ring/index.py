@@ -217,10 +217,10 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         rows: NewRows,
         block: Block,
         table: RowTable | None = None,
-        *pairs: np.ndarray,
+        pairs: np.ndarray = _NO_PLACES,
     ) -> torch.Tensor | None:
-        """Appends steps and copies their rows; see `kernels.host.Ring.append`, also for `pairs`."""
-        slots = self.ring.append(rows, block, table, *pairs)
+        """Appends steps and copies their rows; see `kernels.host.Ring.append`."""
+        slots = self.ring.append(rows, block, table, pairs)
         # Only then, as there may be no memory for it.
         if not self._on_host:
             self.host_steps[block.which] += block.num_steps

@@ -53,6 +53,7 @@ Then = Callable[[torch.Tensor], object]
 
 
 _ONE_STEP = (Block(1),)
+_NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class EpisodeWriter(SavedPart, Sealed, CountingWriter):
@@ -367,7 +368,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             is_compared = watch.is_looking and not steps.rows.is_compact
-            pairs = (watch.pairs(steps.layout),) if is_compared else ()  # type: ignore[arg-type]
+            pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
             slots = self._write_at_once(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
@@ -385,7 +386,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._write_at_once(steps, blocks, (), evicted, shape, then, count)  # type: ignore[return-value]
+        return self._write_at_once(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
 
     def _write_at_once(self, *write: Any) -> torch.Tensor | None:
         """Does what `_commit` does with these arguments, or nothing, even if it is interrupted."""
@@ -410,7 +411,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self,
         steps: Steps,
         blocks: Sequence[Block],
-        pairs: Sequence[np.ndarray],
+        pairs: np.ndarray,
         evicted: Sequence[Evicted],
         shape: torch.Size | None,
         then: Then | None,
@@ -421,7 +422,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         Args:
             steps: as in `_write`.
             blocks: as in `_write`.
-            pairs: compared fields, as in `GapWatch.pairs`, if they are compared now.
+            pairs: compared fields, as in `GapWatch.pairs`.
             evicted: frames that the remaining rows still need.
             shape: as in `_write`.
             then: as in `_write`.
@@ -444,7 +445,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         for block in blocks:
             if not is_packed:
                 self._put(steps, block)
-            written = episodes.write(rows, block, table, *pairs)
+            written = episodes.write(rows, block, table, pairs)
             if written is None:
                 return None
             slots = written if slots is None else torch.maximum(slots, written)

@@ -21,6 +21,8 @@ from trl_storages.kernels.tables import FINISHED, FIRST, GOAL_KINDS, LAST, Block
 
 __all__ = ["Ring"]
 
+_NO_PAIRS = np.zeros((0, 2), np.int64)
+
 
 class Ring(RingTables):
     """See `kernels.host.Ring`: what other parts call is the same, with bit-identical results."""
@@ -57,8 +59,14 @@ class Ring(RingTables):
         rows: NewRows,
         block: Block,
         table: RowTable | None = None,
-    ) -> torch.Tensor:
+        pairs: np.ndarray = _NO_PAIRS,
+    ) -> torch.Tensor | None:
         """Appends steps to some lanes, and copies their rows to their slots."""
+        if len(pairs):
+            # Waits for the device; see `RowTable.finds_gaps`.
+            gaps = self.find_gaps(rows, block, pairs, table)
+            if gaps is not None and bool(gaps.any()):
+                return None
         lanes, (num_steps, _, order, cut) = self.named(block.lanes), block
         words, done = rows.steps(block)
         room, found, lane = (

@@ -31,7 +31,7 @@ class RowTable:
 
     #: The class of the rows that it takes.
     new_rows = NewRows
-    #: `Ring.append` does not look for gaps, which would wait for the device.
+    #: Looking for gaps while appending would wait for the device.
     finds_gaps = False
 
     def __init__(self, rows: torch.Tensor) -> None:
