@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from disk.moments import Moments, put_back
 from disk.rows import KINDS, abandon, found, make
 
 from trl_storages import PERSampler, ReplayStorage
+from trl_storages.disk.description import Description
 
 TESTS = Path(__file__).parent
 SIZE = 12
@@ -161,8 +163,27 @@ def test_killed_while_a_directory_is_made_anew(tmp_path):
         opens(files, tmp_path / "killed", act, 2, SIZE)
 
 
+def interrupted_once(monkeypatch):
+    """Interrupts the first look at a description that was just replaced."""
+    left, write, read = [], Description.write, Description.read
+
+    def written(*args):
+        write(*args)
+        left.append(KeyboardInterrupt)
+        monkeypatch.setattr(Description, "write", write)
+
+    def seen(*args):
+        if left:
+            raise left.pop()
+        return read(*args)
+
+    monkeypatch.setattr(Description, "write", written)
+    monkeypatch.setattr(Description, "read", seen)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
-def test_killed_while_a_dump_is_loaded(tmp_path, stored):
+def test_killed_while_a_dump_is_loaded(tmp_path, stored, interrupted, monkeypatch):
     source, history = make(None, 2, SIZE), History(2, SIZE)
     for num_steps in (3, 5):
         act = write(history, num_steps)
@@ -173,8 +194,11 @@ def test_killed_while_a_dump_is_loaded(tmp_path, stored):
     after = before.copy()
     after.load(history)
     act = Act("loads", lambda storage: storage.loads(tmp_path / "dump"), before, after)
-    with Moments(tmp_path / "rows") as moments:
-        act.do(storage)
+    with monkeypatch.context() as patch:
+        if interrupted:
+            interrupted_once(patch)
+        with suppress(KeyboardInterrupt), Moments(tmp_path / "rows") as moments:
+            act.do(storage)
     assert found(storage) == act.after.live
     abandon(storage)
     for files in moments.all:

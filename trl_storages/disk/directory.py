@@ -317,8 +317,10 @@ class Directory:
         """
         self.check_writable()
         self.check_there()
-        generation, cursors = self.description.generation + 1, index.host_steps.tolist()
-        steps: Any = {"flushed": cursors, "tails": index.host_tails.tolist()}
+        # Not that of the words: an interrupt may have come after an earlier switch.
+        generation = Description.read(self.path).generation + 1
+        cursors, tails = index.host_steps.tolist(), index.host_tails.tolist()
+        steps: Any = {"flushed": cursors, "tails": tails}
         # Commits are counted anew.
         steps["progress"] = {**self.description.progress, "number": None}
         new = replace(self.description, generation=generation, **steps, is_clean=False)
