@@ -983,6 +983,15 @@ def test_a_number_for_the_lanes():
         storage.end_episodes(lanes=2)
 
 
+@pytest.mark.parametrize("lanes", [[False, False], torch.zeros(2).bool()])
+def test_no_lane_was_reset(lanes):
+    """A loop hands on the mask of each step."""
+    storage = ReplayStorage(storage=PackedStorage(10), writer=EpisodeWriter(2))
+    storage.extend(TensorDict({"next": {"done": torch.zeros(2, 3, 1).bool()}}, [2, 3]))
+    storage.end_episodes(lanes)
+    assert storage.episodes.is_open.all()
+
+
 class TestSampleUnits:
     @pytest.mark.parametrize("boundary", ["pad", "fit", "cross"])
     @pytest.mark.parametrize("kind", [PackedStorage, LazyTensorStorage])

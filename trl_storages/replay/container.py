@@ -419,7 +419,8 @@ class ReplayStorage(
         resets in its next step has ended already: cut then, that step would be stored as a row.
 
         Args:
-            lanes: the lanes that were reset, as numbers or as a mask `[E]`; None is all of them.
+            lanes: the lanes that were reset, as numbers or as a mask `[E]`, which may name none; None is
+                all of them.
 
         Raises:
             ValueError: there is no such lane. Nothing is changed then.

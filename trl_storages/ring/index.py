@@ -119,7 +119,7 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """
         if lanes is None:
             return self._lane_ids
-        return on_device(torch.tensor(self.named_lanes(lanes)), self.device)
+        return on_device(torch.tensor(self.named_lanes(lanes), dtype=torch.int64), self.device)
 
     def named_lanes(self, lanes: Lanes = None) -> Sequence[int]:
         """Returns the numbers of lanes on the host; see `lane_ids`."""

@@ -40,7 +40,8 @@ def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
             raise ValueError(
                 f"a mask of lanes must have shape [{num_envs}], got {list(ids.shape)}."
             )
-        ids = ids.nonzero()[0]
+        named: list[int] = ids.nonzero()[0].tolist()
+        return named
     values = ids.reshape(-1).tolist() if ids.dtype.kind in "iu" else []
     if (
         ids.ndim != 1
