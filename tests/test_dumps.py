@@ -109,3 +109,22 @@ def test_what_a_kill_has_left_goes_with_the_next_one(dumps):
     put_back(most, dumps.path)
     dumps.storage.dumps(dumps.path)
     assert len(files_in(dumps.path)) == len(dumps.first)
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_write(tmp_path):
+    """Rows are in the index then, but have no priorities yet."""
+    storage = make(None, 2)
+    write(storage, 5)
+    storage.dumps(tmp_path / "dump")
+    before, told = files_in(tmp_path / "dump"), storage.writer._mark_update_entities
+
+    def handler(*args):
+        with pytest.raises(RuntimeError, match="signal handler must not save"):
+            storage.dumps(tmp_path / "dump")
+        told(*args)
+
+    with mock.patch.object(storage.writer, "_mark_update_entities", handler):
+        write(storage, 3)
+    assert files_in(tmp_path / "dump") == before
+    storage.dumps(tmp_path / "dump")
+    assert files_in(tmp_path / "dump") != before

@@ -885,7 +885,7 @@ class ReplayStorage(
             TypeError: the state of a third-party part holds more than tensors and plain values. Nothing
                 is written then.
             RuntimeError: the rows are in a directory whose writer overwrites them faster than this
-                process copies them.
+                process copies them; or a signal handler saves in the middle of a write.
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with (
@@ -897,7 +897,15 @@ class ReplayStorage(
     @on_disk.consistent_read
     def _write_dump(self, saved: NewState, drawn_ahead: dict[str, Any], progress: bool) -> None:
         on_disk.note_all(self._storage)
-        saved.write(state_of(self, drawn_ahead), progress=progress)
+        state = state_of(self, drawn_ahead)
+        saved.write(state, progress=progress)
+        try:
+            check_state(self, state)
+        except ValueError as error:
+            raise RuntimeError(
+                f"what is saved must fit together ({error}). In the middle of a write a signal handler "
+                "must not save: let it set a flag, and save after the step. An earlier dump was kept."
+            ) from error
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.
