@@ -230,6 +230,36 @@ class TestFollowing:
             reader.dumps(dump)
         assert before == {path.name: path.read_bytes() for path in dump.iterdir()}
 
+    def test_priorities_are_saved_with_the_rows(self, tmp_path):
+        storage, history = filled(tmp_path / "rows")
+        reader = reader_of(tmp_path / "rows", sampler=PERSampler(24))
+        reader.sample()
+        write(storage, history, 5)
+        newest = storage.episodes.live_slots()[-5:]
+        storage.sampler.update_priority(newest, 7.0)
+        reader.dumps(tmp_path / "dump")
+        copied = make(None)
+        copied.loads(tmp_path / "dump")
+        assert found(copied) == history.live
+        assert sorted(copied.sampler.priorities[copied.episodes.live_slots()])[-5:] == [7.0] * 5
+
+    def test_all_rows_are_replaced_before_their_priorities_are_read(self, tmp_path, monkeypatch):
+        storage, history = filled(tmp_path)
+        reader, times, attach = reader_of(tmp_path, sampler=PERSampler(24)), [1], PERSampler.attach
+        reader.sample()
+
+        def overtaken(sampler, rows):
+            if sampler is reader.sampler and times[0]:
+                times[0] -= 1
+                for _ in range(4):
+                    write(storage, history, 24)
+            return attach(sampler, rows)
+
+        monkeypatch.setattr(PERSampler, "attach", overtaken)
+        write(storage, history, 24)
+        assert not is_torn(reader.sample()).any()
+        assert not times[0]
+
     def test_rows_that_are_replaced_while_rewards_are_compared(self, tmp_path):
         def steps(first):
             reached = torch.arange(first, first + 20.0).unsqueeze(-1)

@@ -81,6 +81,8 @@ def state_of(storage: Any, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
         storage: a `ReplayStorage`.
         drawn_ahead: its prefetched batches.
     """
+    if (prioritized := prioritized_of(storage._sampler)) is not None:
+        prioritized.attach(storage._storage)  # picks up what the last refresh read
     return {
         **{name: part.state_dict() for name, part in _parts(storage).items()},
         "_batch_size": storage.batch_size,

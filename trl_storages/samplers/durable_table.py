@@ -116,6 +116,17 @@ class DurableTable(PriorityTable):
         self._tails[:] = episodes.host_tails
         return slots[is_damaged]
 
+    # Drawing
+
+    def draw(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draws as `PriorityTable.draw` does."""
+        try:
+            return super().draw(*args, **options)
+        except ZeroDivisionError:
+            # All rows may have been overwritten before their priorities were read.
+            self._storage.files.note(self._storage.episodes.live_slots())
+            raise
+
     # Writing
 
     def _renew(self, slots: torch.Tensor) -> bool:
