@@ -243,6 +243,23 @@ class TestFollowing:
         assert found(copied) == history.live
         assert sorted(copied.sampler.priorities[copied.episodes.live_slots()])[-5:] == [7.0] * 5
 
+    def test_writes_after_a_load_go_on_with_the_trajectories(self, tmp_path):
+        def new(path=None):
+            rows = PackedStorage(24, scratch_dir=path)
+            return ReplayStorage(storage=rows, writer=EpisodeWriter(1), batch_size=32)
+
+        values, no = torch.arange(5.0).unsqueeze(-1), torch.zeros(4, 1, dtype=torch.bool)
+        after = {"observation": values[1:], "done": no, "terminated": no, "truncated": no}
+        steps = TensorDict({"observation": values[:4], "next": after}, [4])
+        steps["collector"] = TensorDict({"traj_ids": torch.full((4,), 7)}, [4])
+        storage, copied = new(tmp_path / "rows"), new()
+        storage.extend(steps[:2])
+        reader_of(tmp_path / "rows").dumps(tmp_path / "dump")
+        copied.loads(tmp_path / "dump")
+        assert copied.write_count == 2
+        copied.extend(steps[2:])
+        assert copied.episodes.episode_id(torch.arange(4)).unique().numel() == 1
+
     def test_all_rows_are_replaced_before_their_priorities_are_read(self, tmp_path, monkeypatch):
         storage, history = filled(tmp_path)
         reader, times, attach = reader_of(tmp_path, sampler=PERSampler(24)), [1], PERSampler.attach

@@ -646,6 +646,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         state: dict[str, Any] = RoundRobinWriter.state_dict(self)
         state["episodes"] = self._episodes.state_dict()
         state["last_trajectory"] = self._lanes.trajectory.clone()
+        reader = getattr(self._storage, "reader", None)
+        if reader is not None and (committed := reader.state) is not None:
+            state["_write_count"] = committed.write_count
+            state["last_trajectory"] = torch.from_numpy(committed.trajectories.copy())
         return state
 
     def check_state_dict(self, state_dict: Any) -> None:
