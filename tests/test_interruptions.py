@@ -26,6 +26,7 @@ import trl_storages
 from trl_storages import EpisodeWriter, ERESampler, PackedStorage, PERSampler, ReplayStorage
 from trl_storages.gym import GymRecorder
 from trl_storages.interrupts import finish
+from trl_storages.kernels.device import sharing
 from trl_storages.rows import tensors_of
 from trl_storages.writing import writer
 
@@ -223,6 +224,8 @@ def picture(storage: ReplayStorage) -> dict:
         "alpha": [sampler.alpha, sampler._table._alpha, sampler.default_priority],
         "ended": recorder.state_dict()["ended"],
         "watched": str(recorder._last),
+        # No entry of a next observation is lost, and none is freed twice.
+        "apart": getattr(storage.storage, "side_nbytes", 0),
     }
 
 
@@ -282,6 +285,50 @@ def interrupt(
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name, kind):
     interrupt(filled(kind), WRITES[name])
+
+
+def flat(storage: ReplayStorage) -> Write:
+    """Rows of two environments in any order, of one more than of the other."""
+    data = block(storage, 4)
+    data["collector", "traj_ids"] = torch.tensor([[1, 1, 1, 1], [2, 2, 2, 2]])
+    data["next", "done"] = data["next", "terminated"] = torch.zeros(2, 4, 1, dtype=torch.bool)
+    # Rows have no such entry.
+    storage.writer.keys = [*storage.storage.layout.keys]
+    return partial(storage.extend, data.reshape(-1)[[0, 4, 1, 2, 5, 3]])
+
+
+def some_that_follow(storage: ReplayStorage) -> Write:
+    """Overwrites every other row, which joins some of them with their neighbours, and parts others."""
+    slots = storage.episodes.slots_by_age(torch.arange(0, 12, 2))
+    rows = storage.storage.get(slots)
+    rows["next", "observation"][:3] = rows["observation"][:3] + torch.tensor([1, 0])
+    rows["observation"][2:] += torch.tensor([0.25, 0])
+    return partial(storage.__setitem__, slots, rows)
+
+
+STORED_ONCE = {"extend": WRITES["extend"], "flat": flat, "overwrite some": some_that_follow}
+
+
+def half_apart(lanes: torch.Tensor, numbers: torch.Tensor) -> TensorDict:
+    """Steps of which those of the first lane have next observations of their own."""
+    data = followed(lanes, numbers)
+    data["next", "observation"][..., 0] += (lanes == 0) * 0.5
+    return data
+
+
+followed = steps
+
+
+@pytest.mark.parametrize("name", STORED_ONCE)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_next_observations_that_are_stored_once(monkeypatch, backend, name):
+    """In tensor operations at every line that links rows."""
+    monkeypatch.setenv("TRL_STORAGES_BACKEND", backend)
+    monkeypatch.setitem(globals(), "steps", half_apart)
+    if backend == "torch":
+        monkeypatch.setitem(globals(), "CODE", (str(sharing.__file__),))
+        monkeypatch.setitem(globals(), "POINTS", 10**6)
+    interrupt(filled("two lanes", rows=partial(PackedStorage, share_next=True)), STORED_ONCE[name])
 
 
 @pytest.mark.parametrize("name", ["record", "record anything", "record ends"])

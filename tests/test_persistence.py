@@ -213,6 +213,25 @@ def test_what_was_loaded_is_saved_again(storage_type, reload, tmp_path):
     )
 
 
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
+def test_what_was_never_written_is_loaded_in_place_of_rows(share_next, reload, tmp_path):
+    def empty():
+        rows = PackedStorage(SIZE, share_next=share_next)
+        return ReplayStorage(storage=rows, writer=EpisodeWriter(LANES))
+
+    written, fresh = empty(), empty()
+    Loop().write(20, written)
+    loaded = reload(empty(), written, tmp_path)
+    assert len(loaded) == len(loaded.storage) == 0
+    loop = Loop()
+    for storage in (loaded, fresh):
+        copy.deepcopy(loop).write(5, storage)
+    assert_same(loaded[:], fresh[:])
+    assert loaded.storage.side_nbytes == fresh.storage.side_nbytes
+    loaded.validate()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 @pytest.mark.parametrize(
     ("recipe", "num_steps"),

@@ -785,10 +785,10 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             self._allocate(self._declared.layout(saved.layout.declared, saved.layout.nested))
         if self.files is not None:
             self._load_files(saved, progress=progress)
-        elif saved.layout is not None and saved.moved is not None:
+        elif saved.moved is not None:
             self._put(saved, self.table, progress=progress)  # type: ignore[arg-type]
-        elif self.rows is not None:
-            target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr]
+        elif saved.layout is not None:
+            target = tensors_of(self.layout.framed.stored_tensordict(self.rows))  # type: ignore[union-attr, arg-type]
             copy_in_pieces(saved.fields, target, progress=progress)
         if saved.layout is not None and self.stacks is not None and self.files is None:
             self.stacks.past.copy_(saved.past)  # type: ignore[arg-type]
@@ -796,16 +796,16 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self._bump_mutation_revision()
 
     def _put(self, saved: SavedRows, table: RowTable, *, progress: bool) -> None:
-        """Copies saved rows to their slots."""
-        if saved.layout is None:
-            return
+        """Copies saved rows to their slots, if there are any."""
+        has_rows = saved.layout is not None
         if table is self.table:
-            if self.share_next and saved.rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
+            if has_rows and self.share_next and saved.rows.data_ptr() == self.rows.data_ptr():  # type: ignore[union-attr]
                 # The state aliases the rows of this storage.
                 saved.copy()
             if self.episodes is not None:
                 self.forget_links(self.episodes.num_slots_reached)
-        saved.put(self.layout.framed, table, self.device, progress=progress)  # type: ignore[union-attr]
+        if has_rows:
+            saved.put(self.layout.framed, table, self.device, progress=progress)  # type: ignore[union-attr]
 
     def _load_files(self, saved: SavedRows, *, progress: bool) -> None:
         """Replaces the rows of a directory atomically."""

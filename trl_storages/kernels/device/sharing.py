@@ -130,8 +130,11 @@ class SharedTable(RowTable):
         """Returns the headers of rows `[B]`, int64."""
         return self._headers.index_select(0, slots).long()
 
-    def _set_headers(self, slots: torch.Tensor, headers: torch.Tensor) -> None:
-        self._headers[slots] = headers.to(self._headers.dtype)
+    def _set_headers(
+        self, slots: torch.Tensor, headers: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Sets headers together with the counts of the entries that they name, as in `write`."""
+        self._headers[slots], self.side.counts[:] = headers.to(self._headers.dtype), counts
 
     def _are_same(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Returns whether next values are equal, `[*, S]` words to `[*]` bool."""
@@ -192,20 +195,21 @@ class SharedTable(RowTable):
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
         old = self._header_of(slots.reshape(-1)).view(slots.shape)
         num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
-        kept = torch.where(is_new, 0, old).to(self._headers.dtype)
-        # One statement, as an interrupt must not part the two: a retry would free entries twice if the
-        # headers still named them.
-        self._headers[slots], self.side.counts[NUM_FREE] = kept, num_free
-        # Only now: LINKED would make a retry free entries that rows do not own yet.
-        self.side.lanes[lanes, LINKED] = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
-        entries = self._taken(is_wanted.reshape(-1)).view(is_wanted.shape)
+        entries, counts = self._taken(is_wanted.reshape(-1), num_free)
+        entries = entries.view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
         values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
             :, -1
         ]
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
-        headers = torch.where(is_new, headers, old).reshape(-1)
-        self._put(slots.reshape(-1), words.reshape(-1, words.shape[2]), headers)
+        stored = self._stored(words, torch.where(is_new, headers, old))
+        linked = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
+        # One statement, as an interrupt must not part them: a retry frees the entries that headers name.
+        self.rows[slots], self.side.counts[:], self.side.lanes[lanes, LINKED] = (
+            stored,
+            counts,
+            linked,
+        )
 
     def _slots_of(self, steps: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the slots of steps `[L, k]` of lanes."""
@@ -238,21 +242,22 @@ class SharedTable(RowTable):
         headers = self._header_of(slots)
         is_linked = (headers & CONTINUES == 1) & is_other
         is_lost = is_linked & (slots != heads[lane])
-        entries = self._taken(is_lost)
+        entries, counts = self._taken(is_lost, self.side.counts[NUM_FREE])
         values[entries[is_lost]] = self.rows[slots[is_lost], :shared]
         headers += (entries << ENTRY_BIT) - torch.where(is_linked, CONTINUES, 0)
         headers += torch.where(is_newest & (headers >> TIP_BIT & NUM_TIPS == 0), 1 << TIP_BIT, 0)
-        self._put(slots, words, headers)
+        self.rows[slots], self.side.counts[:] = self._stored(words, headers), counts
 
         values[self._tips(headers[is_newest], lane[is_newest])] = words[is_newest, :shared]
         after, led_to = after[~is_newest], words[~is_newest, :shared]
         named = self._header_of(after)
         entries, tips = named >> ENTRY_BIT, named & NUM_TIPS << TIP_BIT
         goes_on = self._are_same(led_to, self.rows[after, :shared])
-        self._give_up(entries, goes_on)
-        entries = torch.where(goes_on, 0, entries + self._taken(~goes_on & (entries == 0)))
+        num_free = self._put_back(entries, goes_on)
+        new, counts = self._taken(~goes_on & (entries == 0), num_free)
+        entries = torch.where(goes_on, 0, entries + new)
+        self._set_headers(after, tips + (entries << ENTRY_BIT) + goes_on, counts)
         values[entries] = led_to
-        self._set_headers(after, tips + (entries << ENTRY_BIT) + goes_on)
         self._join(slots[is_other], heads)
 
     def _join(self, slots: torch.Tensor, heads: torch.Tensor) -> None:
@@ -263,8 +268,9 @@ class SharedTable(RowTable):
         is_same = self._are_same(named, self.rows[slots, :shared]) & (entries > 0)
         is_same &= slots != heads[slots % self._num_lanes]
         headers += torch.where(is_same, CONTINUES - (entries << ENTRY_BIT), 0)
-        self._set_headers(slots, headers)
-        self._give_up(entries, is_same)
+        counts = self.side.counts.clone()
+        counts[NUM_FREE] = self._put_back(entries, is_same)
+        self._set_headers(slots, headers, counts)
 
     def _wrapped(self, slots: torch.Tensor) -> torch.Tensor:
         """Wraps slots beyond either end of the ring around."""
@@ -272,30 +278,30 @@ class SharedTable(RowTable):
         slots = torch.where(slots < 0, slots + num_slots, slots)
         return torch.where(slots >= num_slots, slots - num_slots, slots)
 
-    def _put(self, slots: torch.Tensor, words: torch.Tensor, headers: torch.Tensor) -> None:
-        """Copies the stored part of rows `[n, W]`, with their headers."""
-        stored = words[:, self._sharing.shared_words :].clone()
-        self._sharing.headers(stored).copy_(headers)
-        self.rows[slots] = stored
+    def _stored(self, words: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
+        """Returns the stored part of rows `[*B, W]`, with their headers `[*B]`."""
+        stored = words[..., self._sharing.shared_words :].clone()
+        self._sharing.headers(stored.view(-1, stored.shape[-1])).copy_(headers.reshape(-1))
+        return stored
 
-    def _taken(self, is_wanted: torch.Tensor) -> torch.Tensor:
-        """Takes entries `[n]` into use; 0 where none is wanted."""
-        counts = self.side.counts
-        num_free, num_taken = counts[NUM_FREE].clone(), counts[NUM_TAKEN].clone()
-        number = is_wanted.cumsum(0)
-        place = num_free - number
+    def _taken(
+        self, is_wanted: torch.Tensor, num_free: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds entries to take into use `[n]`, 0 where none is wanted.
+
+        Args:
+            is_wanted: `[n]` bool.
+            num_free: as `_put_back` returned it.
+
+        Returns:
+            the entries, and the counts `[2]` to set with the headers that name them.
+        """
+        num_taken = self.side.counts[NUM_TAKEN]
+        place = num_free - is_wanted.cumsum(0)
         entries = torch.where(place >= 0, self.side.free[place.clamp(min=0)], num_taken - place)
-        total = is_wanted.sum()
-        counts.copy_(
-            torch.stack(
-                [(num_free - total).clamp(min=0), num_taken + (total - num_free).clamp(min=0)]
-            )
-        )
-        return torch.where(is_wanted, entries, 0)
-
-    def _give_up(self, entries: torch.Tensor, is_over: torch.Tensor) -> None:
-        """Frees those of `[n]` entries that are not 0 and where `is_over`."""
-        self.side.counts[NUM_FREE] = self._put_back(entries, is_over)
+        left = num_free - is_wanted.sum()
+        counts = torch.stack([left.clamp(min=0), num_taken - left.clamp(max=0)])
+        return torch.where(is_wanted, entries, 0), counts
 
     def _put_back(self, entries: torch.Tensor, is_over: torch.Tensor) -> torch.Tensor:
         """Pushes entries onto the stack of free ones, and returns its new height without storing it."""
