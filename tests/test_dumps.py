@@ -66,7 +66,7 @@ def test_interrupted_at_any_line(dumps, error):
         if interrupter.left > 0:
             break
         put_back(dumps.first, dumps.path)
-        line += 7
+        line += 17
     assert seen == {0, 1}
 
 
