@@ -170,7 +170,7 @@ RECIPE = {
 HINDSIGHT = {
     "reward_fn": "function",
     "terminated_fn": "function?",
-    "goal_selection_strategy": "goals",
+    "strategy": "goals",
     "num_goals": "count or inf",
 }
 PICTURE = {"storage": "object", "ax": "object?"}
@@ -459,15 +459,15 @@ TABLE: dict[str, dict[str, str]] = {
     "ReturnImprovementEta.decay": {"value": "share above 0"},
     "ReturnImprovementEta.step": {"episode_returns": "returns"},
     "NStep": {
-        "n_steps": "count from 1",
-        "gamma": "share",
+        "n_step": "count from 1",
+        "discount": "share",
         "reward_key": "key",
         "terminated_key": "key",
         "steps_to_next_obs_key": "key",
         "agent_done_key": "key?",
     },
-    "NStep.n_steps": {"value": "count from 1"},
-    "NStep.gamma": {"value": "share"},
+    "NStep.n_step": {"value": "count from 1"},
+    "NStep.discount": {"value": "share"},
     "GoalRelabel": {
         "reward_fn": "function",
         "terminated_fn": "function?",

@@ -48,8 +48,8 @@ PARAMETERS = [
     ("per", "normalize", ["batch", "storage", "none"], "sum"),
     ("her", "strategy", ["future", "final", "episode", "random"], "past"),
     ("her", "num_goals", [0, 1, 4, math.inf], -1),
-    ("n_step", "n_steps", [1, 2, 3, 5], 0),
-    ("n_step", "gamma", [0.0, 0.9, 1.0], 1.5),
+    ("n_step", "n_step", [1, 2, 3, 5], 0),
+    ("n_step", "discount", [0.0, 0.9, 1.0], 1.5),
 ]
 
 
@@ -230,7 +230,7 @@ class FullCombination(RuleBasedStateMachine):
                 achieved = as_written(live[goal])["next", "achieved_goal"]
                 options = {"goal": achieved, "info_keys": INFO_KEYS, **functions}
             onward = [other for other in self.oracle.episode(row) if other.step >= row.step]
-            expected.append(fold(onward, self.n_step.n_steps, self.n_step.gamma, **options))
+            expected.append(fold(onward, self.n_step.n_step, self.n_step.discount, **options))
         assert_folded(batch, expected)
 
     # Priorities

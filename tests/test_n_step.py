@@ -114,7 +114,7 @@ class TestFold:
         n_step = NStep(3, 0.9)
         buffer, oracle = filled(n_step, "wrapped")
         for n_steps, gamma in ((3, 0.9), (7, 0.9), (1, 0.9), (2, 1.0), (2, 0.0)):
-            n_step.n_steps, n_step.gamma = n_steps, gamma
+            n_step.n_step, n_step.discount = n_steps, gamma
             batch = buffer.sample(50)
             assert_folded(batch, folds(oracle, batch, n_steps, gamma))
 
@@ -125,12 +125,12 @@ class TestFold:
         ring = buffer.episodes.ring
 
         def windows(*args):
-            n_step.n_steps = 2
+            n_step.n_step = 2
             return type(ring).windows(ring, *args)
 
         with mock.patch.object(ring, "windows", windows):
             batch = buffer.sample(50)
-        assert n_step.n_steps == 2
+        assert n_step.n_step == 2
         assert_folded(batch, folds(oracle, batch, 8, 0.9))
 
     def test_a_cut_ends_the_window(self):
@@ -440,7 +440,7 @@ class TestWhatIsWorkedOut:
     def test_collating_makes_no_difference(self, ends, with_goals, unit):
         batches = []
         for collate in (None, lambda batch: batch.clone()):
-            transform = NStep(3, gamma=0.5)
+            transform = NStep(3, discount=0.5)
             if with_goals:
                 relabel = GoalRelabel(effort_reward, terminated_fn=ends, info_keys=INFO_KEYS)
                 transform = Compose(relabel, transform)
@@ -531,7 +531,7 @@ class TestTransformsOfOnesOwn:
 class TestErrors:
     @pytest.mark.parametrize("n_steps", [0, -1, 1.5, "3", None, True])
     def test_n_steps_out_of_range(self, n_steps):
-        with pytest.raises((TypeError, ValueError), match=r"n_steps must be .* at least 1, got"):
+        with pytest.raises((TypeError, ValueError), match=r"n_step must be .* at least 1, got"):
             NStep(n_steps)
 
     @pytest.mark.parametrize("name", ["reward_key", "terminated_key"])
@@ -541,21 +541,21 @@ class TestErrors:
 
     @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
     def test_gamma_out_of_range(self, gamma):
-        with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got"):
+        with pytest.raises(ValueError, match=r"discount must be in \[0, 1\], got"):
             NStep(3, gamma)
 
     @pytest.mark.requirement("live-parameters")
     def test_live_attributes_are_checked_and_kept(self):
         n_step = NStep(3, 0.9)
         with pytest.raises(ValueError, match="-2"):
-            n_step.n_steps = -2
+            n_step.n_step = -2
         with pytest.raises(ValueError, match="7"):
-            n_step.gamma = 7
-        assert (n_step.n_steps, n_step.gamma) == (3, 0.9)
-        n_step.n_steps = np.int64(4)  # as schedulers set it
-        assert type(n_step.n_steps) is int
-        n_step.n_steps = 3
-        assert repr(n_step) == "NStep(n_steps=3, gamma=0.9)"
+            n_step.discount = 7
+        assert (n_step.n_step, n_step.discount) == (3, 0.9)
+        n_step.n_step = np.int64(4)  # as schedulers set it
+        assert type(n_step.n_step) is int
+        n_step.n_step = 3
+        assert repr(n_step) == "NStep(n_step=3, discount=0.9)"
 
     def test_no_reward(self):
         buffer, steps = make_buffer(NStep()), torch.arange(5)

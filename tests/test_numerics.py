@@ -364,7 +364,7 @@ class TestNStep:
         expected = expected.view(-1, *(1,) * len(shape)).expand(-1, *shape)
         assert torch.equal(batch["next", "reward"].float(), expected)
         # One step stays as it is stored.
-        storage.transform[0].n_steps = 1
+        storage.transform[0].n_step = 1
         batch = storage.sample()
         assert batch["next", "reward"].dtype is dtype
         assert batch["steps_to_next_obs"].shape == (64, *shape)

@@ -43,7 +43,7 @@ NAMES = [name for name, value in vars(ReplayStorage).items() if isinstance(value
 
 
 def everything() -> ReplayStorage:
-    return make(**ALL, goal_selection_strategy="final", num_goals=3, batch_size=8)
+    return make(**ALL, strategy="final", num_goals=3, batch_size=8)
 
 
 def test_every_parameter_is_walked_here():
@@ -113,20 +113,20 @@ def test_parts_put_together_by_hand():
     )
     storage.alpha, storage.n_step = 0.25, 7
     assert sampler.base.base.alpha == 0.25
-    assert storage.transform[0].n_steps == 7
+    assert storage.transform[0].n_step == 7
 
 
 def test_the_discount_is_that_of_returns_and_of_geometric_goals():
-    storage = make(goal_selection_strategy="geometric", num_goals=math.inf, batch_size=64)
+    storage = make(strategy="geometric", num_goals=math.inf, batch_size=64)
     storage.extend(rows(20))
     assert storage.discount == storage.sampler.discount == 0.99
     storage.discount = 0
     batch = storage.sample()
     assert torch.equal(batch["goal_index"], batch["index"])
 
-    returns = make(goal_selection_strategy="geometric", discount=0.9, n_step=2)
+    returns = make(strategy="geometric", discount=0.9, n_step=2)
     returns.discount = 0.5
-    assert returns.transform[1].gamma == returns.sampler.discount == 0.5
+    assert returns.transform[1].discount == returns.sampler.discount == 0.5
     # Parts by hand may have two; the losses are of the returns'.
     returns.sampler.discount = 0.7
     assert returns.discount == 0.5

@@ -62,7 +62,7 @@ RECIPES = {
     "recency": plain(EREReplayStorage),
     "hindsight": hindsight,
     "all of them": lambda **options: hindsight(
-        n_step=3, alpha=0.6, eta=0.997, c_min=10, goal_selection_strategy="episode", **options
+        n_step=3, alpha=0.6, eta=0.997, c_min=10, strategy="episode", **options
     ),
 }
 

@@ -153,7 +153,7 @@ def test_an_episode_with_samples_and_goals():
 
 
 def test_goals_of_other_episodes_and_the_episode_with_most_samples():
-    storage = hindsight(goal_selection_strategy="random", num_goals=float("inf"))
+    storage = hindsight(strategy="random", num_goals=float("inf"))
     batch = storage.sample(64)
     ax = plot_episode(storage, batch, most=100)
     explained = storage.explain(batch)

@@ -356,7 +356,7 @@ class TestEveryRecipe:
         [(other, ours) for other, ours in trl_storages.other_names.OTHER_NAMES.items()],
     )
     def test_names_of_other_libraries(self, name, other, ours):
-        of_goals = ours in ("num_goals", "reward_fn", "goal_selection_strategy")
+        of_goals = ours in ("num_goals", "reward_fn", "strategy")
         if of_goals and name != "HERReplayStorage":
             ours = ""
         with pytest.raises(TypeError, match=re.escape(f"{name} has no option {other!r}: ")) as told:
@@ -482,7 +482,7 @@ class TestHindsight:
     @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_goals_and_rewards(self, strategy, num_envs):
-        options = {"goal_selection_strategy": strategy, "num_goals": 3, "seed": 0}
+        options = {"strategy": strategy, "num_goals": 3, "seed": 0}
         storage = make(num_envs=num_envs, storage_size=7 * num_envs, batch_size=40, **options)
         storage.extend(rows(num_envs, 10))
         oracle = RingOracle(7 * num_envs, num_envs)
@@ -607,7 +607,7 @@ class TestHindsight:
 
     def test_unknown_strategy(self):
         with pytest.raises(ValueError, match=r"future.*final.*episode.*random.*past"):
-            make(goal_selection_strategy="past")
+            make(strategy="past")
 
     def test_negative_num_goals(self):
         with pytest.raises(ValueError, match=r"num_goals.*-1"):

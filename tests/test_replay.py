@@ -594,7 +594,7 @@ class TestLiveParameters:
         write(storage, oracle, [episode_flags([5, 9, 3, 6], 4)])
         live, n_step = oracle.live(), storage.transform[0]
         for n_steps, gamma in ((3, 0.5), (1, 0.5), (7, 0.5), (7, 1.0), (2, 0.25)):
-            n_step.n_steps, n_step.gamma = n_steps, gamma
+            n_step.n_step, n_step.discount = n_steps, gamma
             for sample in storage.sample(20):
                 row = live[int(sample["index"])]
                 window = [other for other in oracle.episode(row) if other.step >= row.step][
@@ -652,9 +652,9 @@ class TestLiveParameters:
             ("eta", 0.0),
             ("eta", math.nan),
             ("c_min", 0),
-            ("n_steps", 0),
-            ("gamma", 1.5),
-            ("gamma", math.nan),
+            ("n_step", 0),
+            ("discount", 1.5),
+            ("discount", math.nan),
         ],
     )
     def test_nonsense(self, name, value):
@@ -662,7 +662,7 @@ class TestLiveParameters:
         hindsight = storage.sampler
         recency = hindsight.base
         parts = [hindsight, recency, recency.base, storage.transform[1]]
-        (owner,) = (part for part in parts if hasattr(part, name))
+        owner = next(part for part in reversed(parts) if hasattr(part, name))
         before = getattr(owner, name)
         with pytest.raises(ValueError, match=name):
             setattr(owner, name, value)
@@ -878,7 +878,7 @@ class TestPrefetch:
         """A unit, and a transform, may serve storages that draw at the same time in their threads."""
         request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
         sys.setswitchinterval(1e-6)
-        unit, transform = EpisodeSequence(2), NStep(2, gamma=0.9)
+        unit, transform = EpisodeSequence(2), NStep(2, discount=0.9)
         rows = [self.written(batch_size=size, sample_unit=unit) for size in (1, 5)]
         for storage in rows:
             storage.append_transform(transform)

@@ -541,7 +541,7 @@ def test_targets_are_those_of_a_loop_over_rows(boundary, bootstrap, n_step):
     unit = EpisodeSequence(3, burn_in=2, bootstrap=bootstrap, boundary=boundary)
     storage = ReplayStorage(
         storage=PackedStorage(len(steps)),
-        transform=NStep(n_step, gamma=0.5) if n_step > 1 else None,
+        transform=NStep(n_step, discount=0.5) if n_step > 1 else None,
         sample_unit=unit,
         batch_size=64,
     )

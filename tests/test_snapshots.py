@@ -45,7 +45,7 @@ CHANGES = {
         torch.tensor([1]), torch.tensor([3.0])
     ),
     "sampler.base.base.stamps": lambda it: record(it, 3),
-    "transforms[1].plain.gamma": lambda it: setattr(it._transform[1], "gamma", 0.1),
+    "transforms[1].plain.discount": lambda it: setattr(it._transform[1], "discount", 0.1),
     "recorder.ended": lambda it: record(it, 3, done=True),
     "generator": lambda it: it.sample(),
     "default generator": lambda _: torch.rand(1),

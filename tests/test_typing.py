@@ -63,7 +63,7 @@ EREReplayStorage(observations, actions, eta=0.99, extra_fields={"state": (torch.
 state = {"state": (torch.float32, (3,))}
 UniformReplayStorage(observations, actions, extra_fields=state, info_keys={"lives": torch.int64})
 mixture, stacks = {"future": 0.5, "random": 0.5}, {"observation": FrameStack(4)}
-HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy=mixture)
+HERReplayStorage(observations, actions, reward_fn=reward_fn, strategy=mixture)
 env = gymnasium.make("CartPole-v1")
 HERReplayStorage.from_env(env, reward_fn=reward_fn, num_goals=inf, n_step=3, num_envs=1)
 HERSampler(mixture)
@@ -73,7 +73,7 @@ ReplayStorage(
     storage=PackedStorage(10, fields={"action": (torch.int64, (1,))}),
     writer=EpisodeWriter(2),
     sampler=HERSampler("future", base=ERESampler(base=PERSampler(10))),
-    transform=NStep(3, gamma=0.9),
+    transform=NStep(3, discount=0.9),
     batch_size=4,
 )
 """
@@ -84,7 +84,7 @@ UniformReplayStorage(observations, actions, storage_size="100")
 NStepReplayStorage(observations, actions, n_step="3")
 EpisodeReplayStorage(observations, actions, n_step=3)
 HERReplayStorage(observations, actions)
-HERReplayStorage(observations, actions, reward_fn=reward_fn, goal_selection_strategy="last")
+HERReplayStorage(observations, actions, reward_fn=reward_fn, strategy="last")
 UniformReplayStorage.from_env(env, buffer_size=100)
 HERReplayStorage.from_env(env, reward_fn=reward_fn, num_goals="4")
 storage.n_step = "5"

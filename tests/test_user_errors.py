@@ -1043,7 +1043,7 @@ class TestServices:
             ({"on_gap": "x"}, ValueError, "on_gap must be one of"),
             ({"autoreset_mode": "x"}, ValueError, "autoreset_mode must be"),
             ({"extra_fields": {"action": (torch.float32, ())}}, ValueError, "extra_fields must be"),
-            ({"goal_selection_strategy": "x"}, ValueError, "goal_selection_strategy must be"),
+            ({"strategy": "x"}, ValueError, "strategy must be"),
             ({"num_goals": -1}, ValueError, "num_goals must be"),
             ({"num_envs": 200}, ValueError, "must be at least num_envs=200; got 120"),
         ],
@@ -1104,7 +1104,7 @@ def test_goals_that_are_not_geometric_are_not_discounted():
         storage_for(discount=0.9)
     mixture = {"future": 0.5, "geometric": 0.5}
     assert HERSampler(mixture, discount=0.9).discount == 0.9
-    assert storage_for(discount=0.9, goal_selection_strategy=mixture).sampler.discount == 0.9
+    assert storage_for(discount=0.9, strategy=mixture).sampler.discount == 0.9
     folded = storage_for(discount=0.9, n_step=2)
     folded.strategy = "geometric"
     assert folded.sampler.discount == 0.9

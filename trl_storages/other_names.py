@@ -28,7 +28,7 @@ OTHER_NAMES = _by_their_name(
         "discount": "gamma",
         "eps": "epsilon prioritized_replay_eps",
         "frame_stack": "save_only_last_obs stack_compress stack_num stack_size",
-        "goal_selection_strategy": "strategy",
+        "strategy": "goal_selection_strategy",
         "info_keys": "copy_info_dict",
         "loader(fetch_every=...)": "fetch_every",
         "loader(num_workers=...)": "num_workers workers",

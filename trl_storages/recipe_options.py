@@ -102,8 +102,8 @@ class RowOptions(TypedDict, total=False):
 class Options(RowOptions, total=False):
     """Further options of storages that draw single rows: sampling and transforms."""
 
-    n_step: Annotated[int, Option(1, NStep.n_steps.check)]
-    discount: Annotated[float, Option(0.99, NStep.gamma.check)]
+    n_step: Annotated[int, Option(1, NStep.n_step.check)]
+    discount: Annotated[float, Option(0.99, NStep.discount.check)]
     alpha: Annotated[float, Option(0.0, PERSampler.alpha.check)]
     beta: Annotated[float, Option(0.4, PERSampler.beta.check)]
     normalize: Annotated[Normalization, Option("batch", PERSampler.normalize.check)]
@@ -118,7 +118,7 @@ class EnvOptions(Options, total=False):
 
     reward_fn: GoalFunction
     terminated_fn: GoalFunction | None
-    goal_selection_strategy: GoalStrategy | GoalMixture
+    strategy: GoalStrategy | GoalMixture
     num_goals: float
     service_backend: str
     service_backend_options: Mapping[str, Any]
@@ -178,7 +178,7 @@ def chosen(
         # No error if the caller explicitly turned the other one off.
         if name in given and switch not in given and every[switch] == off:
             more = "; the loss has a discount of its own" if name == "discount" else ""
-            if more and "goal_selection_strategy" in names:
+            if more and "strategy" in names:
                 more += ", and of the goals only 'geometric' ones use this one"
             raise ValueError(
                 f"{name} does nothing without {switch}, which is {off} in {made.__name__}: pass "

@@ -456,7 +456,7 @@ class HERReplayStorage(UniformReplayStorage):
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`, as in
             `GoalRelabel`; `gym_reward(env)` for the environment's own.
         terminated_fn: the same, returning bool; None leaves the flags as stored.
-        goal_selection_strategy: "future", "final", "episode", "random", "geometric" or "current", or a
+        strategy: "future", "final", "episode", "random", "geometric" or "current", or a
             mixture such as `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are
             discounted by `discount`.
         num_goals: k, relabelled transitions per one left as stored.
@@ -491,11 +491,11 @@ class HERReplayStorage(UniformReplayStorage):
         *,
         reward_fn: GoalFunction,
         terminated_fn: GoalFunction | None = None,
-        goal_selection_strategy: GoalStrategy | GoalMixture = "future",
+        strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         **options: Unpack[Options],
     ) -> None:
-        _, shares = check_strategy("goal_selection_strategy", goal_selection_strategy)
+        _, shares = check_strategy("strategy", strategy)
         given = chosen(type(self), options, self._defaults, discounts_goals="geometric" in shares)
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
@@ -506,7 +506,7 @@ class HERReplayStorage(UniformReplayStorage):
             )
         what = "(achieved_goal, desired_goal, transition)"
         arguments.function("reward_fn", reward_fn, what, takes=3)
-        sampler = HERSampler(goal_selection_strategy, num_goals)
+        sampler = HERSampler(strategy, num_goals)
         sampler.discount = given["discount"]
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"])
         self._build(observation_space, action_space, given, (sampler, relabel))

@@ -72,7 +72,7 @@ def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
     return HERReplayStorage.from_env(
         envs,
         reward_fn=gym_reward(gymnasium.make(ENV)),
-        goal_selection_strategy="future",
+        strategy="future",
         num_goals=4,
         alpha=1.0,
         storage_size=steps,

@@ -117,7 +117,7 @@ def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> Repla
         goal_fn=lambda observation: observation[..., :2],
         reward_fn=lambda *reached: arrived(*reached).float() - 1,
         terminated_fn=arrived,
-        goal_selection_strategy=of_value,
+        strategy=of_value,
         num_goals=math.inf,
         seed=seed,
     )

@@ -119,7 +119,7 @@ def make_storage(
         reward_fn=gym_reward(gymnasium.make(args.env, **args.env_options)),
         # In other environments, reaching the goal ends nothing.
         terminated_fn=goal_reached if args.env == "BitFlipping-v0" else None,
-        goal_selection_strategy=args.strategy,
+        strategy=args.strategy,
         num_goals=num_goals,
         n_step=n_step,
         discount=args.task.discount,

@@ -147,7 +147,7 @@ def checked(
 
 Value = TypeVar("Value")
 
-_FOLDING = "n_step=3 (or any above 1) if it is ready-made, else with transform=NStep(n_steps)"
+_FOLDING = "n_step=3 (or any above 1) if it is ready-made, else with transform=NStep(n_step)"
 _WEIGHING = "alpha=0.6 (or any above 0) if it is ready-made, else with sampler=PERSampler(capacity)"
 _NARROWING = "eta=0.996 (or any below 1) if it is ready-made, else with sampler=ERESampler(eta)"
 _RELABELLING = "hindsight: as HERReplayStorage, or with sampler=HERSampler() and GoalRelabel"

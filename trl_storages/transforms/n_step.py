@@ -55,8 +55,8 @@ class NStep(ReplayTransform):
     reached.
 
     Args:
-        n_steps: n, at least 1; 1 only adds `steps_to_next_obs`.
-        gamma: γ, in [0, 1]; must match the loss.
+        n_step: n, at least 1; 1 only adds `steps_to_next_obs`.
+        discount: γ, in [0, 1]; must match the loss.
         reward_key: entry of the reward, `[..., 1]`, under `next`; one value per row or per agent.
         terminated_key: entry of the terminal flag, `[..., 1]` bool, under `next`.
         steps_to_next_obs_key: where m is written.
@@ -64,24 +64,24 @@ class NStep(ReplayTransform):
             uses `done` next to a reward nested deeper than `("next", "reward")`, if present.
 
     Raises:
-        ValueError: `n_steps` or `gamma` is out of range, or a key is not under `next`.
+        ValueError: `n_step` or `discount` is out of range, or a key is not under `next`.
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
-    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, gamma=0.98))
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, discount=0.98))
     >>> storage.n_step = 5  # for the next batch that is drawn
     >>> storage.transform[0]
-    NStep(n_steps=5, gamma=0.98)
+    NStep(n_step=5, discount=0.98)
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_steps", "discount": "gamma"}
+    live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_step", "discount": "discount"}
 
-    n_steps = Setting[int](
+    n_step = Setting[int](
         partial(arguments.integer, at_least=1),
         "n, the longest window; may be changed between samples.",
     )
-    gamma = Setting[float](
+    discount = Setting[float](
         partial(arguments.number, at_least=0, at_most=1),
         "γ, the discount of a step; may be changed between samples.",
     )
@@ -89,8 +89,8 @@ class NStep(ReplayTransform):
     @answers_names
     def __init__(
         self,
-        n_steps: int = 3,
-        gamma: float = 0.99,
+        n_step: int = 3,
+        discount: float = 0.99,
         *,
         reward_key: NestedKey = keys.REWARD,
         terminated_key: NestedKey = keys.TERMINATED,
@@ -98,8 +98,8 @@ class NStep(ReplayTransform):
         agent_done_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        self.n_steps = n_steps
-        self.gamma = gamma
+        self.n_step = n_step
+        self.discount = discount
         self.reward_key = arguments.key("reward_key", reward_key)
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.steps_to_next_obs_key = arguments.key("steps_to_next_obs_key", steps_to_next_obs_key)
@@ -126,25 +126,25 @@ class NStep(ReplayTransform):
             if rows.is_defined(self.steps_to_next_obs_key):
                 raise ValueError(
                     f"a transform has set {self.steps_to_next_obs_key!r} already: use one NStep, whose "
-                    "n_steps may be changed at any time."
+                    "n_step may be changed at any time."
                 )
             raise ValueError(
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
             )
         # Read once, as another thread may set it.
-        if (n_steps := self.n_steps) > 1:
-            length = self._fold(rows, n_steps)
+        if (n_step := self.n_step) > 1:
+            length = self._fold(rows, n_step)
         else:
             of_a_row = rows[self.reward_key].shape[1:] if self.reward_key in rows else ()
             size = rows.batch_size + (of_a_row or (1,))
             length = torch.ones(size, dtype=torch.int64, device=rows.device)
         rows[self.steps_to_next_obs_key] = length
 
-    def _fold(self, rows: RowView, n_steps: int) -> torch.Tensor:
+    def _fold(self, rows: RowView, n_step: int) -> torch.Tensor:
         """Replaces the entries under `next`, and returns m in the shape of the rewards."""
         # Beyond `length` the window repeats its last row.
-        window, length = rows.episodes.ring.windows(rows.slots, n_steps)
+        window, length = rows.episodes.ring.windows(rows.slots, n_step)
         if length.device != rows.device:
             length = on_device(length, rows.device)
         wanted = [self.reward_key]
@@ -192,7 +192,7 @@ class NStep(ReplayTransform):
         if agent_done is not None:
             length = window_length(length, self._like(further, agent_done, size))
         # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
-        fold, *folding = self._folding(rewards, n_steps)
+        fold, *folding = self._folding(rewards, n_step)
         # Several ints are parsed faster than a size.
         reward, length = fold(rewards, length, *folding), length.view(*size)
         own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
@@ -232,16 +232,16 @@ class NStep(ReplayTransform):
                 found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
         return found
 
-    def _folding(self, rewards: torch.Tensor, n_steps: int) -> _Folding:
+    def _folding(self, rewards: torch.Tensor, n_step: int) -> _Folding:
         """Returns how rewards are summed, cached until n, γ or the kind of rewards changes."""
-        made_for = (n_steps, gamma := self.gamma, rewards.dtype, device := rewards.device)
+        made_for = (n_step, discount := self.discount, rewards.dtype, device := rewards.device)
         made = self._made
         if made is None or made[0] != made_for:
-            weights = discounts(n_steps, gamma, device=device)
+            weights = discounts(n_step, discount, device=device)
             made = made_for, (backend(device).fold, weights, return_dtype(rewards.dtype))
             self._made = made
         return made[1]
 
     @shown
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
+        return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"
