@@ -510,7 +510,6 @@ TABLE: dict[str, dict[str, str]] = {
         **FILLING,
     },
     "from_minari": {"dataset": "dataset", **FILLING},
-    "from_stable_baselines3": {"buffer": "object", **FILLING},
     "plot_ages": {**PICTURE, "batch": "steps", "bins": "count from 1"},
     "plot_episode": {**PICTURE, "batch": "steps", "sample": "count?", "most": "count from 1"},
     "plot_priorities": PICTURE,
@@ -815,16 +814,6 @@ def datasets_of(storage: trl_storages.ReplayStorage) -> dict[str, dict[str, Any]
     """Arguments that are right for functions of datasets."""
     flat = {name: np.zeros((4, 2), "f") for name in ("observations", "actions")}
     zeros = np.zeros((4, 1), "f")
-    buffer = SimpleNamespace(
-        **{name: value[:, None] for name, value in flat.items()},
-        **dict.fromkeys(("rewards", "dones", "timeouts"), zeros),
-        pos=3,
-        full=False,
-        buffer_size=4,
-        n_envs=1,
-        observation_space=gymnasium.spaces.Box(-1, 1, (2,)),
-        action_space=gymnasium.spaces.Box(-1, 1, (2,)),
-    )
     dataset = SimpleNamespace(
         iterate_episodes=lambda _: [
             SimpleNamespace(
@@ -836,13 +825,12 @@ def datasets_of(storage: trl_storages.ReplayStorage) -> dict[str, dict[str, Any]
         ],
         episode_indices=[0],
         storage=SimpleNamespace(get_episode_metadata=lambda _: [{"total_steps": 3}]),
-        observation_space=buffer.observation_space,
-        action_space=buffer.action_space,
+        observation_space=gymnasium.spaces.Box(-1, 1, (2,)),
+        action_space=gymnasium.spaces.Box(-1, 1, (2,)),
     )
     return {
         "from_arrays": {"data": {**flat, "rewards": zeros, "timeouts": zeros}},
         "from_minari": {"dataset": dataset},
-        "from_stable_baselines3": {"buffer": buffer},
         # What is right there, Minari itself is asked about, in tests of its own.
         "to_minari": {"storage": storage, "dataset_id": "mine-v0"},
     }

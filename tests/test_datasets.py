@@ -1,25 +1,21 @@
 """Storages out of datasets: what lies where is worked out by hand, and compared bit for bit."""
 
 import builtins
-import enum
 import math
-import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 
 from trl_storages import (
     EpisodeReplayStorage,
     HERReplayStorage,
-    PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
 )
@@ -27,7 +23,6 @@ from trl_storages.datasets import (
     filling,
     from_arrays,
     from_minari,
-    from_stable_baselines3,
     to_minari,
 )
 
@@ -81,11 +76,6 @@ def same(one, other):
 
 OGBENCH = {
     "raw": {"observations": range(8), "terminals": [0, 0, 0, 1, 0, 0, 0, 1]},
-    "compact": {
-        "observations": range(8),
-        "terminals": [0, 0, 1, 1, 0, 0, 1, 1],
-        "valids": [1, 1, 1, 0, 1, 1, 1, 0],
-    },
     "regular": {
         "observations": [0, 1, 2, 4, 5, 6],
         "next_observations": [1, 2, 3, 5, 6, 7],
@@ -159,10 +149,6 @@ def test_d4rl_with_next_observations_infos_and_metadata():
     assert storage.episodes.episodes()["length"].tolist() == [4, 3, 2]
 
 
-class StepType(enum.IntEnum):
-    FIRST, MID, TERMINAL, TIMEOUT = range(4)
-
-
 @pytest.mark.parametrize(
     ("flags", "terminated", "truncated"),
     [
@@ -177,8 +163,6 @@ class StepType(enum.IntEnum):
         ({"masks": [1, 0, 1, 1], "terminals": [0, 0, 0, 1]}, [1], [3]),
         ({"masks": [1, 0, 1, 1], "dones_float": [0, 1, 0, 1]}, [1], [3]),
         ({"masks": [1, 0, 1, 1]}, [1], []),
-        # garage
-        ({"step_types": [StepType.FIRST, StepType.TERMINAL, 0, StepType.TIMEOUT]}, [1], [3]),
         ({"terminal": np.array([[0], [1], [0], [0]])}, [1], []),
     ],
 )
@@ -199,55 +183,13 @@ def test_flags_of_all_conventions(flags, terminated, truncated):
     assert rows["action"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("has_next", [False, True])
-@pytest.mark.parametrize("other", [{}, {"rewards": np.zeros(30)}, {"timeouts": np.zeros(30)}])
-def test_rows_that_are_not_valid_end_episodes(has_next, other):
-    at = np.arange(30)
-    data = {"observations": observed(at), "actions": observed(at), "rewards": np.zeros(30)}
-    data |= {"valids": at % 10 != 9, **other}
-    if has_next:
-        data["next_observations"] = observed(at + 1)
-    storage = from_arrays(data, on_gap="ignore", n_step=5)
-    steps, cut = at[at % 10 != 9], [False] * 8 + [True]
-    assert seen(storage) == (steps.tolist(), (steps + 1).tolist(), [False] * 27, cut * 3)
-    assert storage.episodes.episodes()["length"].tolist() == [9, 9, 9]
-    batch = storage.sample(100)
-    assert (batch["observation"] // 10 == batch["next", "observation"] // 10).all()
-
-
-def test_rows_that_are_not_valid_one_after_another():
-    data = {"observations": observed(range(7)), "actions": observed(range(7))}
-    data |= {"rewards": np.zeros(7), "valids": [0, 1, 1, 0, 0, 1, 0]}
-    assert seen(from_arrays(data)) == (
-        [1, 2, 5],
-        [2, 3, 6],
-        [False] * 3,
-        [False, True, True],
-    )
-
-
-ONE_FLAG = ("is_last", "episode_ends", "done_float", "step_type", "episode_ids", "infos/dones")
-
-
-@pytest.mark.parametrize("name", [None, *ONE_FLAG])
-def test_data_that_tell_no_ends_are_warned_of(name):
+def test_data_that_tell_no_ends_are_refused():
     data = {"observations": observed(range(6)), "actions": observed(range(6))}
-    data |= {"rewards": np.zeros(6), "speed": np.ones(6)}
-    flags = np.arange(6) % 3 == 2
-    if name is not None:
-        data[name] = flags.astype(np.float32)
-    told = re.escape(f"It stores {[name]} as they are") if name else "one episode. Pass ends="
-    with pytest.warns(UserWarning, match=told) as warned:
-        storage = from_arrays(data)
-    assert len(warned) == 1
-    assert "np.zeros(N)" in str(warned[0].message)
-    assert warned[0].filename == __file__
-    assert not storage[:]["next", "done"].any()
-    # What the message offers is silent.
+    data |= {"rewards": np.zeros(6), "is_last": np.arange(6) % 3 == 2}
+    with pytest.raises(ValueError, match=r"where episodes end.*ends=.*np.zeros\(N\)"):
+        from_arrays(data)
     assert not from_arrays(data, np.zeros(6))[:]["next", "done"].any()
-    ended = from_arrays(data, flags if name is None else name)
-    assert ended.episodes.episodes()["length"].tolist() == [2, 2]
-    assert ended.episodes.episodes()["finished"].all()
+    assert from_arrays(data, "is_last").episodes.episodes()["length"].tolist() == [2, 2]
 
 
 def test_a_goal_in_the_middle_of_a_trajectory_is_no_end_of_what_is_known():
@@ -306,7 +248,8 @@ def test_paths_of_garage_and_of_others():
             "actions": observed([7, 7, 7]),
             "rewards": np.zeros(3, np.float32),
             "env_infos": {"force": np.arange(3.0)},
-            "step_types": [StepType.FIRST, StepType.MID, StepType.TIMEOUT],
+            "timeouts": [0, 0, 1],
+            "terminals": [0, 0, 0],
         },
         {
             "observations": observed([5]),
@@ -314,7 +257,8 @@ def test_paths_of_garage_and_of_others():
             "actions": observed([8]),
             "rewards": np.ones(1, np.float32),
             "env_infos": {"force": np.array([9.0])},
-            "step_types": [StepType.TERMINAL],
+            "timeouts": [0],
+            "terminals": [1],
         },
     ]
     expected = ([0, 1, 2, 5], [1, 2, 3, 6], [False] * 3 + [True], [False, False, True, False])
@@ -446,28 +390,6 @@ def test_missing_rewards_of_data_with_goals_are_computed():
     assert len(rows) == len(from_arrays({**data, "rewards": np.zeros(9)}))
     with pytest.raises(KeyError, match=r"'rewards'.*reward_fn=.*goal_fn"):
         from_arrays(data)
-
-
-@pytest.mark.parametrize("has_rewards", [True, False])
-def test_arrays_of_episodes_side_by_side_are_refused(has_rewards):
-    shapes = {"observations": (4, 20, 3), "actions": (4, 20, 1)}
-    if has_rewards:
-        shapes["rewards"] = (4, 20)
-    data = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    options = {"goal_fn": lambda observation: observation[..., :2]}
-    if not has_rewards:
-        options |= {"recipe": HERReplayStorage, "reward_fn": lambda *_: pytest.fail("asked")}
-    with pytest.raises(ValueError, match=r"second dimension of 20: .*value.reshape\(E \* T, "):
-        from_arrays(data, **options)
-    if has_rewards:  # of 20 agents
-        assert len(from_arrays(data, np.zeros(4))) == 3
-
-
-def test_an_option_that_the_recipe_needs():
-    with pytest.raises(
-        TypeError, match=r"recipe=HERReplayStorage needs reward_fn: pass reward_fn="
-    ):
-        from_arrays(d4rl(), recipe=HERReplayStorage)
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
@@ -693,20 +615,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name):
         ({"num_envs": 2}, TypeError, "num_envs can't be chosen"),
         ({"float_dtype": torch.int64}, ValueError, "float_dtype.*torch.int64"),
         ({"goal_fn": lambda observation: 5}, ValueError, "goal_fn.*one goal for each observation"),
-        ({"buffer_size": 5}, TypeError, "it is called storage_size here"),
         (
             {"recipe": lambda *_, **__: 5},
             TypeError,
             "recipe must be what makes a ReplayStorage, got 5",
-        ),
-        *(
-            ({"recipe": recipe}, TypeError, f"recipe must be a ready-made .* got {name}: {reason}")
-            for recipe, name, reason in (
-                (ReplayStorage, "ReplayStorage", "too many positional"),
-                (TensorDictReplayBuffer, "TensorDictReplayBuffer", "it makes no ReplayStorage"),
-                (PackedStorage, "PackedStorage", "it makes no ReplayStorage"),
-                (lambda observations, actions: 5, "<lambda>", ".*'storage_size'"),
-            )
         ),
     ],
 )
@@ -905,153 +817,3 @@ def test_minari_that_is_not_installed(monkeypatch):
             act()
     with pytest.raises(TypeError, match="dataset must be a MinariDataset"):
         from_minari(5)
-
-
-# Stable-Baselines3
-
-
-def ring_of_sb3(**parts):
-    """Seven steps of two environments in a ring of five, as Stable-Baselines3 lays them out.
-
-    Step s of environment e begins with 10 e + s and leads to 10 e + s + 1. Environment 0 is terminal with
-    step 4, environment 1 hits the time limit with step 5. Step 5 lies at place 0, step 6 at place 1.
-    """
-    step = np.array([5, 6, 2, 3, 4])[:, None]
-    number = (step + np.array([0, 10])).astype(np.float32)
-    at = np.array([[False, True], [False, False], [False, False], [False, False], [True, False]])
-    ring = {
-        "observations": number[..., None],
-        "next_observations": number[..., None] + 1,
-        "actions": np.int64(step + np.array([0, 0]))[..., None] % 3,
-        "rewards": number / 2,
-        "dones": at.astype(np.float32),
-        "timeouts": (at & (np.arange(2) == 1)).astype(np.float32),
-        "pos": 2,
-        "full": True,
-        "buffer_size": 5,
-        "n_envs": 2,
-        "observation_space": Box(-99, 99, (1,)),
-        "action_space": Discrete(3),
-    }
-    return SimpleNamespace(**{**ring, **parts})
-
-
-def test_a_ring_of_stable_baselines3():
-    storage = from_stable_baselines3(ring_of_sb3())
-    assert storage.storage.max_size == 10
-    assert storage.episodes.num_steps_written.tolist() == [5, 5]
-    slots = torch.arange(10)
-    rows = storage[torch.cat([slots[::2], slots[1::2]])]
-    for key, values in {
-        "observation": [2, 3, 4, 5, 6, 12, 13, 14, 15, 16],
-        ("next", "observation"): [3, 4, 5, 6, 7, 13, 14, 15, 16, 17],
-        "action": [2, 0, 1, 2, 0] * 2,
-        ("next", "reward"): [1, 1.5, 2, 2.5, 3, 6, 6.5, 7, 7.5, 8],
-        ("next", "terminated"): [False, False, True] + [False] * 7,
-        ("next", "truncated"): [False] * 8 + [True, False],
-    }.items():
-        assert rows[key].flatten().tolist() == values, key
-    assert rows["action"].shape == (10,)
-    assert storage.episodes.episodes()["length"].tolist() == [3, 2, 4, 1]
-    storage.validate()
-
-
-def test_a_ring_that_shares_observations():
-    # Place 2 has been overwritten with what step 6 led to.
-    shared = ring_of_sb3().observations.copy()
-    shared[2] += 5
-    ring = ring_of_sb3(observations=shared, timeouts=np.zeros((5, 2), np.float32))
-    del ring.next_observations
-    storage = from_stable_baselines3(ring)
-    slots = torch.arange(8)
-    rows = storage[torch.cat([slots[::2], slots[1::2]])]
-    assert rows["observation"].flatten().tolist() == [3, 4, 5, 6, 13, 14, 15, 16]
-    # What the ends led to, is lost.
-    assert rows["next", "observation"].flatten().tolist() == [4, 4, 6, 7, 14, 15, 15, 17]
-    assert rows["next", "terminated"].flatten().tolist() == [
-        *(False, True, False, False),
-        *(False, False, True, False),
-    ]
-
-
-def test_goals_and_infos_of_a_ring():
-    plain = ring_of_sb3()
-    goal = np.full((5, 2, 1), 7, np.float32)
-    space = Dict(
-        {name: Box(-99, 99, (1,)) for name in ("observation", "achieved_goal", "desired_goal")}
-    )
-    infos = np.array([[{"force": float(place + env)} for env in (0, 10)] for place in range(5)])
-    ring = ring_of_sb3(
-        observations={
-            "observation": plain.observations,
-            "achieved_goal": plain.observations,
-            "desired_goal": goal,
-        },
-        next_observations={
-            "observation": plain.next_observations,
-            "achieved_goal": plain.next_observations,
-            "desired_goal": goal,
-        },
-        observation_space=space,
-        infos=infos,
-    )
-    storage = from_stable_baselines3(
-        ring,
-        recipe=HERReplayStorage,
-        reward_fn=lambda achieved, desired, transition: transition["force"].sum(-1),
-        info_keys=["force"],
-        batch_size=50,
-    )
-    assert storage[torch.arange(0, 10, 2)]["force"].flatten().tolist() == [2, 3, 4, 0, 1]
-    assert storage.sample()["her_mask"].sum() == 40
-    with pytest.raises(KeyError, match=r"'speed'.*there are.*force"):
-        from_stable_baselines3(ring, info_keys=["speed"])
-    with pytest.raises(KeyError, match="copy_info_dict=True"):
-        from_stable_baselines3(plain, info_keys=["force"])
-
-
-def test_buffers_that_are_none():
-    with pytest.raises(TypeError, match=r"buffer must be a ReplayBuffer.*has no"):
-        from_stable_baselines3(TensorDict())
-    with pytest.raises(ValueError, match="buffer must hold a transition at least"):
-        from_stable_baselines3(ring_of_sb3(pos=0, full=False))
-    with pytest.raises(ValueError, match="longest has 4 steps; got storage_size=7 for 2 lanes"):
-        from_stable_baselines3(ring_of_sb3(), storage_size=7)
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_the_buffers_of_stable_baselines3_themselves(shares):
-    buffers = pytest.importorskip("stable_baselines3.common.buffers")
-    buffer = buffers.ReplayBuffer(
-        30,
-        Box(-1, 1, (2,)),
-        Discrete(3),
-        n_envs=3,
-        optimize_memory_usage=shares,
-        handle_timeout_termination=not shares,
-    )
-    rng, log = np.random.default_rng(0), []
-    before = rng.normal(size=(3, 2)).astype(np.float32)
-    for _ in range(17):
-        after = rng.normal(size=(3, 2)).astype(np.float32)
-        done, late = rng.random(3) < 0.3, rng.random(3) < 0.5
-        infos = [{"TimeLimit.truncated": bool(flag)} for flag in done & late]
-        reward = rng.normal(size=3).astype(np.float32)
-        buffer.add(before, after, rng.integers(0, 3, 3), reward, done, infos)
-        log.append((before, after, reward, done & ~late, done & late))
-        before = np.where(done[:, None], rng.normal(size=(3, 2)).astype(np.float32), after)
-    storage = from_stable_baselines3(buffer)
-    steps = storage.episodes.steps_per_lane
-    assert steps == 10 - shares
-    rows = storage[torch.arange(len(storage))]
-    observation, following, reward, terminated, truncated = (
-        torch.tensor(np.stack(part)).flatten(0, 1) for part in zip(*log[-steps:], strict=True)
-    )
-    assert torch.equal(rows["observation"], observation)
-    assert torch.equal(rows["next", "reward"].flatten(), reward)
-    done = terminated | truncated
-    assert torch.equal(rows["next", "done"].flatten(), done)
-    known = ~done if shares else torch.ones_like(done)
-    assert torch.equal(rows["next", "observation"][known], following[known])
-    if not shares:
-        assert torch.equal(rows["next", "truncated"].flatten(), truncated)

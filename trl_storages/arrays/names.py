@@ -23,7 +23,6 @@ __all__ = [
     "as_flags",
     "ends_of",
     "last_rows",
-    "likely_ends",
     "may_be_flags",
     "sort_entries",
     "whole_rows",
@@ -39,8 +38,6 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "timeouts": ("timeouts", "timeout", "truncations", "truncateds", "truncated"),
     "dones": ("dones", "done", "dones_float"),
     "masks": ("masks",),
-    "valids": ("valids",),
-    "step_types": ("step_types",),
 }
 #: Name -> role.
 ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
@@ -53,12 +50,6 @@ ROLE_OF |= {
 }
 # Roles whose entries are not flags.
 _VALUES = ("observations", "next_observations", "actions", "rewards")
-# Words in the names of entries that may mark the ends of episodes.
-_OF_ENDS = {
-    *("end", "ends", "first", "last", "final", "done", "dones", "reset", "resets", "step", "mask"),
-    *("terminal", "terminals", "terminated", "timeout", "timeouts", "truncated", "truncation"),
-    *("episode", "episodes", "traj", "trajectory", "path", "valid"),
-}
 # The roles that must be present.
 _NEEDED = ("observations", "actions")
 _GOALS = {"achieved_goals": ACHIEVED_GOAL, "desired_goals": DESIRED_GOAL}
@@ -146,9 +137,6 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
 
     seen, after = taken("observations", OBSERVATION), taken("next_observations", OBSERVATION)
     actions, rewards = taken("actions", keys.ACTION), taken("rewards", keys.REWARD)
-    if "step_types" in roles:
-        # They may be members of an integer enumeration.
-        roles["step_types"] = [int(value) for value in roles["step_types"]]
     flags = {role: _array(value, f"{argument}[{names[role]!r}]") for role, value in roles.items()}
     _sort_goals(others, seen, after)
     if after and DESIRED_GOAL in seen:
@@ -168,17 +156,6 @@ def sort_entries(data: Mapping[str, Any], argument: str) -> Entries:
 def may_be_flags(data: Mapping[str, Any]) -> list[str]:
     """Returns the names of all entries that are not known to be something other than flags."""
     return sorted((name for name in data if ROLE_OF.get(name) not in _VALUES), key=str)
-
-
-def likely_ends(data: Mapping[str, Any]) -> list[str]:
-    """Returns the names that suggest that their entries mark the ends of episodes.
-
-    >>> likely_ends({"rewards": 0, "is_last": 0, "infos/episode_ids": 0, "speed": 0})
-    ['infos/episode_ids', 'is_last']
-    """
-    return [
-        name for name in may_be_flags(data) if _OF_ENDS & {*name.split("/")[-1].lower().split("_")}
-    ]
 
 
 def _sort_goals(
@@ -222,10 +199,6 @@ def _array(value: Any, label: str) -> Values:
     return array
 
 
-# garage's StepType.
-_TERMINAL, _TIMEOUT = 2, 3
-
-
 class Ends(NamedTuple):
     """How each of N rows ends its episode, `[N]` bool each."""
 
@@ -246,45 +219,37 @@ def ends_of(
 ) -> Ends:
     """Combines flags by their role.
 
-    `terminals` are terminal states, except in OGBench's data (recognized by `masks`, by `valids`, or by
-    having neither rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are
+    `terminals` are terminal states, except in OGBench's data (recognized by `masks`, or by having neither
+    rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are
     ends of either kind if other flags mark terminal states, and terminal states if none do.
 
     Args:
-        flags: role -> `[N]` bool; of step types int64.
+        flags: role -> `[N]` bool.
         ends: `[N]` bool, further ends; or None.
         num_rows: N.
         has_rewards: whether the data hold rewards.
     """
     nothing = np.zeros(num_rows, bool)
     terminals, timeouts = flags.get("terminals", nothing), flags.get("timeouts", nothing)
-    dones, masks, valids = flags.get("dones", nothing), flags.get("masks"), flags.get("valids")
-    steps = flags.get("step_types", nothing)
-    is_alone = not has_rewards and "timeouts" not in flags
-    is_ogbench = masks is not None or valids is not None or is_alone
-    marked = nothing if ends is None else ends
-    terminated = steps == _TERMINAL
+    dones, masks = flags.get("dones", nothing), flags.get("masks")
+    is_ogbench = masks is not None or not (has_rewards or "timeouts" in flags)
+    marked, terminated = nothing if ends is None else ends, nothing
     if is_ogbench:
         marked = marked | terminals
     else:
-        terminated = terminated | terminals
-    if "terminals" in flags or masks is not None or "step_types" in flags:
+        terminated = terminals
+    if "terminals" in flags or masks is not None:
         marked = marked | dones
     else:
         terminated = terminated | (dones & ~timeouts)
-    truncated = timeouts | (steps == _TIMEOUT)
-    leads_nowhere = marked | terminated | truncated
+    leads_nowhere = marked | terminated | timeouts
     if masks is not None:
         # An episode may continue after its goal is reached.
         leads_nowhere = leads_nowhere if leads_nowhere.any() else ~masks
         terminated = terminated | ~masks
-    if valids is not None:
-        # The row after an end holds its next observation, and is not a step itself.
-        leads_nowhere = ~valids
-        marked = marked | ~valids
     leads_nowhere = leads_nowhere.copy()
     leads_nowhere[-1:] = True
-    return Ends(terminated, truncated | (marked & ~terminated), leads_nowhere)
+    return Ends(terminated, timeouts | (marked & ~terminated), leads_nowhere)
 
 
 def whole_rows(ends: Ends, kept: np.ndarray) -> tuple[np.ndarray, Ends]:

@@ -107,9 +107,7 @@ class Transitions:
         entries = sort_entries(data, argument)
         num_rows = _num_rows(entries, argument)
         flags = {
-            role: value
-            if role == "step_types"
-            else as_flags(f"{argument}[{entries.names[role]!r}]", value, num_rows)
+            role: as_flags(f"{argument}[{entries.names[role]!r}]", value, num_rows)
             for role, value in entries.flags.items()
         }
         #: Whether the data mark the ends of episodes.
@@ -130,7 +128,7 @@ class Transitions:
         self._columns: dict[NestedKey, _Column] = {}
         self._lay_out(entries)
         ends = ends_of(flags, ends, num_rows, has_rewards=self.has_rewards)
-        self._choose_rows(ends, flags.get("valids", np.ones(num_rows, bool)))
+        self._choose_rows(ends)
         if not len(self):
             raise ValueError(
                 f"{argument} must hold a transition at least, got {num_rows} rows that hold none."
@@ -176,11 +174,10 @@ class Transitions:
                 dtype = known[0]
         self._columns[key] = _Column(values, is_next, (dtype, shape))
 
-    def _choose_rows(self, ends: Ends, kept: np.ndarray) -> None:
-        """Selects the rows that are transitions, among the kept ones."""
+    def _choose_rows(self, ends: Ends) -> None:
+        """Selects the rows that are transitions."""
         has_following = any(column.is_next for column in self._columns.values())
-        if has_following:
-            kept = kept & (~ends.leads_nowhere | ends.terminated)
+        kept = ~ends.leads_nowhere | ends.terminated if has_following else ends.done | True
         self._rows, ends = whole_rows(ends, kept)
         self._terminated = ends.terminated[self._rows]
         self._truncated = ends.truncated[self._rows]

@@ -1,26 +1,21 @@
-"""Makes a storage and fills it with transitions, block by block.
-
-Letters: E lanes (environments).
-"""
+"""Makes a storage and fills it with transitions, block by block."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import TensorDict
 from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
-from trl_storages.arguments import counted, tracker
+from trl_storages.arguments import tracker
 from trl_storages.arrays import Transitions
 from trl_storages.gym.fields import OUTCOME_FIELDS, Field
 from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
 from trl_storages.replay import ReplayStorage
-from trl_storages.ring import Lanes
 from trl_storages.transforms import GoalRelabel, own_rewards, parts_of
 
 __all__ = [
@@ -29,7 +24,6 @@ __all__ = [
     "blocks_of",
     "filled",
     "grouped",
-    "info_at",
 ]
 
 #: A class of ready-made storages, or a function with the same arguments.
@@ -39,17 +33,14 @@ Recipe = Callable[..., ReplayStorage]
 _BLOCK = 1 << 16
 
 
-class Block(NamedTuple):
-    """Steps that are written in one call."""
-
-    read: Callable[[], TensorDict]
-    lanes: Lanes = None
+#: Returns steps that are written in one call.
+Block = Callable[[], TensorDict]
 
 
-def blocks_of(transitions: Transitions, lanes: Lanes = None) -> list[Block]:
+def blocks_of(transitions: Transitions) -> list[Block]:
     """Splits transitions into blocks."""
     return [
-        Block(partial(transitions.block, start, start + _BLOCK), lanes)
+        partial(transitions.block, start, start + _BLOCK)
         for start in range(0, len(transitions), _BLOCK)
     ]
 
@@ -67,25 +58,6 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def info_at(argument: str, infos: Any, key: NestedKey) -> Any:
-    """Returns an entry of the infos of a step or an episode.
-
-    Raises:
-        KeyError: it is missing; the message lists what there is.
-    """
-    value = infos
-    for name in key_path(key):
-        if name == "next":
-            continue
-        if not isinstance(value, Mapping) or name not in value:
-            raise KeyError(
-                f"{argument} must have the infos of info_keys, and {key!r} is missing; "
-                f"there are {sorted(infos or {})}."
-            )
-        value = value[name]
-    return value
-
-
 def filled(
     recipe: Recipe,
     transitions: Transitions,
@@ -93,7 +65,6 @@ def filled(
     *,
     num_rows: int,
     longest_episode: int,
-    num_envs: int = 1,
     options: Mapping[str, Any],
     progress: bool,
 ) -> ReplayStorage:
@@ -105,7 +76,6 @@ def filled(
         blocks: all of the data.
         num_rows: of all of the data; the default of `storage_size`.
         longest_episode: number of rows in the longest episode.
-        num_envs: E.
         options: of the recipe.
         progress: whether to show progress.
 
@@ -117,16 +87,13 @@ def filled(
     recipe = arguments.function("recipe", recipe, "that makes a storage, such as HERReplayStorage")
     if "num_envs" in options:
         raise TypeError(
-            "num_envs can't be chosen: episodes of a dataset lie one after another in one lane, those of "
-            "a buffer in the lanes of its environments; leave it out."
+            "num_envs can't be chosen: the episodes of a dataset lie one after another in one lane."
         )
-    size = arguments.integer(
-        "storage_size", options.get("storage_size", num_rows), at_least=num_envs
-    )
-    if size // num_envs < longest_episode:
+    size = arguments.integer("storage_size", options.get("storage_size", num_rows), at_least=1)
+    if size < longest_episode:
         raise ValueError(
-            f"an episode must fit into a lane, and the longest has {longest_episode} steps; got "
-            f"storage_size={size} for {counted(num_envs, 'lane')}. Leave it out to hold all."
+            f"an episode must fit, and the longest has {longest_episode} steps; got storage_size={size}. "
+            "Leave it out to hold all."
         )
     fields = transitions.fields
     observation_keys, action_keys = transitions.observation_keys, transitions.action_keys
@@ -142,10 +109,9 @@ def filled(
     )
     own = {
         "storage_size": size,
-        "num_envs": num_envs,
+        "num_envs": 1,
         "extra_fields": {**further, **options.get("extra_fields", {})},
     }
-    _check_signature(recipe, specs, own, options)
     storage: ReplayStorage = recipe(*specs, **{**options, **own})
     arguments.instance("recipe", storage, ReplayStorage, what="what makes a ReplayStorage")
     if num_stored := len(storage):
@@ -157,49 +123,16 @@ def filled(
     relabel = None if transitions.has_rewards else _relabel_of(storage)
     try:
         for block in tracker("writing rows", progress)(blocks):
-            steps = block.read()
+            steps = block()
             if relabel is not None:
                 steps.set(REWARD, own_rewards(relabel, steps).to(steps.get(REWARD).dtype))
-            storage.extend(steps, lanes=block.lanes)
+            storage.extend(steps)
     except BaseException:
         storage.close(keep=False)
         raise
     # Later writes do not continue the data.
     storage.end_episodes()
     return storage
-
-
-def _check_signature(
-    recipe: Recipe, specs: Sequence[Any], own: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Raises a TypeError if a recipe can't be called as ready-made storages are, or lacks an option."""
-    name = getattr(recipe, "__name__", type(recipe).__name__)
-    if isinstance(recipe, type) and not issubclass(recipe, ReplayStorage):
-        reason = "it makes no ReplayStorage"
-    else:
-        try:
-            made_of = inspect.signature(recipe)
-            given = {*made_of.bind_partial(*specs, **own).arguments, *options}
-        except ValueError:
-            return  # Functions not written in Python have no signature to check.
-        except TypeError as error:
-            reason = str(error)
-        else:
-            needed = [
-                option
-                for option, parameter in made_of.parameters.items()
-                if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-            ]
-            if missing := [option for option in needed if option not in given]:
-                raise TypeError(
-                    f"recipe={name} needs {', '.join(missing)}: pass "
-                    f"{', '.join(f'{option}=...' for option in missing)} beside recipe=."
-                )
-            return
-    raise TypeError(
-        "recipe must be a ready-made storage such as HERReplayStorage, or a function that takes specs "
-        f"and the options {[*own]}, as they do; got {name}: {reason}."
-    )
 
 
 def _relabel_of(storage: ReplayStorage) -> GoalRelabel | None:

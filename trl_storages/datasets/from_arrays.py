@@ -13,11 +13,10 @@ import torch
 
 from trl_storages import arguments
 from trl_storages.arrays import Transitions
-from trl_storages.arrays.names import ROLE_OF, as_dictionary, likely_ends
+from trl_storages.arrays.names import ROLE_OF, as_dictionary
 from trl_storages.arrays.transitions import GoalOf
-from trl_storages.callers import warn_caller
 from trl_storages.datasets.filling import Recipe, blocks_of, filled
-from trl_storages.keys import ACHIEVED_GOAL, DESIRED_GOAL, REWARD, leaves, nested
+from trl_storages.keys import leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.signatures import answers_names
@@ -40,7 +39,7 @@ def from_arrays(
 
     Entries are known by the names of D4RL, OGBench, Minari, garage and others: `observations` (an array
     or a dictionary), `actions`, `rewards`, `next_observations`, flags of ends (`terminals`, `timeouts`,
-    `terminations`, `truncations`, `dones`, `masks`, `valids`), goals (`achieved_goals`,
+    `terminations`, `truncations`, `dones`, `masks`), goals (`achieved_goals`,
     `desired_goals`). All other entries with one row for each step are stored under their own names,
     `infos/qpos` as `("infos", "qpos")`, except D4RL's `metadata`.
 
@@ -48,11 +47,8 @@ def from_arrays(
     episode only supplies the next observation of the row before. A terminal last row stays, for its
     reward.
 
-    Rows whose `valids` are 0 are not steps: the episode ends with the row before, whose next observation
-    they hold.
-
     `terminals` are terminal states, except in OGBench's data, where they mark the ends of episodes and
-    `masks` the terminal states: such are data with `masks` or `valids`, and data with neither rewards nor
+    `masks` the terminal states: such are data with `masks`, and data with neither rewards nor
     `timeouts`. Other data whose `terminals` are only ends need `ends="terminals"`, also where rewards
     were added to OGBench's without its `masks`.
 
@@ -60,7 +56,7 @@ def from_arrays(
         data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each
             episode, which may have one observation more than actions.
         ends: `[N]` bool, where episodes end, or the name of an entry that holds it; None looks for the
-            names above, and warns if there are none. For a single trajectory pass `np.zeros(N)`.
+            names above. For a single trajectory pass `np.zeros(N)`.
         recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
         goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (a tensor, or a dictionary of
@@ -102,8 +98,11 @@ def from_arrays(
         computes_rewards=goal_fn is not None or options.get("reward_fn") is not None,
     )
     if not transitions.has_ends:
-        _check_is_flat(transitions)
-        _warn_of_no_ends(data)
+        raise ValueError(
+            "data must tell where episodes end (terminals, timeouts, dones...), and has none of these "
+            "entries: pass ends=, a flag for each row or the name of an entry that has them; np.zeros(N) "
+            "for a single trajectory."
+        )
     return filled(
         recipe,
         transitions,
@@ -112,34 +111,6 @@ def from_arrays(
         longest_episode=transitions.longest_episode,
         options=options,
         progress=progress,
-    )
-
-
-def _check_is_flat(transitions: Transitions) -> None:
-    """Raises a ValueError if arrays look like those of E episodes side by side, `[E, T, ...]`."""
-    seen = [key for key in transitions.observation_keys if key not in (ACHIEVED_GOAL, DESIRED_GOAL)]
-    shapes = [transitions.fields[key][1] for key in (*seen, *transitions.action_keys)]
-    if transitions.has_rewards:
-        shapes.append(transitions.fields[REWARD][1])
-    elif min(map(len, shapes)) < 2:
-        return  # Sizes of observations and actions may be the same.
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) == 1 and (num_steps := next(iter(sizes)).numel()) > 1:
-        raise ValueError(
-            "data must have one row for each step, [N, ...], and all its entries have a second dimension "
-            f"of {num_steps}: if they are [E, T, ...], pass each as value.reshape(E * T, "
-            "*value.shape[2:]), and ends= with a flag at the last step of each of the E; otherwise pass "
-            "ends= too."
-        )
-
-
-def _warn_of_no_ends(data: Mapping[str, Any]) -> None:
-    names = likely_ends(data)
-    found = f" It stores {names} as they are, whatever they tell." if names else ""
-    warn_caller(
-        "data has no entry that is known to tell where episodes end (terminals, timeouts, dones...), so "
-        f"all its rows are one episode.{found} Pass ends=, a flag for each row or the name of an entry "
-        "that has them; np.zeros(N) for a single trajectory."
     )
 
 

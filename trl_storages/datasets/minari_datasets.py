@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDictBase
 from trl_storages import arguments
 from trl_storages.arguments import tracker
 from trl_storages.arrays import Transitions
-from trl_storages.datasets.filling import Block, Recipe, filled, grouped, info_at
+from trl_storages.datasets.filling import Block, Recipe, filled, grouped
 from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.gym.columns import TORCH_TO_NUMPY
 from trl_storages.gym.fields import Field, transition_fields
@@ -88,7 +88,7 @@ def from_minari(
         return Transitions(joined, ends, argument="dataset", float_dtype=float_dtype, fields=shapes)
 
     def block(group: Sequence[int]) -> Block:
-        return Block(lambda: read([numbers[at] for at in group]).tensordict())
+        return lambda: read([numbers[at] for at in group]).tensordict()
 
     return filled(
         recipe,
@@ -115,10 +115,22 @@ def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
         "truncations": episode.truncations,
     }
     for key in info_keys:
-        values = info_at("dataset", episode.infos, key)
+        values = _info(episode.infos, key)
         # Skip the infos of the reset, which come first.
         path["/".join(key_path(key))] = values[len(values) - len(episode.rewards) :]
     return path
+
+
+def _info(infos: Any, key: NestedKey) -> Any:
+    value = infos
+    for name in key_path(key)[key_path(key)[0] == "next" :]:
+        if not isinstance(value, Mapping) or name not in value:
+            raise KeyError(
+                f"dataset must have the infos of info_keys, and {key!r} is missing; "
+                f"there are {sorted(infos or {})}."
+            )
+        value = value[name]
+    return value
 
 
 @answers_names
