@@ -1,0 +1,152 @@
+"""Makes every storage of the contract tests: alone in knowing which inside is tested, and where rows are.
+
+CONTRACT_INSIDE=package.of.the.same.names pytest tests/contract
+CONTRACT_PLACES=memory,device pytest tests/contract
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import shutil
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contract.steps import reward_fn
+from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.vector import AutoresetMode
+
+__all__ = [
+    "DISCOUNT",
+    "KINDS",
+    "LAYOUTS",
+    "PLACES",
+    "SETTING",
+    "library",
+    "make",
+    "new_folder",
+    "spaces",
+]
+
+#: The module with the public names.
+library: Any = import_module(os.environ.get("CONTRACT_INSIDE", "trl_storages"))
+
+#: Where rows are. "device" is any device but the host: for now, the tensor operations of GPUs on the CPU.
+PLACES = os.environ.get("CONTRACT_PLACES", "memory,directory,device").split(",")
+
+DISCOUNT = 0.9
+
+#: The setting of the process that chooses it.
+SETTING = "TRL_STORAGES_BACKEND"
+
+#: Kind -> recipe and its keywords.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "uniform": ("UniformReplayStorage", {}),
+    "n-step": ("NStepReplayStorage", {"n_step": 3, "discount": DISCOUNT}),
+    "prioritized": ("PrioritizedReplayStorage", {}),
+    "recency": ("EREReplayStorage", {"eta": 0.99, "c_min": 3}),
+    "episodes": ("EpisodeReplayStorage", {}),
+    "hindsight": ("HERReplayStorage", {"reward_fn": reward_fn}),
+    # All at once.
+    "all": (
+        "HERReplayStorage",
+        {
+            "reward_fn": reward_fn,
+            "n_step": 3,
+            "discount": DISCOUNT,
+            "alpha": 0.6,
+            "eta": 0.99,
+            "c_min": 3,
+        },
+    ),
+}
+
+
+def _box(dtype: Any, *shape: int) -> Box:
+    low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+    return Box(low, high, shape, dtype)
+
+
+_GOALS = {
+    "observation": _box(np.float32, 3),
+    "achieved_goal": _box(np.float32, 2),
+    "desired_goal": _box(np.float32, 2),
+}
+
+#: Layout -> observation space and further keywords; `steps.rows` fills each.
+LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "vector": (_box(np.float32, 3), {}),
+    "goals": (Dict(_GOALS), {}),
+    "mixed": (
+        Dict(
+            {
+                **_GOALS,
+                "pixels": _box(np.uint8, 2, 2, 3),
+                "deep": Dict({"x": _box(np.float64, 2), "n": Discrete(1 << 30)}),
+            }
+        ),
+        {},
+    ),
+    "frames": (_box(np.float32, 3, 2), {"frame_stack": 3}),
+}
+
+
+def spaces(layout: str = "goals") -> tuple[Any, Any]:
+    """Returns the observation and action space of a layout."""
+    return LAYOUTS[layout][0], _box(np.float32, 2)
+
+
+def make(
+    kind: str = "uniform",
+    *,
+    place: str = "memory",
+    layout: str = "goals",
+    lanes: int = 1,
+    size: int = 64,
+    path: Path | str | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a storage by its recipe.
+
+    Only storages of one place are used at a time: "device" is a setting of the process.
+
+    Args:
+        kind: one of `KINDS`.
+        place: one of `PLACES`.
+        layout: one of `LAYOUTS`.
+        lanes: number of environments.
+        size: transitions, over all lanes.
+        path: of the directory, with place "directory"; None makes a new one.
+        **options: further keywords of the recipe.
+    """
+    recipe, keywords = KINDS[kind]
+    make_recipe = getattr(library, recipe)
+    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    if place == "directory":
+        options["path"] = new_folder() / "rows" if path is None else path
+    if lanes > 1:
+        options.setdefault("autoreset_mode", AutoresetMode.DISABLED)
+    options = {
+        "storage_size": size,
+        "num_envs": lanes,
+        "info_keys": {"effort": _box(np.float64, 1)},
+        "seed": 0,
+        **LAYOUTS[layout][1],
+        **keywords,
+        **options,
+    }
+    old = "goal_selection_strategy"
+    if "strategy" in options and old in inspect.signature(make_recipe).parameters:
+        options[old] = options.pop("strategy")
+    return make_recipe(*spaces(layout), **options)
+
+
+def new_folder() -> Path:
+    """Returns an empty folder that is removed with the process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -1,0 +1,37 @@
+"""Rows read back as they were written, however they come in."""
+
+import pytest
+import torch
+from contract.make import LAYOUTS, make
+from contract.steps import Player, assert_same, ids_of, play, record, rows, write
+
+pytestmark = pytest.mark.requirement("stored-once")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rows_read_back_bit_for_bit(place, layout, lanes):
+    storage = make(place=place, layout=layout, lanes=lanes, size=10 * lanes)
+    players = [Player(lane) for lane in range(lanes)]
+    written = [player.play([4, 1, 3], unfinished=1) for player in players]
+    write(storage, written, layout)
+    for end in ("", "terminated", ""):
+        steps = [player.step(end) for player in players]
+        record(storage, steps, layout)
+        written = [[*lane, step] for lane, step in zip(written, steps, strict=True)]
+    kept = {step.id: step for lane in written for step in lane[-10:]}
+    assert len(storage) == len(kept)
+    assert storage.is_full
+    history = storage[:]
+    ids = ids_of(history).tolist()
+    assert sorted(ids) == sorted(kept)
+    assert_same(history, rows([kept[number] for number in ids], layout))
+    batch = storage.sample(50)
+    assert_same(batch, rows([kept[number] for number in ids_of(batch).tolist()], layout))
+
+
+def test_lanes_of_different_lengths(place):
+    storage = make(place=place, lanes=2, size=16)
+    steps = play([[3, 2], [4]], unfinished=1)
+    slots = torch.cat([lane.flatten() for lane in write(storage, steps)])
+    assert_same(storage[slots], rows([*steps[0], *steps[1]]))
