@@ -1,4 +1,4 @@
-"""The table of learning results: no run is made twice, and the README shows what was measured."""
+"""The table of learning results: no run is made twice, and the guide shows what was measured."""
 
 import importlib.util
 import json
@@ -262,6 +262,6 @@ def test_only_with_hindsight_bits_are_flipped_on_each_seed(measured, algo):
     assert max(rates[False]) <= (0.10 if algo == "dqn" else 0.20)
 
 
-def test_the_readme_shows_the_table_that_is_printed(script, capsys):
+def test_the_guide_shows_the_table_that_is_printed(script, capsys):
     assert script.main(["--table"]) == 0
-    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
+    assert capsys.readouterr().out in (ROOT / "tutorials/results.md").read_text()

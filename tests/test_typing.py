@@ -178,9 +178,9 @@ def code_of_users(directory: Path) -> list[Path]:
     written = []
     for guide in guides:
         blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
-        file = directory / f"{guide.stem.lower()}_blocks.py"
-        file.write_text("\n".join(blocks))
-        written += [file] if blocks else []
+        if blocks:
+            written.append(directory / f"{guide.stem.lower()}_blocks.py")
+            written[-1].write_text("\n".join(blocks))
     return written
 
 

@@ -1,4 +1,4 @@
-"""A run as the tables of the README and of the pages on speed."""
+"""A run as the tables of the pages on speed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +20,6 @@ __all__ = [
     "GPU_PAGES",
     "PAGES",
     "format_all",
-    "format_short",
     "format_targets",
     "pages_of",
     "update",
@@ -37,18 +36,6 @@ SAMPLES = {
     "her_n_step": "her",
     "everything": "her",
 }
-# What the README shows of them, of this batch size or the nearest to it that was measured.
-SHORT = ("uniform", "her", "n_step", "priorities", "everything")
-SHORT_BATCH = 256
-# Who is named with a version there, and the package that has it.
-PACKAGES = {
-    "here": "trl_storages",
-    "TorchRL": "torchrl",
-    "SB3": "stable_baselines3",
-    "cpprb": "cpprb",
-    "tianshou": "tianshou",
-    "flashbax": "flashbax",
-}
 
 # Sections in which a training loop draws, and does not.
 IN_LOOPS = {"loop": "between updates", "alone": "alone"}
@@ -60,33 +47,6 @@ goals and n stay as they are. flashbax has no hindsight and no n-step returns of
 folds its sequences. The raw gather is what the machine takes to copy as many bytes.
 """
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
-
-
-def format_short(report: Report) -> Iterator[str]:
-    """Gives what the README shows: draws of one size, within a training loop if they were measured."""
-    results = [r for r in report.results if r.threads == 1 and not r.unequal]
-    section = "loop" if any(r.section == "loop" for r in results) else "sampling"
-    results = [r for r in results if r.section == section]
-    if not results:
-        return
-    rows = max(result.rows for result in results)
-    size = min({r.batch_size for r in results}, key=lambda size: abs(size - SHORT_BATCH))
-    results = [r for r in results if (r.rows, r.batch_size) == (rows, size) and r.peer != "raw"]
-    peers = peers_of(results)
-    yield from head(f"| draw {size} from {rows:,} rows | ", peers)
-    for work in SHORT:
-        ours = pick(results, work=work, peer="ours")
-        if ours is not None:
-            yield row_of(f"| {title_of(work)} | ", ours, results, peers)
-    where = {"loop": "Between two updates of a network", "sampling": "After a write of one step"}
-    versions = [
-        f"{title} {report.machine[package]}"
-        for title, package in PACKAGES.items()
-        if package in report.machine
-    ]
-    yield ""
-    yield f"{where[section]}: microseconds, medians of one thread, in brackets how many times as long as"
-    yield f"here. Versions: {', '.join(versions)}."
 
 
 def format_all(report: Report) -> Iterator[str]:
@@ -130,7 +90,6 @@ def format_gpu(report: Report) -> Iterator[str]:
 
 #: What each page has between two marks, by its path from the root of the checkout.
 PAGES: dict[str, Callable[[Report], Iterator[str]]] = {
-    "README.md": format_short,
     "tutorials/speed.md": format_all,
     "tests/benchmarks/README.md": format_targets,
 }
@@ -240,7 +199,7 @@ def format_sizes(report: Report) -> Iterator[str]:
     results = [
         r
         for r in report.results
-        if (r.section, r.peer, r.batch_size, r.threads) == ("sampling", "ours", SHORT_BATCH, 1)
+        if (r.section, r.peer, r.batch_size, r.threads) == ("sampling", "ours", 256, 1)
         and not r.unequal
         and r.work in ("uniform", "her")
     ]
@@ -256,7 +215,7 @@ def format_sizes(report: Report) -> Iterator[str]:
         for rows in (sizes[0], sizes[-1])
     }
     yield (
-        f"The work does not grow with the storage, memory only gets further away: {SHORT_BATCH} of "
+        f"The work does not grow with the storage, memory only gets further away: 256 of "
         f"{sizes[0]:,} rows take {taken[sizes[0]]}; of {sizes[-1]:,} rows {taken[sizes[-1]]}."
     )
     yield ""
