@@ -544,11 +544,9 @@ BETWEEN_PARTS = {
         *(
             "newest_slots",
             "moved",
-            "recount",
             "rejoin",
             "restart",
             "sequences",
-            "slots_after",
             "slots_since",
             "write",
         ),

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ from disk.acts import ACTS, Act, write
 from disk.history import History
 from disk.kills import opens
 from disk.moments import Moments, put_back
+from disk.recorded import Recorded
 from disk.rows import KINDS, abandon, found, make
 
 from trl_storages import PERSampler, ReplayStorage
-from trl_storages.disk.description import Description
 
 TESTS = Path(__file__).parent
 SIZE = 12
@@ -163,27 +162,8 @@ def test_killed_while_a_directory_is_made_anew(tmp_path):
         opens(files, tmp_path / "killed", act, 2, SIZE)
 
 
-def interrupted_once(monkeypatch):
-    """Interrupts the first look at a description that was just replaced."""
-    left, write, read = [], Description.write, Description.read
-
-    def written(*args):
-        write(*args)
-        left.append(KeyboardInterrupt)
-        monkeypatch.setattr(Description, "write", write)
-
-    def seen(*args):
-        if left:
-            raise left.pop()
-        return read(*args)
-
-    monkeypatch.setattr(Description, "write", written)
-    monkeypatch.setattr(Description, "read", seen)
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("stored", KINDS, indirect=True)
-def test_killed_while_a_dump_is_loaded(tmp_path, stored, interrupted, monkeypatch):
+def test_killed_while_a_dump_is_loaded(tmp_path, stored):
     source, history = make(None, 2, SIZE), History(2, SIZE)
     for num_steps in (3, 5):
         act = write(history, num_steps)
@@ -194,15 +174,34 @@ def test_killed_while_a_dump_is_loaded(tmp_path, stored, interrupted, monkeypatc
     after = before.copy()
     after.load(history)
     act = Act("loads", lambda storage: storage.loads(tmp_path / "dump"), before, after)
-    with monkeypatch.context() as patch:
-        if interrupted:
-            interrupted_once(patch)
-        with suppress(KeyboardInterrupt), Moments(tmp_path / "rows") as moments:
-            act.do(storage)
+    with Moments(tmp_path / "rows") as moments:
+        act.do(storage)
     assert found(storage) == act.after.live
     abandon(storage)
     for files in moments.all:
         opens(files, tmp_path / "killed", act, 2, SIZE)
+
+
+def test_killed_while_a_step_is_recorded(tmp_path):
+    loop = Recorded(tmp_path / "rows")
+    for step in range(13):
+        loop.record(step, [step % 4 == 3, False])
+        before = loop.rows()
+    with Moments(tmp_path / "rows") as moments:
+        loop.record(13, [False, True])
+    after = loop.rows()
+    assert before != after
+    abandon(loop.storage)
+    seen = []
+    for files in moments.all:
+        put_back(files, tmp_path / "killed")
+        again = Recorded(tmp_path / "killed")
+        seen.append(again.rows())
+        assert seen[-1] in (before, after)
+        again.record(14, [False, False])
+        abandon(again.storage)
+    assert before in seen
+    assert after in seen
 
 
 def with_priorities(path, num_steps):

@@ -4,7 +4,7 @@ The disk is simulated: of everything that was written since a sync, chance decid
 """
 
 import os
-from contextlib import suppress
+import random
 from unittest import mock
 
 import pytest
@@ -13,9 +13,9 @@ from disk.history import History
 from disk.moments import files_in, parts_of, put_back
 from disk.platter import Platter
 from disk.power import cut_at_random, opens_after_cut, syncs_seen
-from disk.rows import ALL_KINDS, abandon, found, make, stored_as
+from disk.rows import ALL_KINDS, KINDS, abandon, found, make, stored_as
 
-from trl_storages.saved import durable
+SIZE = 12
 
 
 @pytest.mark.requirement("persistence")
@@ -95,36 +95,6 @@ def test_rows_that_one_cut_brought_back_outlast_the_next_cut(tmp_path):
     platter.close()
 
 
-def test_what_is_next_of_the_newest_flushed_row_outlasts_an_interrupted_flush(tmp_path):
-    with stored_as("shared"):
-        storage, history = make(tmp_path / "rows"), History(1, 24)
-        for _ in range(3):
-            history = written(storage, history)
-            storage.flush()
-        history = written(storage, history)
-        sync = durable.sync_directory
-
-        def interrupted(folder):
-            sync(folder)
-            raise KeyboardInterrupt
-
-        with (
-            mock.patch.object(durable, "sync_directory", interrupted),
-            suppress(KeyboardInterrupt),
-        ):
-            storage.flush()
-        history.flush()
-        cut = files_in(tmp_path / "rows")
-        for _ in range(4):
-            history = written(storage, history)
-        # Of the rows that were written since, the next observations alone were on disk.
-        side, data = parts_of(tmp_path / "rows")["side"], bytearray(cut["storage.1.rows"])
-        data[side] = files_in(tmp_path / "rows")["storage.1.rows"][side]
-        cut["storage.1.rows"] = bytes(data)
-        abandon(storage)
-        opens_after_cut(cut, tmp_path / "cut", history, 24)
-
-
 def test_directories_that_are_made_are_synced(tmp_path):
     synced, sync = set(), os.fsync
 
@@ -137,6 +107,55 @@ def test_directories_that_are_made_are_synced(tmp_path):
         written(make(tmp_path / "some" / "more" / "rows"), History(1, 24))
     for folder in (tmp_path, tmp_path / "some", tmp_path / "some" / "more"):
         assert (folder.stat().st_dev, folder.stat().st_ino) in synced
+
+
+def flushed(path):
+    """A directory of five rows that are flushed, and its history."""
+    storage, history = make(path, 1, SIZE), History(1, SIZE)
+    act = write(history, 5)
+    act.do(storage)
+    storage.flush()
+    act.after.flush()
+    return storage, act.after
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("stored", KINDS, indirect=True)
+def test_a_write_that_was_killed_leaves_no_row_for_the_next_cut(tmp_path, stored, num_steps):
+    path = tmp_path / "rows"
+    storage, history = flushed(path)
+    before = files_in(path)
+    write(history, num_steps).do(storage)
+    abandon(storage)
+    # Its rows and marks are there, but it was killed before it committed them.
+    after, commits = files_in(path), parts_of(path)["commits"]
+    data = bytearray(after["storage.1.rows"])
+    data[commits] = before["storage.1.rows"][commits]
+    put_back({**after, "storage.1.rows": bytes(data)}, path)
+    platter = Platter(path, 512)
+    platter.sync_all()
+    with syncs_seen(platter):
+        storage = make(path, 1, SIZE)
+        assert found(storage) == history.live
+    goes_on_through_cuts(storage, history, platter, path)
+
+
+def goes_on_through_cuts(storage, history, platter, path):
+    """Writes one row more, and opens what power cuts leave of the directory."""
+    rng, further = random.Random(0), write(history, 1)
+    with syncs_seen(platter):
+        further.do(storage)
+    platter.look()
+    for cut in (*old_parts(platter, path), *(platter.after_cut(rng) for _ in range(9))):
+        opens_after_cut(cut, path.with_name("cut"), further.after, SIZE)
+    platter.close()
+
+
+def old_parts(platter, path):
+    """Cuts that leave what was written last, but of a part of the file what was synced last."""
+    parts = parts_of(path)
+    parts["rows and marks"] = slice(parts["rows"].start, parts["marks"].stop)
+    return [platter.as_old_as_can_be("storage.1.rows", part) for part in parts.values()]
 
 
 def zero(data, part, start=0):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from disk import acts
 from disk.following import EVENTS, PATIENCE, follow
 from disk.history import History
 from disk.moments import parts_of
@@ -586,6 +587,42 @@ class TestFollowing:
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         assert len(rows) == 24
         assert found(storage) == history.live
+
+
+def test_an_error_that_comes_of_rows_that_are_gone(tmp_path):
+    storage, history = make(tmp_path, 1, 12), History(1, 12)
+    act = acts.write(history, 12)
+    act.do(storage)
+    calls = []
+
+    def fails_at_first(batch):
+        nonlocal act
+        calls.append(1)
+        if len(calls) == 1:
+            for _ in range(4):
+                act = acts.write(act.after, 12)
+                act.do(storage)
+            raise IndexError("an action that there is not")
+        return batch
+
+    reader = ReplayStorage.open(
+        tmp_path, mode="r", transform=fails_at_first, batch_size=8, sampler=UniformSampler()
+    )
+    assert not is_torn(reader.sample()).any()
+    assert len(calls) == 2
+
+
+def test_an_error_of_ones_own(tmp_path):
+    def fails(batch):
+        raise IndexError("always")
+
+    storage = make(tmp_path, 1, 12)
+    acts.write(History(1, 12), 12).do(storage)
+    reader = ReplayStorage.open(
+        tmp_path, mode="r", transform=fails, batch_size=8, sampler=UniformSampler()
+    )
+    with pytest.raises(IndexError, match="always"):
+        reader.sample()
 
 
 def found_after_a_draw(reader):

@@ -2,14 +2,12 @@
 
 import os
 import random
-from contextlib import suppress
 from unittest import mock
 
 import pytest
 from disk.moments import Moments, files_in, put_back
 from disk.platter import Platter
 from disk.rows import found, make, write
-from interrupter import Interrupter
 
 import trl_storages
 
@@ -53,23 +51,6 @@ def test_killed_at_any_line(dumps):
     assert {dumps.which(files) for files in moments.all} == {0, 1}
 
 
-# An error between a file's last line and its closing leaves that to the collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interrupted_at_any_line(dumps, error):
-    line, seen = 1, set()
-    while True:
-        interrupter = Interrupter(line, trl_storages, error=error)
-        with suppress(error), interrupter:
-            dumps.storage.dumps(dumps.path)
-        seen.add(dumps.which(files_in(dumps.path)))
-        if interrupter.left > 0:
-            break
-        put_back(dumps.first, dumps.path)
-        line += 17
-    assert seen == {0, 1}
-
-
 def test_a_power_cut_at_any_time(dumps):
     platter, rng, cuts = Platter(dumps.path, 512), random.Random(0), []
     platter.sync_all()
@@ -109,22 +90,3 @@ def test_what_a_kill_has_left_goes_with_the_next_one(dumps):
     put_back(most, dumps.path)
     dumps.storage.dumps(dumps.path)
     assert len(files_in(dumps.path)) == len(dumps.first)
-
-
-def test_a_signal_handler_that_saves_in_the_middle_of_a_write(tmp_path):
-    """Rows are in the index then, but have no priorities yet."""
-    storage = make(None, 2)
-    write(storage, 5)
-    storage.dumps(tmp_path / "dump")
-    before, told = files_in(tmp_path / "dump"), storage.writer._mark_update_entities
-
-    def handler(*args):
-        with pytest.raises(RuntimeError, match="signal handler must not save"):
-            storage.dumps(tmp_path / "dump")
-        told(*args)
-
-    with mock.patch.object(storage.writer, "_mark_update_entities", handler):
-        write(storage, 3)
-    assert files_in(tmp_path / "dump") == before
-    storage.dumps(tmp_path / "dump")
-    assert files_in(tmp_path / "dump") != before

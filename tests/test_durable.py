@@ -4,10 +4,13 @@ import copy
 import pickle
 import time
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from disk import acts
+from disk.history import History
 from disk.power import check_priorities
 from disk.rows import found, is_torn, make, priority_of, transitions, without_ends, write
 from goal_data import AsDrawn
@@ -26,6 +29,7 @@ from trl_storages import (
     ReplayStorage,
     UniformReplayStorage,
 )
+from trl_storages.disk import Directory
 from trl_storages.disk.description import Description
 
 
@@ -358,3 +362,39 @@ def test_in_memory_there_is_nothing_to_do():
     write(storage, 3)
     with pytest.raises(RuntimeError, match="path="):
         storage.loader()
+
+
+def test_a_closed_storage_stays_as_it_was(tmp_path):
+    storage, history = make(tmp_path, 1, 12), History(1, 12)
+    act = acts.write(history, 30)
+    act.do(storage)
+    state = storage.state_dict()
+    storage.close()
+    storage.close()
+    for change in (
+        storage.empty,
+        lambda: storage.empty(keep_steps=3),
+        storage.end_episodes,
+        lambda: acts.write(act.after, 1).do(storage),
+        lambda: storage.load_state_dict(state),
+        lambda: storage.close(keep=False),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            change()
+        assert found(storage) == act.after.live
+        assert not is_torn(storage.sample()).any()
+    storage = make(tmp_path, 1, 12)
+    assert found(storage) == act.after.live
+
+
+def test_a_write_that_failed_is_undone(tmp_path):
+    storage, history = make(tmp_path, 1, 12), History(1, 12)
+    act = acts.write(history, 5)
+    act.do(storage)
+    with mock.patch.object(Directory, "seal", side_effect=MemoryError), pytest.raises(MemoryError):
+        acts.write(act.after, 3).do(storage)
+    assert found(storage) == act.after.live
+    act = acts.write(act.after, 2)
+    act.do(storage)
+    storage.close()
+    assert found(make(tmp_path, 1, 12)) == act.after.live

@@ -239,19 +239,6 @@ class EpisodeMachine(RuleBasedStateMachine):
             done = flags([[row.done for row in rows]])
             self.index.rejoin(done, flags(begins), len(history), [lane])
 
-    @rule(data=st.data())
-    def take_back(self, data):
-        """A write that is done once more: what it counted and evicted is as before."""
-        counters = self.index.counters()
-        cursors, tails = self.index.cursors.tolist(), self.index.tails.tolist()
-        steps = data.draw(st.integers(1, self.spare_steps + 1))
-        self.index.append(torch.zeros(self.oracle.num_envs, steps, dtype=torch.bool))
-        self.index.recount(counters)
-        assert (self.index.cursors.tolist(), self.index.tails.tolist()) == (cursors, tails)
-        row = [[False] * steps] * self.oracle.num_envs
-        self.index.append(flags(row))
-        self.oracle.append(row)
-
     @precondition(lambda self: len(self.index))
     @rule(data=st.data())
     def shift(self, data):
@@ -358,9 +345,6 @@ def test_the_host_knows_the_fill_of_a_gpu(gpu):
     index.append(done[:1, :4], lanes=[1])
     assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [0, 3])
     index.evict([7, 2])
-    counters = index.counters()
-    index.append(done)
-    index.recount(counters)
     assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [5, 3])
     assert (len(index), index.is_full, index.is_level) == (6, False, False)
 

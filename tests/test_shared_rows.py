@@ -15,13 +15,11 @@ import torch
 import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupter import Interrupter
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import RoundRobinWriter, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 
-import trl_storages
 from trl_storages import (
     EpisodeWriter,
     NStepReplayStorage,
@@ -239,31 +237,6 @@ def test_fields_of_any_kind_lie_where_they_are_looked_for(kind: torch.dtype) -> 
     assert_same(
         storages[1]._storage._storage[:3].select("a", "number"), data[:3].select("a", "number")
     )
-
-
-@pytest.mark.parametrize("num_steps", [1, 4, 30])
-def test_an_interrupted_write_is_done(num_steps: int) -> None:
-    stream, data = Stream(2, 5), []
-    storage = make(24, 2, share_next=True)
-    storage.extend(stream.steps([0, 1], 7))
-    data = stream.steps([0, 1], num_steps)
-    expected = copy.deepcopy(storage)
-    expected.extend(data)
-    with Interrupter(10**9, trl_storages) as counter:
-        copy.deepcopy(storage).extend(data)
-    num_lines = 10**9 - counter.left
-    for line in range(1, num_lines, max(1, num_lines // 25)):
-        cut_off = copy.deepcopy(storage)
-        try:
-            with Interrupter(line, trl_storages):
-                cut_off.extend(data)
-        except KeyboardInterrupt:
-            pass
-        if cut_off.writer._write_count == storage.writer._write_count:
-            cut_off.extend(data)
-        assert_same(cut_off[:], expected[:])
-        cut_off.extend(data)
-        assert_same(cut_off[-2:], data[:, -1:].reshape(-1))
 
 
 def test_entries_find_room_where_memory_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

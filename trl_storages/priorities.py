@@ -7,12 +7,10 @@ Letters: B batch, N slots, E lanes (environments), R ring steps per lane.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import sendable
 from trl_storages.kernels.tables import ABSENT
@@ -210,10 +208,10 @@ class PriorityTable:
         ranges: torch.Tensor | None = None
         reference: torch.Tensor | None = None
         if (self._alpha, self._eps) != self._wanted:
-            finish(self._reweigh)
+            self._reweigh()
         if newest_of is not None:
             if newest_of.num_envs != self._tree.num_lanes:
-                finish(partial(self._arrange, newest_of.num_envs))
+                self._arrange(newest_of.num_envs)
             ranges = newest_of.ring.newest_ranges(num_rows, self._tree.lane_leaves)
         if normalize == "storage":
             reference = self._tree.least(ranges)
@@ -254,7 +252,7 @@ class PriorityTable:
         Raises:
             IndexError: a slot is not below N. Nothing has changed then.
         """
-        if finish(partial(self._renew, slots)):
+        if self._renew(slots):
             raise self._no_slot(slots)
 
     def _renew(self, slots: torch.Tensor) -> bool:
@@ -294,7 +292,7 @@ class PriorityTable:
         if not slots.numel():
             return
         self.raise_deferred_error()
-        if finish(partial(self._report, slots, priority, stamp)):
+        if self._report(slots, priority, stamp):
             check_priorities(priority)
             raise self._no_slot(slots)
 
@@ -341,9 +339,6 @@ class PriorityTable:
 
     def clear(self) -> None:
         """Removes all rows and resets the largest priority."""
-        finish(self._clear)
-
-    def _clear(self) -> None:
         self.has_rows = False
         self._fill(torch.full_like(self._rows.priorities, ABSENT), largest=0.0)
 

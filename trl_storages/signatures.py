@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from inspect import Signature, isfunction, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
-from trl_storages.interrupts import finish
 from trl_storages.other_names import METHOD_NAMES, meant
 
 __all__ = [
@@ -56,11 +55,8 @@ class Setting(Generic[Value]):
         if self._then is None or self._name not in own:
             own[self._name] = value
         elif value != own[self._name]:
-            finish(partial(self._change, part, value))
-
-    def _change(self, part: Any, value: Value) -> None:
-        vars(part)[self._name] = value
-        self._then(part)  # type: ignore[misc]
+            own[self._name] = value
+            self._then(part)
 
 
 def shown(show: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -208,11 +208,7 @@ class Directory:
             blocks: which steps of which lanes.
             write_count: rows written, as TorchRL's writers count them.
             trajectories: `[E]` the collector's number of each lane's last trajectory.
-
-        Raises:
-            RuntimeError: this process may not write: a signal handler has closed the directory.
         """
-        self.check_writable()
         words = self.words
         kept = None if words.priorities.is_new else words.priorities
         for block in blocks:
@@ -226,7 +222,7 @@ class Directory:
         If the rollback fails too, for example for lack of memory, this process becomes a reader.
 
         Args:
-            index: the episodes, whose counters are those before the write.
+            index: the episodes.
         """
         self.check_writable()
         state = self._ended(index)
@@ -240,10 +236,7 @@ class Directory:
             raise
 
     def _ended(self, index: EpisodeIndex) -> State:
-        """Returns the last commit, with the episodes that were ended since without a row.
-
-        A signal handler may ask in the middle of a write: lanes that it writes stay as they are.
-        """
+        """Returns the last commit, with the episodes that were ended since without a row."""
         state = self.state
         was_written = index.host_steps != state.cursors
         return state._replace(open=np.where(was_written, state.open, index.is_open.numpy()))
@@ -317,8 +310,7 @@ class Directory:
         """
         self.check_writable()
         self.check_there()
-        # Not that of the words: an interrupt may have come after an earlier switch.
-        generation = Description.read(self.path).generation + 1
+        generation = self.description.generation + 1
         cursors, tails = index.host_steps.tolist(), index.host_tails.tolist()
         steps: Any = {"flushed": cursors, "tails": tails}
         # Commits are counted anew.
@@ -336,7 +328,7 @@ class Directory:
             sync_directory(self.path)
             new.write(self.path)
         finally:
-            # An interrupt may have come after the switch.
+            # An error may have come after the switch.
             if (now := Description.read(self.path)).generation == generation:
                 self.words = words
             remove_rows(self.path, but=now.data_name)
@@ -367,7 +359,6 @@ class Directory:
             self.prepare()
             words.publish(state)
         words.flush()
-        # First, as an interrupt may come once the description is replaced.
         words.protect_tips(state.cursors)
         changes: Any = {"flushed": state.cursors.tolist(), "tails": state.tails.tolist()}
         if progress is not None:

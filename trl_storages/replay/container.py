@@ -36,7 +36,6 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
-from trl_storages.interrupts import finish
 from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import history, incoming, on_disk, registry
@@ -428,11 +427,8 @@ class ReplayStorage(
         """
         with self._replay_lock, self._write_lock:
             check_writable(self._storage)
-            finish(partial(self._end_episodes, lanes))
-
-    def _end_episodes(self, lanes: Any) -> None:
-        self.episodes.end_episodes(lanes)
-        self._recorder.reset(lanes)
+            self.episodes.end_episodes(lanes)
+            self._recorder.reset(lanes)
 
     def share(self, shared: bool = True) -> ReplayStorage:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
@@ -762,16 +758,13 @@ class ReplayStorage(
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._tell_of_kept)
                     return
-                finish(partial(self._forget, empty_write_count))
+                super().empty(empty_write_count)
+                self._recorder.forget_observations()
 
     def _tell_of_kept(self, slots: torch.Tensor) -> None:
         """Resets the sampler to the rows that were kept."""
         self._sampler._empty()
         self._sampler.extend(slots)
-
-    def _forget(self, empty_write_count: bool) -> None:
-        super().empty(empty_write_count)
-        self._recorder.forget_observations()
 
     # On disk
 

@@ -20,7 +20,6 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages.callers import warn_caller
 from trl_storages.gym.fields import strange_action
-from trl_storages.interrupts import finish
 from trl_storages.keys import next_key, shared_keys
 from trl_storages.ring import EpisodeIndex
 from trl_storages.ring.naming import slots_of
@@ -166,7 +165,7 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
         storage.synchronize()
         with storage._replay_lock:
             fitted = check_state(storage, state)
-            finish(partial(_take, storage, fitted, progress))
+            _take(storage, fitted, progress)
             look_at_actions(storage)
 
 

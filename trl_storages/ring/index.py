@@ -20,7 +20,7 @@ import torch
 from trl_storages import arguments
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device
-from trl_storages.kernels.tables import CURSOR, Block
+from trl_storages.kernels.tables import Block
 from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes
@@ -265,27 +265,6 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episodes: the next row of each lane starts a new one."""
         self.ring.is_open[self.lane_ids(lanes)] = 0
-
-    def counters(self) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
-        """Returns copies of all counters that a write changes."""
-        on_host = None if self._on_host else (self.host_steps.copy(), self.host_tails.copy())
-        return self.ring.counters(), on_host
-
-    def recount(self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]) -> None:
-        """Restores `counters`, so that the steps written since can be written again."""
-        lanes, on_host = counters
-        self.ring.recount(lanes)
-        if on_host is not None:
-            self.host_steps[:], self.host_tails[:] = on_host
-
-    def slots_after(
-        self, counters: tuple[Any, tuple[np.ndarray, np.ndarray] | None]
-    ) -> torch.Tensor:
-        """Returns the slots of the surviving rows written since `counters`; see `slots_since`."""
-        lanes, on_host = counters
-        return self.slots_since(
-            torch.as_tensor(lanes[:, CURSOR] if on_host is None else on_host[0])
-        )
 
     def clear(self, keep_steps: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Removes all rows but the last `keep_steps` of each lane, which move to the start of the ring.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from trl_storages.disk.directory import Directory
 from trl_storages.disk.files import check_platform
 from trl_storages.disk.reader import Reader
 from trl_storages.disk.words import Track, Words
-from trl_storages.interrupts import finish
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device, sendable, zeros
 from trl_storages.kernels.sharing import SideTable, header_dtype
@@ -106,8 +104,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     episodes: EpisodeIndex | None = None
     #: The files of the rows; None while they are in memory.
     files: RowFiles | None = None
-    #: How many steps a lane can be written while they are compared with the rows before them: a write
-    #: that is repeated must still find these.
+    #: How many steps a lane can be written while they are compared with the rows before them.
     most_compared = 0
     # TorchRL counts here how often slots were written, if a writer tracks it.
     _slot_generations: torch.Tensor | None = None
@@ -455,7 +452,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         nested = nested_sizes(data, len(batch_size)) if self.layout is None else ()
         layout, fields = self.fit(tensors_of(data), batch_size, nested=nested)
         rows = self.new_rows(layout, fields, batch_size)
-        finish(partial(self.write, layout, slots, rows, set_cursor=set_cursor))
+        self.write(layout, slots, rows, set_cursor=set_cursor)
 
     def check_mutable(self) -> None:
         """Raises a RuntimeError if rows can't be changed in place: those in a directory, and stacks."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from trl_storages.callers import warn_caller
-from trl_storages.interrupts import finish
 from trl_storages.priorities import ABSENT, PriorityTable
 
 __all__ = ["DurableTable"]
@@ -58,7 +57,7 @@ class DurableTable(PriorityTable):
         self._tails = storage.episodes.host_tails.copy()
         #: `[N]` the last word read of each row; None in the writer, which makes all changes itself.
         self._known = None if storage.reader is None else torch.full((self.capacity,), _UNSEEN)
-        damaged = finish(self._follow)
+        damaged = self._follow()
         if storage.reader is None:
             self._mend(damaged)
 
@@ -88,7 +87,7 @@ class DurableTable(PriorityTable):
         if self._files is not files or self._words is not files.words.priorities:
             return False
         self.refreshes = storage.files.refreshes
-        finish(self._follow)
+        self._follow()
         return True
 
     def _follow(self) -> torch.Tensor:
@@ -172,9 +171,6 @@ class DurableTable(PriorityTable):
         """Removes all rows and resets the largest priority."""
         self._storage.files.check_writable()
         super().clear()
-
-    def _clear(self) -> None:
-        super()._clear()
         self._keep_largest()
 
     def takes(self, state_dict: dict[str, Any]) -> bool:

@@ -122,7 +122,7 @@ class NewState:
                         sync_file(file)
                 write_text(state, self._text)
         finally:
-            # An interrupt may have come after the switch.
+            # An error may have come after the switch.
             if state.is_file() and state.read_bytes() == self._text.encode():
                 own = [path for path in self._path.glob("*.tensor") if path not in own]
             for path in own:

@@ -19,7 +19,6 @@ from torchrl.data import RoundRobinWriter, Storage, TensorStorage
 from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
-from trl_storages.interrupts import complete, finish
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex, Lanes
 from trl_storages.ring.naming import slots_of
@@ -123,8 +122,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
         # Whether the warning about missing final observations was given.
         self._has_warned_of_ends = False
-        # Slots of rows from failed writes, which samplers have not been told of.
-        self._untold: list[torch.Tensor] = []
         # Whether it is a PackedStorage, whose rows are copied together with the index.
         self._is_packed = False
         # `Fields` of the attributes, made anew when these change.
@@ -230,8 +227,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 lane, and a new one begins in a lane whose episode has ended, else in the least recently
                 written lane, whose episode is cut.
             lanes: the L distinct lanes that are written; None is all of them.
-            then: called with the slots as part of the write: an interrupt leaves all of it done, or
-                nothing.
+            then: called with the slots as part of the write.
 
         Returns:
             int64 slots of the batch size of `data`, in its order; -1 for rows that did not fit because
@@ -288,12 +284,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         )
 
     def _prepare(self) -> None:
-        """Completes what earlier writes left undone, and checks that the storage is writable."""
+        """Gives warnings that come late, and checks that the storage is writable."""
         if self.gaps.late is not None:
             self.gaps.warn_late()
-        while self._untold:
-            self._mark_update_entities(self._untold[-1])
-            self._untold.pop()
         if not self._is_packed or self._storage.files is not None:
             check_writable(self._storage)
 
@@ -370,7 +363,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             is_compared = watch.is_looking and not steps.rows.is_compact
             pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
-            slots = self._write_at_once(steps, blocks, pairs, (), shape, then, count)
+            slots = self._commit(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
                 return slots
         gaps: list[Gaps] = []
@@ -386,28 +379,20 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                 # Frames of evicted rows that the remaining rows still need.
                 found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
                 evicted = [frames for frames in found if frames is not None]
-        return self._write_at_once(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
+        return self._commit(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
 
-    def _write_at_once(self, *write: Any) -> torch.Tensor | None:
-        """Does what `_commit` does with these arguments, or nothing, even if it is interrupted."""
-        episodes = self._storage.episodes
-        counters = episodes.counters()
+    def _commit(self, *write: Any) -> torch.Tensor | None:
+        """Calls `_put_steps`; after an error a directory goes back to its last commit."""
         try:
-            return self._commit(*write)
-        except BaseException as error:
-            if complete(error, lambda: (episodes.recount(counters), self._commit(*write))):
-                raise
-            if self._directory is None:
-                # What was overwritten is gone: keep the rows, and tell samplers of them later.
-                self._untold.append(episodes.slots_after(counters))
-            elif self._directory.is_writer:  # unless a signal handler has closed it
-                # Roll back: a later commit would rely on marks that may be missing.
-                episodes.recount(counters)
+            return self._put_steps(*write)
+        except BaseException:
+            if self._directory is not None:
+                # A later commit would rely on marks that may be missing.
                 self._storage.files.go_back()
                 self._take_up()
             raise
 
-    def _commit(
+    def _put_steps(
         self,
         steps: Steps,
         blocks: Sequence[Block],
@@ -417,7 +402,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         then: Then | None,
         count: int,
     ) -> torch.Tensor | None:
-        """Writes checked steps. Idempotent: it may be repeated from the beginning.
+        """Writes checked steps.
 
         Args:
             steps: as in `_write`.
@@ -544,11 +529,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             check_flags_of(entries)
             put = partial(storage.set, slots, fields.stored(data), set_cursor=False)
 
-        def write() -> None:
-            put()
-            self._bump_generation(slots, data)
-
-        finish(write)
+        put()
+        self._bump_generation(slots, data)
         return index
 
     def validate(self) -> None:
@@ -589,14 +571,10 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             int64 slots where the kept rows are now.
         """
         if self._directory is not None:
-
-            def evict() -> torch.Tensor:
-                self._evict(keep_steps, empty_write_count)
-                slots = self._episodes.slots_by_age(torch.arange(len(self._episodes)).flip(0))
-                then(slots)
-                return slots
-
-            return finish(evict)
+            self._evict(keep_steps, empty_write_count)
+            slots = self._episodes.slots_by_age(torch.arange(len(self._episodes)).flip(0))
+            then(slots)
+            return slots
         kept, storage = self._episodes.newest(keep_steps), self._storage
         if isinstance(storage, PackedStorage):
             move = storage.mover(kept)
@@ -604,19 +582,16 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             rows = storage.get(kept.old)
             move = partial(storage.set, kept.new, rows, set_cursor=False)
 
-        def renew() -> torch.Tensor:
-            self._forget_rows()
-            self._episodes.restart(kept)
-            if empty_write_count:
-                self._write_count = 0
-            move()
-            self._count()
-            self._bump_generation(kept.new, kept.new)
-            self._mark_update_entities(kept.new)
-            then(kept.new)
-            return kept.new
-
-        return finish(renew)
+        self._forget_rows()
+        self._episodes.restart(kept)
+        if empty_write_count:
+            self._write_count = 0
+        move()
+        self._count()
+        self._bump_generation(kept.new, kept.new)
+        self._mark_update_entities(kept.new)
+        then(kept.new)
+        return kept.new
 
     def _evict(self, keep_steps: int, empty_write_count: bool) -> None:
         """Evicts all but the newest rows in a directory, where rows are never moved."""
@@ -636,8 +611,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             self._episodes.clear()
 
     def _forget_rows(self) -> None:
-        """Clears the links between rows, and what to tell samplers of, before rows are dropped."""
-        self._untold.clear()
+        """Clears the links between rows, before rows are dropped."""
         if isinstance(self._storage, PackedStorage):
             self._storage.forget_links(self._episodes.num_slots_reached)
 
@@ -703,7 +677,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
                     f"the episodes of the rows in {directory.path} are loaded together with them: load "
                     "what a ReplayStorage saved, by its loads() or load_state_dict()."
                 )
-        self._untold.clear()
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)

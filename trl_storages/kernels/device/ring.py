@@ -113,14 +113,6 @@ class Ring(RingTables):
             return torch.arange(self.num_envs, device=self.device)
         return on_device(torch.as_tensor(lanes), self.device)
 
-    def counters(self) -> torch.Tensor:
-        """Returns a copy of the counters that a write advances."""
-        return self.lanes.clone()
-
-    def recount(self, counters: torch.Tensor) -> None:
-        """Restores what `counters` returned."""
-        self.lanes.copy_(counters)
-
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest."""
         if self.num_envs == 1:

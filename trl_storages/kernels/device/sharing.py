@@ -204,12 +204,9 @@ class SharedTable(RowTable):
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
         stored = self._stored(words, torch.where(is_new, headers, old))
         linked = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
-        # One statement, as an interrupt must not part them: a retry frees the entries that headers name.
-        self.rows[slots], self.side.counts[:], self.side.lanes[lanes, LINKED] = (
-            stored,
-            counts,
-            linked,
-        )
+        self.rows[slots] = stored
+        self.side.counts[:] = counts
+        self.side.lanes[lanes, LINKED] = linked
 
     def _slots_of(self, steps: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the slots of steps `[L, k]` of lanes."""

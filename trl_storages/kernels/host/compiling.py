@@ -21,7 +21,6 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from trl_storages.callers import warn_caller
-from trl_storages.interrupts import undisturbed
 from trl_storages.kernels.marks import hardware_orders_stores
 
 __all__ = [
@@ -58,8 +57,6 @@ def compiled(loop: _Loop) -> _Loop:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return np.errstate(over="ignore", invalid="ignore")(loop)
     dispatcher = _njit(nogil=True)(loop)
-    # LLVM calls back into Python, where what a signal handler raises would be lost, and the loop with it.
-    dispatcher.compile = undisturbed(dispatcher.compile)
     try:
         dispatcher._cache = _Cache(loop)  # type: ignore[no-untyped-call]
     except RuntimeError:

@@ -103,7 +103,7 @@ class MarkedRows:
     ) -> None:
         """Clears the marks of the slots of the next S steps: they hold no row until `seal`.
 
-        Steps that are committed already are left alone: a write may be repeated after an interrupt.
+        Steps that are committed already are left alone.
 
         Args:
             ring: of M slots; not changed.

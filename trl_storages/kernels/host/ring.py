@@ -145,15 +145,6 @@ class Ring(RingTables):
         new = given, sources, pairs, to, rows.num_rows, address(slots)
         return None if append_steps(self._arrays, self.steps_per_lane, *new) else slots
 
-    def counters(self) -> np.ndarray:
-        """Returns a copy of the counters that a write advances."""
-        found: np.ndarray = self._arrays[2].copy()
-        return found
-
-    def recount(self, counters: np.ndarray) -> None:
-        """Restores what `counters` returned."""
-        self._arrays[2][:] = counters
-
     def slots_by_age(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the slots of live rows by their rank: 0 is the newest.
 
