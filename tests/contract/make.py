@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from contract.steps import reward_fn
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
+from torchrl.envs.transforms import Compose
 
 __all__ = [
     "DISCOUNT",
@@ -26,6 +28,7 @@ __all__ = [
     "LAYOUTS",
     "PLACES",
     "SETTING",
+    "assemble",
     "library",
     "make",
     "new_folder",
@@ -150,3 +153,28 @@ def new_folder() -> Path:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
+
+
+def assemble(
+    size: int = 64, lanes: int = 1, *, place: str = "memory", seed: int = 0, **parts: Any
+) -> Any:
+    """Makes a storage of parts.
+
+    Args:
+        size: transitions, over all lanes.
+        lanes: number of environments.
+        place: one of `PLACES`.
+        seed: of the generator.
+        **parts: sampler, transform (several as a list), sample_unit, ...
+    """
+    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    if isinstance(transforms := parts.get("transform"), list):
+        parts["transform"] = Compose(*transforms)
+    path = new_folder() / "rows" if place == "directory" else None
+    writer = {key: parts.pop(key) for key in ("on_gap", "keys") if key in parts}
+    return library.ReplayStorage(
+        storage=library.PackedStorage(size, scratch_dir=path),
+        writer=library.EpisodeWriter(lanes, **writer),
+        generator=torch.Generator().manual_seed(seed),
+        **{"batch_size": 32, **parts},
+    )

@@ -1,0 +1,582 @@
+"""What is drawn, and how often: seeded chi-square tests, or exact."""
+
+from collections import Counter, defaultdict
+from itertools import permutations
+
+import pytest
+import torch
+from contract.lanes import HISTORIES, Lanes, ends
+from contract.make import assemble, library
+from contract.steps import ids_of, reward_fn
+from scipy import stats
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+EpisodeSequence, GoalRelabel = library.EpisodeSequence, library.GoalRelabel
+ERESampler, HERSampler = library.ERESampler, library.HERSampler
+PERSampler, UniformSampler = library.PERSampler, library.UniformSampler
+
+each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+each_boundary = pytest.mark.parametrize("boundary", ["pad", "fit", "cross"])
+STRATEGIES = ["future", "final", "episode", "random", "current"]
+
+
+def filled(history, **parts):
+    """A storage with a history in it, and what it must hold."""
+    storage = assemble(history.size, history.lanes, **parts)
+    return storage, history.write(storage)
+
+
+def counted(storage, lanes, num_draws, batch_size=5000):
+    """How often each step was drawn."""
+    drawn = Counter()
+    for _ in range(-(-num_draws // batch_size)):
+        drawn.update(ids_of(storage.sample(batch_size)).tolist())
+    live = {step.id: step for step in lanes.live()}
+    return Counter({live[number]: count for number, count in drawn.items()})
+
+
+def assert_law(counts, law):
+    """Chi-square of counts against unnormalised probabilities, both by the same keys."""
+    assert set(counts) == set(law)
+    if len(law) > 1:
+        total, scale = counts.total(), sum(law.values())
+        expected = [total * share / scale for share in law.values()]
+        assert stats.chisquare([counts[key] for key in law], expected).pvalue > 1e-4
+
+
+def assert_uniform(counts, steps):
+    assert_law(counts, dict.fromkeys(steps, 1))
+
+
+@pytest.mark.requirement("uniform-ring")
+class TestUniform:
+    def test_a_full_ring(self):
+        storage, lanes = assemble(1000), Lanes(1000)
+        lanes.write(storage, [ends([50] * 34)])
+        assert_uniform(counted(storage, lanes, 1_000_000, 20_000), lanes.live())
+
+    @each_history
+    def test_exactly_what_is_live(self, history):
+        storage, lanes = filled(history)
+        assert_uniform(counted(storage, lanes, 20_000), lanes.live())
+
+    def test_while_it_fills(self):
+        storage, lanes = assemble(12, 3), Lanes(12, 3)
+        for named in ([1], [0, 2], [1], [1], [0, 1, 2], [2], [2], [2]):
+            lanes.write(storage, [[False]] * len(named), named)
+            assert set(lanes.of(storage.sample(200))) == set(lanes.live())
+
+
+@pytest.mark.xfail(reason="rows are drawn with replacement only", strict=True, raises=TypeError)
+@pytest.mark.requirement("uniform-ring")
+class TestEpochs:
+    @pytest.mark.parametrize("batch_size", [1, 4, 16])
+    def test_each_row_comes_once_an_epoch(self, batch_size):
+        sampler = UniformSampler(without_replacement=True)
+        storage, lanes = filled(HISTORIES["unequal fill"], sampler=sampler)
+        orders = []
+        for _ in range(3):
+            drawn = []
+            while len(drawn) < len(lanes.live()):
+                drawn += lanes.of(storage.sample(batch_size))
+            assert Counter(drawn) == Counter(lanes.live())
+            orders.append(drawn)
+        assert orders[0] != orders[1] != orders[2]
+
+    def test_an_epoch_is_of_the_rows_that_are_live_at_its_beginning(self):
+        storage, lanes = assemble(10, sampler=UniformSampler(without_replacement=True)), Lanes(10)
+        lanes.write(storage, [ends([4, 6])])
+        first = lanes.of(storage.sample(4))
+        lanes.write(storage, [ends([], 2)])
+        rest = set(lanes.live()[:-2]) - set(first)
+        assert Counter(lanes.of(storage.sample(len(rest)))) == Counter(rest)
+
+    def test_all_orders_are_as_likely(self):
+        storage, lanes = assemble(3, sampler=UniformSampler(without_replacement=True)), Lanes(3)
+        lanes.write(storage, [ends([], 3)])
+        orders = Counter(tuple(ids_of(storage.sample(3)).tolist()) for _ in range(600))
+        assert_law(orders, dict.fromkeys(permutations(step.id for step in lanes.live()), 1))
+
+
+# Goals
+
+
+def relabelling(sampler):
+    return {"sampler": sampler, "transform": GoalRelabel(reward_fn, info_keys=["effort"])}
+
+
+def relabelled(storage, lanes, num_rows):
+    """(step, step whose outcome is its goal) of relabelled rows, of goals and rewards that fit."""
+    pairs = []
+    while len(pairs) < num_rows:
+        batch = storage.sample(2000)
+        rest = batch[~batch["her_mask"]]
+        batch = batch[batch["her_mask"]]
+        assert torch.equal(batch["desired_goal"], batch["next", "desired_goal"])
+        assert (rest["desired_goal"][:, 1] == -1).all()
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        assert torch.equal(batch["next", "reward"], reward.unsqueeze(-1))
+        pairs += zip(lanes.of(batch), lanes.reaching(batch["desired_goal"]), strict=True)
+    return pairs
+
+
+def assert_goals(pairs, law_of):
+    """Each step's goals have the law that is named for it: {step: share}."""
+    seen, statistic, freedom = defaultdict(Counter), 0.0, 0
+    for anchor, goal in pairs:
+        seen[anchor][goal] += 1
+    for anchor, counts in seen.items():
+        law = law_of(anchor)
+        assert set(counts) <= set(law)
+        scale = counts.total() / sum(law.values())
+        statistic += sum((counts[goal] - p * scale) ** 2 / (p * scale) for goal, p in law.items())
+        freedom += len(law) - 1
+    assert not freedom or stats.chi2.sf(statistic, freedom) > 1e-4
+
+
+class TestGoals:
+    @each_history
+    @pytest.mark.parametrize(
+        "strategy",
+        [pytest.param(s, marks=pytest.mark.requirement(f"her-{s}")) for s in STRATEGIES[:-1]]
+        + [pytest.param("current", marks=pytest.mark.requirement("goal-current"))],
+    )
+    def test_uniform_over_the_outcomes_that_are_allowed(self, history, strategy):
+        storage, lanes = filled(history, **relabelling(HERSampler(strategy)))
+        pairs = relabelled(storage, lanes, 30 * len(lanes.live()) ** 2)
+        assert {anchor for anchor, _ in pairs} == set(lanes.live())
+        assert_goals(pairs, lambda step: dict.fromkeys(lanes.goals(step, strategy), 1))
+
+    @pytest.mark.requirement("goal-geometric")
+    @each_history
+    def test_geometric_offsets_are_cut_to_the_episode(self, history):
+        sampler = HERSampler("geometric", float("inf"), discount=0.6)
+        storage, lanes = filled(history, **relabelling(sampler))
+
+        def law_of(step):
+            *before, last = lanes.onward(step)
+            law = {other: 0.4 * 0.6**k for k, other in enumerate(before)}
+            return {**law, last: 0.6 ** len(before)}
+
+        assert_goals(relabelled(storage, lanes, 500 * len(lanes.live())), law_of)
+
+    @pytest.mark.requirement("her-final")
+    def test_final_by_hand(self):
+        storage, lanes = assemble(4, **relabelling(HERSampler("final"))), Lanes(4)
+        lanes.write(storage, [[False, False, False, True]])
+        batch = storage.sample(100)
+        # What the last action led to, not what it began with.
+        assert batch["desired_goal"][batch["her_mask"]].unique(dim=0).tolist() == [[4.0, 1.0]]
+
+    @pytest.mark.requirement("her-unfinished")
+    @pytest.mark.requirement("her-overwrite")
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_while_an_episode_grows_over_the_ring(self, strategy):
+        storage, lanes = assemble(10, **relabelling(HERSampler(strategy))), Lanes(10)
+        lanes.write(storage, [ends([3, 3])])
+        for _ in range(14):
+            lanes.write(storage, [[False]])
+            for anchor, goal in relabelled(storage, lanes, 100):
+                assert goal in lanes.goals(anchor, strategy)
+
+    @pytest.mark.requirement("her-unfinished")
+    def test_a_cut_ends_the_reach_of_goals(self):
+        storage, lanes = assemble(20, 2, **relabelling(HERSampler("episode"))), Lanes(20, 2)
+        for _ in range(3):
+            lanes.write(storage, [[False] * 3] * 2)
+            lanes.end_episodes(storage)
+        pairs = relabelled(storage, lanes, 4000)
+        assert_goals(pairs, lambda step: dict.fromkeys(lanes.episode(step), 1))
+
+    @pytest.mark.requirement("her-ratio")
+    @pytest.mark.parametrize("num_goals", [0, 1, 2, 4, 300, float("inf")])
+    def test_exactly_that_many_rows_evenly_spread(self, num_goals):
+        storage, lanes = assemble(40, **relabelling(HERSampler("future", num_goals))), Lanes(40)
+        lanes.write(storage, [ends([], 40)])
+        part = 1 if num_goals == float("inf") else num_goals / (num_goals + 1)
+        for size in [*range(2, 20), 255, 256]:
+            mask = storage.sample(size)["her_mask"]
+            assert int(mask.sum()) == int(size * part + 1e-9)
+            so_far = torch.cat([torch.zeros(1), mask.cumsum(0)])
+            places = torch.arange(size + 1)
+            for begin in range(0, size, 7):
+                due = (places[begin:] - begin) * part
+                assert ((so_far[begin:] - so_far[begin]) - due).abs().max() <= 1
+        batches = torch.cat([storage.sample(1)["her_mask"] for _ in range(200)])
+        assert abs(batches.float().mean() - part) < 0.1
+
+    @pytest.mark.requirement("goal-mixtures")
+    def test_a_mixture_in_exact_counts(self):
+        """By largest remainder, of which any part of the batch has its share."""
+        mixture = {"future": 0.5, "final": 0.3, "current": 0.2}
+        # So many that no future goal is by chance one of the others.
+        storage, lanes = assemble(100_000, **relabelling(HERSampler(mixture, 4))), Lanes(100_000)
+        lanes.write(storage, [ends([], 100_000)])
+        for size, counts in ((125, [50, 30, 20]), (9, [4, 2, 1]), (256, [102, 61, 41])):
+            batch = storage.sample(size)
+            mask, goal = batch["her_mask"], batch["desired_goal"][:, 0]
+            is_final, is_own = goal == 100_000, goal == batch["next", "achieved_goal"][:, 0]
+            kinds = [mask & ~is_final & ~is_own, mask & is_final, mask & is_own]
+            assert [int(kind.sum()) for kind in kinds] == counts
+            for kind, count in zip(kinds, counts, strict=True):
+                due = torch.arange(1, size + 1) * count / size
+                assert (kind.cumsum(0) - due).abs().max() <= len(kinds)
+
+    @pytest.mark.requirement("goal-mixtures")
+    def test_a_mixture_for_a_batch_of_one_is_drawn_by_chance(self):
+        sampler = HERSampler({"final": 0.75, "current": 0.25}, float("inf"))
+        storage, lanes = assemble(4000, **relabelling(sampler)), Lanes(4000)
+        lanes.write(storage, [ends([], 4000)])
+        goals = [storage.sample(1)["desired_goal"][0, 0].item() for _ in range(800)]
+        num_final = sum(goal == 4000 for goal in goals)
+        assert stats.binomtest(num_final, 800, 0.75).pvalue > 1e-4
+
+    @pytest.mark.requirement("two-goals")
+    def test_two_goals_in_one_batch(self):
+        base = HERSampler("final", float("inf"))
+        sampler = HERSampler("current", float("inf"), goal_key="actor_goal", base=base)
+        relabel = [
+            GoalRelabel(None, goal_key="actor_goal"),
+            GoalRelabel(reward_fn, info_keys=["effort"]),
+        ]
+        storage, lanes = filled(HISTORIES["lanes"], sampler=sampler, transform=relabel)
+        batch = storage.sample(64)
+        for key, strategy in (("desired_goal", "final"), ("actor_goal", "current")):
+            assert torch.equal(batch[key], batch["next", key])
+            wanted = [lanes.goals(step, strategy) for step in lanes.of(batch)]
+            assert [[goal] for goal in lanes.reaching(batch[key])] == wanted
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        assert torch.equal(batch["next", "reward"], reward.unsqueeze(-1))
+
+
+# Priorities
+
+
+def assert_priorities(storage, lanes, raw, alpha, beta=1.0, normalize="batch"):
+    """Draws and weights are those of these raw priorities, {step: p}."""
+    counts = Counter()
+    scale = {"storage": min(raw.values()), "none": None}
+    for _ in range(4):
+        batch = storage.sample(2500)
+        steps = lanes.of(batch)
+        counts.update(steps)
+        drawn = torch.tensor([raw[step] for step in steps], dtype=torch.float64)
+        least = scale.get(normalize, drawn.min().item())
+        mean = sum(p**alpha for p in raw.values()) / len(raw)
+        top = mean if least is None else least**alpha
+        expected = ((top / drawn**alpha) ** beta).float()
+        torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+    assert_law(counts, {step: p**alpha for step, p in raw.items()})
+
+
+@pytest.mark.requirement("per-draws")
+class TestPriorities:
+    @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
+    @pytest.mark.parametrize("alpha", [0.5, 1.0, 0.0])
+    def test_by_their_power(self, alpha, normalize):
+        sampler = PERSampler(24, alpha=alpha, beta=0.7, eps=1e-9, normalize=normalize)
+        history = HISTORIES["unequal fill"]
+        storage = assemble(history.size, history.lanes, sampler=sampler)
+        lanes = history.write(storage)
+        raw = self.report(storage, lanes, lambda step: 1.0 + step.id % 4)
+        assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
+
+    def report(self, storage, lanes, priority):
+        """Gives every live row a priority, as a learner would; returns them."""
+        left = set(lanes.live())
+        while left:
+            batch = storage.sample(100)
+            steps = lanes.of(batch)
+            batch["td_error"] = torch.tensor([priority(step) for step in steps])
+            storage.update_tensordict_priority(batch)
+            left -= set(steps)
+        return {step: priority(step) for step in lanes.live()}
+
+    @pytest.mark.requirement("per-new")
+    def test_new_rows_get_the_largest_so_far(self):
+        storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
+        index = lanes.write(storage, [ends([4])])[0]
+        assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 1.0), 0.5)
+        storage.update_priority(index, torch.tensor([9.0, 4.0, 1.0, 2.0]))
+        first = dict(zip(lanes.live(), [9.0, 4.0, 1.0, 2.0], strict=True))
+        lanes.write(storage, [ends([], 2)])
+        assert_priorities(storage, lanes, {s: first.get(s, 9.0) for s in lanes.live()}, 0.5)
+        # The largest so far is evicted, and stays the largest so far.
+        lanes.write(storage, [ends([], 3)])
+        index = lanes.write(storage, [ends([], 3)])[0]
+        assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 9.0), 0.5)
+        storage.update_priority(index, torch.tensor([1.0, 2.0, 3.0]))
+        last = dict(zip(lanes.live()[-3:], [1.0, 2.0, 3.0], strict=True))
+        assert_priorities(storage, lanes, {s: last.get(s, 9.0) for s in lanes.live()}, 0.5)
+
+    @pytest.mark.requirement("per-update")
+    def test_of_duplicates_the_last_wins(self):
+        storage, lanes = assemble(8, sampler=PERSampler(8, alpha=1.0, beta=1.0, eps=1e-9)), Lanes(8)
+        lanes.write(storage, [ends([4])])
+        batch = storage.sample(40)
+        batch["td_error"] = torch.rand(40, generator=torch.Generator().manual_seed(0)) + 0.2
+        storage.update_tensordict_priority(batch)
+        raw = dict(zip(lanes.of(batch), batch["td_error"].tolist(), strict=True))
+        assert_priorities(storage, lanes, raw, 1.0)
+
+    @pytest.mark.requirement("per-update")
+    def test_rows_that_were_overwritten_meanwhile_keep_their_own(self):
+        storage, lanes = assemble(6, sampler=PERSampler(6, alpha=1.0, beta=1.0, eps=1e-9)), Lanes(6)
+        lanes.write(storage, [ends([6])])
+        batch = storage.sample(60)
+        lanes.write(storage, [ends([], 3)])
+        batch["td_error"] = torch.full((60,), 0.25)
+        storage.update_tensordict_priority(batch)
+        kept = lanes.lanes[0][:6]
+        raw = {step: 0.25 if step in kept else 1.0 for step in lanes.live()}
+        assert_priorities(storage, lanes, raw, 1.0)
+
+    def test_a_row_without_error_is_still_drawn(self):
+        storage, lanes = assemble(2, sampler=PERSampler(2, alpha=1.0, beta=1.0, eps=0.5)), Lanes(2)
+        index = lanes.write(storage, [ends([2])])[0]
+        storage.update_priority(index, torch.tensor([0.0, 0.5]))
+        assert_priorities(storage, lanes, dict(zip(lanes.live(), [0.5, 1.0], strict=True)), 1.0)
+
+    @pytest.mark.requirement("per-beta")
+    def test_beta_anneals_to_exactly_one_and_stays(self):
+        storage, lanes = assemble(8, sampler=PERSampler(8, alpha=1.0, beta=0.4, eps=1e-9)), Lanes(8)
+        index = lanes.write(storage, [ends([2])])[0]
+        storage.update_priority(index, torch.tensor([1.0, 4.0]))
+        raw = dict(zip(lanes.live(), [1.0, 4.0], strict=True))
+        scheduler = LinearScheduler(storage, "beta", final_value=1.0, num_steps=3)
+        for beta in (0.6, 0.8, 1.0, 1.0):
+            scheduler.step()
+            assert storage.beta == pytest.approx(beta)
+            assert_priorities(storage, lanes, raw, 1.0, beta)
+        assert storage.beta == 1
+
+    @pytest.mark.requirement("per-update")
+    def test_many_updates_keep_the_law(self):
+        storage, lanes = assemble(50, 2, sampler=PERSampler(50, alpha=0.7, beta=0.5)), Lanes(50, 2)
+        random, raw = torch.Generator().manual_seed(1), {}
+        largest = 1.0
+        for turn in range(150):
+            if turn % 3 == 0:
+                lanes.write(storage, [[turn % 9 == 0, False]] * 2)
+            raw = {step: raw.get(step, largest) for step in lanes.live()}
+            batch = storage.sample(32)
+            batch["td_error"] = torch.rand(32, generator=random) * 3 + 0.1
+            storage.update_tensordict_priority(batch)
+            raw |= zip(lanes.of(batch), batch["td_error"].tolist(), strict=True)
+            largest = max(largest, batch["td_error"].max().item())
+        assert_priorities(storage, lanes, raw, 0.7, 0.5)
+
+
+# Recency
+
+
+def window(num_rows, eta, k, num_updates, c_min):
+    return int(min(max(num_rows * eta ** (k * 1000 / num_updates), c_min), num_rows))
+
+
+@pytest.mark.requirement("ere-window")
+class TestRecency:
+    @pytest.mark.parametrize(
+        "history",
+        [
+            pytest.param(
+                history,
+                id=name,
+                marks=[
+                    pytest.mark.xfail(reason="the newest rows of all lanes together", strict=True)
+                ]
+                if name in ("unequal fill", "one lane wrapped", "lanes")
+                else [],
+            )
+            for name, history in HISTORIES.items()
+        ],
+    )
+    def test_exactly_the_newest_of_each_lane_in_every_update(self, history):
+        sampler = ERESampler(0.999, c_min=3)
+        storage, lanes = filled(history, sampler=sampler)
+        for num_updates in (1, 4, 7):
+            sampler.begin_phase(num_updates)
+            for k in range(1, num_updates + 1):
+                size = window(len(lanes.live()), 0.999, k, num_updates, 3)
+                assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
+            # The last window stays.
+            assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
+
+    def test_uniform_in_the_window(self):
+        sampler = ERESampler(0.9, c_min=20)
+        storage, lanes = assemble(97, sampler=sampler), Lanes(97)
+        lanes.write(storage, [ends([30, 40, 50])])
+        sampler.begin_phase(1)
+        assert_uniform(counted(storage, lanes, 20_000), lanes.newest(20))
+
+    def test_fewer_rows_than_c_min_are_drawn_uniformly(self):
+        storage, lanes = assemble(1000, sampler=ERESampler(0.9, c_min=31)), Lanes(1000)
+        lanes.write(storage, [ends([30])])
+        assert_uniform(counted(storage, lanes, 20_000), lanes.live())
+
+    def test_capacity_as_the_reference(self):
+        sampler = ERESampler(0.5 ** (1 / 1000), c_min=1, reference="capacity")
+        storage, lanes = assemble(101, sampler=sampler), Lanes(101)
+        for num_rows, size in ((40, 40), (20, 50)):
+            lanes.write(storage, [ends([], num_rows)])
+            sampler.begin_phase(1)
+            assert set(lanes.of(storage.sample(1500))) == set(lanes.newest(size))
+
+    def test_a_write_starts_the_next_phase(self):
+        """A step before each update still goes through the windows."""
+        storage, lanes = (
+            assemble(100, sampler=ERESampler(0.99, c_min=1, updates_per_phase=4)),
+            Lanes(100),
+        )
+        lanes.write(storage, [ends([], 99)])
+        sizes = []
+        for _ in range(8):
+            lanes.write(storage, [[False]])
+            steps = lanes.of(storage.sample(400))
+            sizes.append(len(set(steps)))
+        # 100 * 0.99^250 = 8.1, and so on.
+        assert sizes == [8, 1, 1, 1] * 2
+
+    @pytest.mark.requirement("ere-per")
+    @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
+    def test_priorities_within_the_window(self, normalize):
+        per = PERSampler(40, alpha=0.6, beta=0.8, eps=1e-9, normalize=normalize)
+        sampler = ERESampler(0.9, c_min=12, base=per)
+        storage, lanes = assemble(40, 2, sampler=sampler), Lanes(40, 2)
+        index = lanes.write(storage, [ends([9, 8], 6)] * 2)
+        kept = index.flatten() >= 0
+        raw = {s: 0.5 + s.id % 5 for lane in lanes.lanes for s in lane}
+        priority = torch.tensor([*raw.values()])
+        storage.update_priority(index.flatten()[kept], priority[kept])
+        sampler.begin_phase(1)
+        raw = {step: raw[step] for step in lanes.newest(12)}
+        assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
+
+
+@pytest.mark.requirement("ere-eta")
+class TestEta:
+    def test_torchrls_linear_scheduler_walks_the_closed_form(self):
+        storage = assemble(10, sampler=ERESampler(eta=0.994))
+        scheduler = LinearScheduler(storage, "eta", final_value=1.0, num_steps=10)
+        for step in range(1, 15):
+            scheduler.step()
+            assert storage.eta == pytest.approx(0.994 + 0.006 * min(step / 10, 1), abs=1e-15)
+        assert storage.eta == 1.0
+
+    def test_the_adaptive_rule_by_hand(self):
+        """Mean slopes of three returns are half of the last less the first; they shrink by a half."""
+        storage = assemble(10, sampler=ERESampler(eta=0.5))
+        scheduler = library.ReturnImprovementEta(storage, num_returns=3, decay=0.5)
+        trace = [
+            (0.0, 0.0),  # No slope yet.
+            (1.0, 0.0),
+            (4.0, 1.0),  # g = 2, hi = 2.
+            (2.0, 0.5),  # g = 0.5, hi = 1.
+            (2.0, -1.0),  # g = -1, lo = 1; hi = 0.5.
+            (1.0, -1.0),  # g = -0.5; lo = 0.5, hi = 0.25.
+            (2.0, 0.0),  # g = 0; lo = 0.25, hi = 0 becomes 0.125.
+            (1.25, 1.0),  # g = 0.125, hi = 0.125; lo = 0.125.
+        ]
+        for value, slope in trace:
+            scheduler.step(value)
+            assert storage.eta == pytest.approx(1 - 0.5 * (slope + 1) / 2), value
+
+    def test_a_flat_history_is_between(self):
+        storage = assemble(10, sampler=ERESampler(eta=0.9))
+        scheduler = library.ReturnImprovementEta(storage)
+        for _ in range(50):
+            scheduler.step(3.0)
+            assert storage.eta == pytest.approx(0.95)
+        with pytest.raises(ValueError, match="nan"):
+            scheduler.step(float("nan"))
+        scheduler.step([1.0] * 20)
+        assert 0.9 <= storage.eta <= 1
+
+
+# Sequences
+
+
+@pytest.mark.requirement("sequences")
+@pytest.mark.requirement("sequence-boundaries")
+class TestSequences:
+    @each_boundary
+    @each_history
+    @pytest.mark.parametrize("sizes", [(5, 0, 0), (3, 2, 1), (2, 9, 9)], ids=str)
+    def test_rows_masks_and_one_goal_each(self, history, sizes, boundary):
+        unit = EpisodeSequence(*sizes, boundary=boundary)
+        length, burn_in, bootstrap = sizes
+        storage, lanes = filled(history, **relabelling(HERSampler("final")), sample_unit=unit)
+        batch = storage.sample(60).reshape(60, unit.num_steps)
+        steps = torch.arange(unit.num_steps)
+        learning = (steps >= burn_in) & (steps < burn_in + length)
+        assert (batch["learning_mask"] == learning).all()
+        assert (batch["step_in_sequence"] == steps).all()
+        assert (batch["sequence_id"] == torch.arange(60).unsqueeze(1)).all()
+        anchors, goals = set(), set(lanes.live())
+        for line in batch:
+            drawn, valid = lanes.of(line), line["validity_mask"].tolist()
+            assert (line["anchor_index"] == line["anchor_index"][0]).all()
+            anchor = lanes.of(storage[line["anchor_index"][:1]])[0]
+            assert (drawn, valid) == lanes.window(anchor, burn_in, length + bootstrap, boundary)
+            assert line["is_init"].flatten().tolist() == [step.id == step.first for step in drawn]
+            if line["her_mask"].all():
+                [goal] = set(lanes.reaching(line["desired_goal"]))
+                assert [goal] == lanes.goals(anchor, "final")
+                reward = reward_fn(line["next", "achieved_goal"], line["desired_goal"], line)
+                assert torch.equal(line["next", "reward"].squeeze(-1), reward)
+            else:
+                assert not line["her_mask"].any()
+            anchors.add(anchor)
+        assert anchors <= goals
+        assert int(batch["her_mask"][:, 0].sum()) == 48
+
+    @pytest.mark.parametrize(
+        ("boundary", "rows", "valid"),
+        [
+            ("pad", ["3444", "5567", "5678"], ["1100", "0111", "1111"]),
+            # Of steps 3 and 4 alone, both are there to learn from; 5 .. 8 are as many as asked for.
+            ("fit", ["3344", "5678", "5678"], ["0110", "1111", "1111"]),
+            ("cross", ["3456", "4567", "5678"], ["1111", "1111", "1111"]),
+        ],
+    )
+    def test_by_hand(self, boundary, rows, valid):
+        unit = EpisodeSequence(2, burn_in=1, bootstrap=1, boundary=boundary)
+        storage, lanes = assemble(6, sample_unit=unit), Lanes(6)
+        # Steps 0 .. 8 with an end at step 4, of which 3 .. 8 are live.
+        lanes.write(storage, [ends([5], 4)])
+        numbers, seen = [step.id for step in lanes.lanes[0]], {}
+        for line in storage.sample(100).reshape(100, 4):
+            anchor = numbers.index(ids_of(storage[line["anchor_index"][:1]]).item())
+            found = "".join(str(numbers.index(number)) for number in ids_of(line).tolist())
+            seen[anchor] = found, "".join(str(int(flag)) for flag in line["validity_mask"])
+        assert [seen[anchor] for anchor in (4, 5, 6)] == [*zip(rows, valid, strict=True)]
+
+    @pytest.mark.requirement("per-sequence")
+    @each_boundary
+    @pytest.mark.parametrize("per_row", [False, True])
+    def test_priorities_are_of_whole_sequences(self, boundary, per_row):
+        unit = EpisodeSequence(3, burn_in=1, bootstrap=1, boundary=boundary)
+        sampler = PERSampler(12, alpha=1.0, beta=1.0, eps=1e-9)
+        storage, lanes = assemble(12, sampler=sampler, sample_unit=unit), Lanes(12)
+        lanes.write(storage, [ends([6, 6, 4], 2)])
+        raw = dict.fromkeys(lanes.live(), 1.0)
+        batch = storage.sample(40).reshape(40, 5)
+        error = torch.rand(40, 5, generator=torch.Generator().manual_seed(3)) + 0.1
+        learnt = batch["validity_mask"] & batch["learning_mask"]
+        mixed = library.sequence_priority(error, mask=learnt)
+        storage.update_tensordict_priority(batch, error if per_row else mixed)
+        anchors = lanes.of(storage[batch["anchor_index"][:, 0]])
+        priority = torch.where(learnt, error, 0).amax(1) if per_row else mixed
+        raw |= zip(anchors, priority.tolist(), strict=True)
+        # Each step has the weight of its anchor; draws of anchors follow the priorities.
+        drawn = storage.sample(4000).reshape(4000, 5)
+        anchors = lanes.of(storage[drawn["anchor_index"][:, 0]])
+        assert_law(Counter(anchors), raw)
+        weight = torch.tensor([min(raw.values()) / raw[anchor] for anchor in anchors])
+        expected = weight.unsqueeze(1).expand(-1, 5)
+        torch.testing.assert_close(drawn["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.requirement("per-sequence")
+    def test_the_mix_of_r2d2(self):
+        mixed = library.sequence_priority(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), eta=0.9)
+        assert mixed.tolist() == pytest.approx([0.925])
