@@ -289,9 +289,9 @@ TABLE: dict[str, dict[str, str]] = {
     "ReplayStorage.register_save_hook": {"hook": "any"},
     "ReplayStorage.register_load_hook": {"hook": "any"},
     "ReplayStorage.query": {"predicate": "function?", "trajectory_key": "key?"},
-    "ReplayStorage.set_": {"key": "key", "value": "any"},
-    "ReplayStorage.set_at_": {"key": "key", "value": "any", "index": "any"},
-    "ReplayStorage.update_": {"input_dict_or_td": "any", "clone": "any", "keys_to_update": "any"},
+    "ReplayStorage.set_": {"key": "any", "value": "any"},
+    "ReplayStorage.set_at_": {"key": "any", "value": "any", "index": "any"},
+    "ReplayStorage.update_": {"value": "any"},
     "ReplayStorage.n_step": {"value": "count from 1"},
     "ReplayStorage.discount": {"value": "share"},
     "ReplayStorage.alpha": {"value": "exponent"},
@@ -353,7 +353,6 @@ TABLE: dict[str, dict[str, str]] = {
     "EpisodeWriter.add": {"data": "steps", "then": "any"},
     "EpisodeWriter.extend": {"data": "steps", "lanes": "lanes?", "then": "any"},
     "EpisodeWriter.register_storage": {"storage": "object"},
-    "EpisodeWriter.write_at": {"index": "any", "data": "steps"},
     "EpisodeIndex": {
         "capacity": "count from 1",
         "num_envs": "count from 1",
@@ -712,11 +711,6 @@ class World:
             batch = self.ensemble.sample().set("td_error", torch.rand(4))
         if method in ("update_tensordict_priority", "explain"):
             return {next(iter(TABLE[name])): batch}
-        if method in ("set_", "set_at_", "update_"):
-            history = self.storage[:]
-            given = {"key": "action", "value": history["action"], "index": slice(None)}
-            given["input_dict_or_td"] = history
-            return {key: value for key, value in given.items() if key in TABLE[name]}
         if method == "targets":
             batch = self.storage.sample(3).set("is_init", torch.zeros(3, 1, dtype=torch.bool))
             batch["validity_mask"] = torch.ones(3, dtype=torch.bool)
@@ -780,8 +774,6 @@ class World:
                 return datasets_of(self.storage)[name]
             common.pop("path")
             common["storage"] = LazyTensorStorage(10)
-        if name in ("EpisodeWriter.write_at",):
-            common["data"] = rows(2)
         if method.endswith("_transform"):
             common |= {"transform": trl_storages.NStep(), "index": 0}
         if method == "audit":

@@ -282,7 +282,6 @@ class TestActors:
         for changed in (
             replay.append_transform(lambda batch: batch.set("late", batch["index"])),
             replay.insert_transform(1, RenameTransform(["index"], ["early"], create_copy=True)),
-            replay.set_at_("observation", replay[:]["observation"][:1], [0]),
         ):
             assert changed is replay
         assert replay.can_sample()

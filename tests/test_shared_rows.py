@@ -123,11 +123,6 @@ def test_what_is_read_is_what_was_written(
         for storage in (plain, shared):
             storage.writer.extend(data if num_envs > 1 else data[0], lanes=lanes)
         slots, others = plain.episodes.random_slots(10, stream.generator).view(2, 5)
-        if act % 7 == 0:
-            new = stream.steps([0], 5)[0]
-            new["next", "done"] = plain[slots]["next", "done"]
-            for storage in (plain, shared):
-                storage.writer.write_at(slots, new)
         assert_same(plain[:], shared[:])
         assert_same(plain._storage.get(slots), shared._storage.get(slots))
         keys = plain._storage.layout.keys
@@ -398,16 +393,6 @@ def written(size: int, num_envs: int, num_steps: int, **options: Any) -> ReplayS
     for step in range(0, num_steps, 3):
         storage.extend(data[:, step : step + 3] if num_envs > 1 else data[0, step : step + 3])
     return storage
-
-
-def test_rows_that_are_overwritten_by_their_like_share_again() -> None:
-    plain, shared = (written(20, 2, 30, share_next=share) for share in (False, True))
-    num_used = shared._storage._side.num_used
-    for storage in (plain, shared):
-        storage["next", "reward"] = storage["next", "reward"] + 1
-    assert_same(plain[:], shared[:])
-    assert shared._storage._side.num_used == num_used
-    check_side(shared)
 
 
 @pytest.mark.parametrize("keep_steps", [1, 4, 50])

@@ -480,57 +480,23 @@ class ReplayStorage(
         """
         return history.read_rows(self._storage, index)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Overwrites rows in place; their age does not change.
-
-        Args:
-            index: as for reading.
-            value: TensorDict `[B]` of all entries, or the entry of the whole history.
-
-        Raises:
-            IndexError: a slot holds no row. Nothing is written then.
-            KeyError: the rows have no such entry.
-            ValueError: the end of an episode would move, or the numbers of rows and slots differ.
-                Nothing is written then.
-        """
-        with self._replay_lock, self._write_lock:
-            history.overwrite_rows(self._storage, self._writer, index, value)
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        """Raises a RuntimeError: stored rows are never changed in place."""
+        history.refuse_changes()
 
     # TorchRL's versions write, unchecked, into views of the rows, or into temporary copies.
 
-    def set_(self, key: NestedKey, value: torch.Tensor) -> Self:
-        """Overwrites an entry of the whole history, as `storage[key] = value`.
+    def set_(self, key: NestedKey, value: Any) -> NoReturn:
+        """Raises a RuntimeError: stored rows are never changed in place."""
+        history.refuse_changes()
 
-        Returns:
-            itself.
-        """
-        self[arguments.key("key", key)] = value
-        return self
+    def set_at_(self, key: NestedKey, value: Any, index: Any) -> NoReturn:
+        """Raises a RuntimeError: stored rows are never changed in place."""
+        history.refuse_changes()
 
-    def set_at_(self, key: NestedKey, value: torch.Tensor, index: Any) -> Self:
-        """Overwrites an entry of some rows; `index` is as for reading.
-
-        Returns:
-            itself.
-        """
-        key = arguments.key("key", key)
-        return self._rewrite(index, lambda rows: rows.set_(key, value))
-
-    def update_(
-        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None
-    ) -> Self:
-        """Overwrites some entries of the whole history; the arguments are as in a TensorDict's `update_`.
-
-        Returns:
-            itself.
-        """
-        options = {"clone": clone, "keys_to_update": keys_to_update}
-        return self._rewrite(slice(None), lambda rows: rows.update_(input_dict_or_td, **options))
-
-    def _rewrite(self, index: Any, change: Callable[[TensorDictBase], TensorDictBase]) -> Self:
-        with self._replay_lock, self._write_lock:
-            self[index] = change(history.read_rows(self._storage, index))
-        return self
+    def update_(self, value: Any) -> NoReturn:
+        """Raises a RuntimeError: stored rows are never changed in place."""
+        history.refuse_changes()
 
     @on_disk.consistent_read
     def query(

@@ -1,21 +1,21 @@
-"""Raw access to stored rows: reads, overwrites, episode lists and draws of whole episodes."""
+"""Raw access to stored rows: reads, episode lists and draws of whole episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import Storage, Trajectory, Writer, filter_trajectories
+from torchrl.data import Storage, Trajectory, filter_trajectories
 
 from trl_storages import keys
 from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.ring.naming import episode_slots, is_key, slots_of
 
-__all__ = ["draw_episodes", "list_trajectories", "overwrite_rows", "read_rows"]
+__all__ = ["draw_episodes", "list_trajectories", "read_rows", "refuse_changes"]
 
 
 def read_rows(storage: Storage, index: Any) -> Any:
@@ -26,17 +26,11 @@ def read_rows(storage: Storage, index: Any) -> Any:
     return _rows(storage, slots_of(episodes, index))
 
 
-def overwrite_rows(storage: Storage, writer: Writer, index: Any, value: Any) -> None:
-    """Overwrites rows or an entry in place; the arguments are as in `ReplayStorage.__setitem__`."""
-    episodes = episodes_of(storage)
-    slots = slots_of(episodes, slice(None) if is_key(index) else index)
-    if is_key(index):
-        rows = _rows(storage, slots)
-        if unravel_key(index) not in rows.keys(include_nested=True):
-            there = sorted(map(str, rows.keys(include_nested=True, leaves_only=True)))
-            raise KeyError(f"the rows have no entry {index!r} to overwrite; there are {there}")
-        value = rows.set(index, value)
-    writer.write_at(slots, value)
+def refuse_changes() -> NoReturn:
+    """Raises the error for a change of stored rows."""
+    raise RuntimeError(
+        "stored rows are never changed in place: write others by extend() or record()."
+    )
 
 
 def _rows(storage: Storage, slots: torch.Tensor) -> TensorDictBase:

@@ -435,8 +435,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             IndexError: a slot is beyond the last row. Nothing is written then.
         """
         self.check_mutable()
-        if self.share_next and (self.episodes is None or set_cursor):
-            raise written_once(self)
         if isinstance(data, list):
             for transition in data:
                 arguments.steps("data", transition)
@@ -455,9 +453,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         self.write(layout, slots, rows, set_cursor=set_cursor)
 
     def check_mutable(self) -> None:
-        """Raises a RuntimeError if rows can't be changed in place: those in a directory, and stacks."""
+        """Raises a RuntimeError if an `EpisodeWriter` must write the rows."""
         check_writable(self)
-        if self.is_durable or self.past_steps:
+        if self.is_durable or self.past_steps or self.share_next:
             raise written_once(self)
 
     def fit(

@@ -21,7 +21,6 @@ from trl_storages import keys as default_keys
 from trl_storages.disk import Directory, spare_steps
 from trl_storages.kernels.tables import Block
 from trl_storages.ring import EpisodeIndex, Lanes
-from trl_storages.ring.naming import slots_of
 from trl_storages.rows import (
     Evicted,
     Layout,
@@ -33,7 +32,7 @@ from trl_storages.rows import (
 from trl_storages.saved.parts import SavedPart, SavedState
 from trl_storages.signatures import Sealed, shown
 from trl_storages.stock_parts import check_buffers, check_not_joined
-from trl_storages.writing.checks import check_flags_of, check_storage, end_flags, num_steps_of
+from trl_storages.writing.checks import check_storage, num_steps_of
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import Gaps, GapWatch, OnGap
 from trl_storages.writing.lanes import LaneNotes
@@ -486,52 +485,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             self.share_memory_()
         state: dict[str, Any] = super().__getstate__()
         return state
-
-    def write_at(self, index: int | torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Overwrites rows in place: they stay where they are in their episodes.
-
-        Args:
-            index: which rows, as in `slots_of`.
-            data: TensorDict `[B]`.
-
-        Returns:
-            int64 slots `[B]`.
-
-        Raises:
-            TypeError: `data` is not a TensorDict.
-            IndexError: a slot holds no row. Nothing is written then.
-            RuntimeError: the rows are in a directory or have stacks, and can't be changed in place.
-            ValueError: there are more or fewer rows than slots, or an episode would end elsewhere
-                than it does. Nothing is written then.
-        """
-        if isinstance(self._storage, PackedStorage):
-            self._storage.check_mutable()
-        index = slots_of(self._episodes, index)
-        if arguments.steps("data", data).batch_size != index.shape:
-            raise ValueError(
-                f"the data must have one row for each of the slots {list(index.shape)}, got a batch "
-                f"{list(data.batch_size)}."
-            )
-        slots, data = index.reshape(-1), data.reshape(-1)
-        fields, storage = self._fields, self._storage
-        entries = fields.entries(data, storage)
-        if self.done_key in entries:
-            done = end_flags(entries, self.done_key, len(slots)).to(slots.device)
-            if not torch.equal(done.reshape(-1), self._episodes.is_end(slots)):
-                raise ValueError(
-                    f"rows that are overwritten must keep their {self.done_key!r}, or the episodes "
-                    "would change: write another history with empty() and extend()."
-                )
-        if isinstance(storage, PackedStorage):
-            layout, rows = fields.rows(data, entries, storage)
-            put = partial(storage.write, layout, slots, rows)
-        else:
-            check_flags_of(entries)
-            put = partial(storage.set, slots, fields.stored(data), set_cursor=False)
-
-        put()
-        self._bump_generation(slots, data)
-        return index
 
     def validate(self) -> None:
         """Checks that episodes end where the stored rows say so, walking all rows.
