@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Lanes:
         self.places = size // lanes
         self.lanes: list[Steps] = [[] for _ in range(lanes)]
         self.players = [Player(lane) for lane in range(lanes)]
+        self._ends = [cycle(["terminated", "truncated"]) for _ in range(lanes)]
         self._numbers: dict[int, int] = {}
 
     def steps(
@@ -34,7 +36,9 @@ class Lanes:
         """[L, T]: the next steps of these lanes, `done` [L][T]; every other end is a time limit."""
         blocks = []
         for lane, flags in zip(self._named(lanes), done, strict=True):
-            block = [self.players[lane].step(self._end(lane) if flag else "") for flag in flags]
+            block = [
+                self.players[lane].step(next(self._ends[lane]) if flag else "") for flag in flags
+            ]
             self.add(lane, block)
             blocks.append(rows(block))
         return torch.stack(blocks)
@@ -66,9 +70,6 @@ class Lanes:
 
     def _named(self, lanes: Sequence[int] | None) -> Sequence[int]:
         return range(len(self.lanes)) if lanes is None else lanes
-
-    def _end(self, lane: int) -> str:
-        return ("terminated", "truncated")[sum(bool(step.end) for step in self.lanes[lane]) % 2]
 
     # What is there
 

@@ -1,0 +1,255 @@
+"""n-step returns, alone and with hindsight, against a plain loop over the rows of an episode."""
+
+import math
+
+import pytest
+import torch
+from contract.lanes import HISTORIES, Lanes, ends, fold
+from contract.make import assemble, library
+from contract.steps import reward_fn, terminated_fn
+from tensordict import TensorDict
+
+GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
+
+each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+]
+
+
+def assert_folded(batch, lanes, n_step, discount, ends=None):
+    """Each row of a batch is what `fold` makes of its episode, with the goal that it was given."""
+    relabelled = batch.get("her_mask", torch.zeros(len(batch), dtype=torch.bool))
+    folds = [
+        fold(lanes.onward(step), n_step, discount, batch["desired_goal"][i] if new else None, ends)
+        for i, (step, new) in enumerate(zip(lanes.of(batch), relabelled.tolist(), strict=True))
+    ]
+    assert batch["steps_to_next_obs"].tolist() == [[m] for _, m in folds]
+    expected = torch.stack([transition for transition, _ in folds])
+    for key, value in expected.items(True, True):
+        rtol, atol = (1e-6, 1e-4) if key == ("next", "reward") else (0, 0)
+        torch.testing.assert_close(batch[key], value, rtol=rtol, atol=atol, equal_nan=True, msg=key)
+
+
+@pytest.mark.requirement("n-step")
+class TestAlone:
+    @each_history
+    @pytest.mark.parametrize("n_step", [1, 2, 3, 40])
+    def test_equals_a_plain_loop(self, history, n_step):
+        storage = assemble(history.size, history.lanes, transform=NStep(n_step, 0.9))
+        lanes = history.write(storage)
+        assert_folded(storage.sample(50), lanes, n_step, 0.9)
+
+    def test_by_hand(self):
+        """Rewards 1, 2, 4, 8 of one episode, at discount 1/2."""
+        storage, lanes = assemble(8, transform=NStep(3, 0.5)), Lanes(8)
+        reward = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])
+        lanes.write(storage, [ends([4])], change=lambda data: data.set(("next", "reward"), reward))
+        batch, first = storage.sample(100), lanes.lanes[0][0].id
+        keys = [("next", "reward"), ("next", "done"), "steps_to_next_obs"]
+        found = {
+            step.id - first: (
+                *(batch[key][i].item() for key in keys),
+                int(batch["next", "observation"][i, 0]) - first,
+            )
+            for i, step in enumerate(lanes.of(batch))
+        }
+        assert found == {
+            0: (3.0, False, 3, 3),
+            1: (6.0, True, 3, 4),
+            2: (8.0, True, 2, 4),
+            3: (8.0, True, 1, 4),
+        }
+
+    @pytest.mark.requirement("live-parameters")
+    def test_changed_between_samples(self):
+        history = HISTORIES["wrapped"]
+        storage = assemble(history.size, transform=NStep(3, 0.9))
+        lanes = history.write(storage)
+        for n_step, discount in ((3, 0.9), (7, 0.9), (1, 0.9), (2, 1.0), (2, 0.0)):
+            storage.n_step, storage.discount = n_step, discount
+            assert_folded(storage.sample(30), lanes, n_step, discount)
+
+    def test_the_newest_row_ends_the_window(self):
+        """An episode that grows row by row: all of it is drawn at once."""
+        storage, lanes = assemble(8, transform=NStep(3, 0.9)), Lanes(8)
+        for _ in range(12):
+            lanes.write(storage, [[False]])
+            batch = storage.sample(40)
+            assert set(lanes.of(batch)) == set(lanes.live())
+            assert_folded(batch, lanes, 3, 0.9)
+
+    def test_a_cut_ends_the_window(self):
+        storage, lanes = assemble(20, 2, transform=NStep(4, 0.9)), Lanes(20, 2)
+        for num_steps in (2, 5, 1, 4):
+            lanes.write(storage, [[False] * num_steps] * 2)
+            lanes.end_episodes(storage)
+            assert_folded(storage.sample(40), lanes, 4, 0.9)
+
+    def test_batches_are_copies(self):
+        history = HISTORIES["lanes"]
+        storage = assemble(history.size, history.lanes, transform=NStep(4, 0.9))
+        lanes = history.write(storage)
+        for _ in range(20):
+            for leaf in storage.sample(32).values(True, True):
+                leaf.zero_()
+        assert_folded(storage.sample(32), lanes, 4, 0.9)
+
+    @pytest.mark.requirement("sequences")
+    def test_every_row_of_a_sequence_is_folded(self):
+        history = HISTORIES["lanes"]
+        unit = library.EpisodeSequence(3, burn_in=1)
+        storage = assemble(history.size, history.lanes, transform=NStep(3, 0.9), sample_unit=unit)
+        lanes = history.write(storage)
+        assert_folded(storage.sample(10), lanes, 3, 0.9)
+
+
+@pytest.mark.requirement("her-n-step")
+class TestHindsight:
+    @each_history
+    @pytest.mark.parametrize("ends", [None, terminated_fn], ids=["stored flags", "terminated_fn"])
+    @pytest.mark.parametrize("n_step", [1, 4])
+    @pytest.mark.requirement("her-terminated")
+    def test_one_goal_for_the_window(self, history, ends, n_step):
+        relabel = GoalRelabel(reward_fn, terminated_fn=ends, info_keys=["effort"])
+        storage = assemble(
+            history.size,
+            history.lanes,
+            sampler=HERSampler("future", 2),
+            transform=[relabel, NStep(n_step, 0.9)],
+        )
+        lanes = history.write(storage)
+        batch = storage.sample(30)
+        assert int(batch["her_mask"].sum()) == 20
+        for step, goal in zip(lanes.of(batch), batch["desired_goal"], strict=True):
+            if goal[1] == 1:
+                assert lanes.reaching(goal.unsqueeze(0))[0] in lanes.onward(step)
+        assert_folded(batch, lanes, n_step, 0.9, ends)
+
+    def test_by_hand(self):
+        """Six steps along a line to the goal of all: 0 is paid there, and -1 before."""
+        relabel = GoalRelabel(
+            lambda achieved, desired, _: -(achieved != desired).any(-1).float(),
+            terminated_fn=lambda achieved, desired, _: (achieved == desired).all(-1),
+        )
+        sampler = HERSampler("final", float("inf"))
+        storage = assemble(20, sampler=sampler, transform=[relabel, NStep(3, 0.5)])
+        lanes = Lanes(20)
+        lanes.write(storage, [ends([6])])
+        batch = storage.sample(100)
+        expected = [
+            *[(-1.75, 3, False)] * 3,
+            (-1.5, 3, True),  # -1 - 1/2 + 0
+            (-1.0, 2, True),
+            (0.0, 1, True),
+        ]
+        keys = [("next", "reward"), "steps_to_next_obs", ("next", "terminated")]
+        for i, step in enumerate(lanes.of(batch)):
+            found = tuple(batch[key][i].item() for key in keys)
+            assert found == expected[lanes.lanes[0].index(step)]
+
+
+# Numerics
+
+
+def rewarded(reward, done, **options):
+    """A storage of one lane with these rewards [N], and the index of each row."""
+    storage, lanes = assemble(len(reward), **options), Lanes(len(reward))
+    block = reward.reshape(1, -1, 1)
+    lanes.write(storage, [done], change=lambda data: data.set(("next", "reward"), block))
+    return storage, lanes
+
+
+def summed(reward, n_step, discount, done):
+    """The n-step return of each row as plain numbers."""
+    out = []
+    for first in range(len(reward)):
+        total = 0.0
+        for i, number in enumerate(reward[first : first + n_step].tolist()):
+            total += discount**i * float(number)
+            if done[first + i]:
+                break
+        out.append(total)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+@pytest.mark.requirement("numerics")
+class TestNumerics:
+    DONE = ends([7], 5)
+
+    def folded(self, reward, n_step, discount):
+        storage, lanes = rewarded(reward, self.DONE, transform=NStep(n_step, discount))
+        batch = storage.sample(400)
+        drawn = lanes.of(batch)
+        return batch["next", "reward"][[drawn.index(step) for step in lanes.live()]].squeeze(-1)
+
+    @pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS, *FLOATS], ids=str)
+    @pytest.mark.parametrize(("n_step", "discount"), [(3, 0.9), (200, 0.5), (4, 0.0)])
+    def test_every_dtype(self, dtype, n_step, discount):
+        """Floating rewards keep theirs; sums of wide integers need float64, of others float32."""
+        number = torch.arange(12)
+        reward = number % 3 == 1 if dtype is torch.bool else (number % 100 + 1).to(dtype)
+        found = self.folded(reward, n_step, discount)
+        wide = torch.float64 if dtype.itemsize > 2 else torch.float32
+        assert found.dtype is (dtype if dtype.is_floating_point else wide)
+        exact = summed(reward, n_step, discount, self.DONE).to(found.dtype)
+        # Rounded once: exact but for the order of sums.
+        rtol = 1e-6 if found.dtype.itemsize > 2 else 0
+        torch.testing.assert_close(found, exact, rtol=rtol, atol=0)
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    def test_what_lies_outside_of_a_window_takes_no_part(self, dtype, bad):
+        reward = torch.ones(12, dtype=dtype)
+        reward[[7, 11]] = bad
+        found = self.folded(reward, 3, 0.5)
+        exact = summed(reward, 3, 0.5, self.DONE).to(dtype)
+        torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
+        assert found.isfinite().tolist() == [True] * 7 + [False, True, False, False, False]
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, *FLOATS], ids=str)
+    def test_relabelled_rewards_keep_a_floating_dtype_or_hold_both(self, dtype):
+        relabel = GoalRelabel(lambda achieved, desired, _: torch.full((len(achieved),), -0.5))
+        sampler = HERSampler("final", 1)
+        storage, _ = rewarded(
+            torch.ones(12).to(dtype), self.DONE, sampler=sampler, transform=[relabel]
+        )
+        batch = storage.sample(40)
+        mask = batch["her_mask"]
+        if dtype.is_floating_point:
+            assert batch["next", "reward"].dtype is dtype
+        assert (batch["next", "reward"][mask] == -0.5).all()
+        assert (batch["next", "reward"][~mask] == 1).all()
+
+
+@pytest.mark.requirement("many-agents")
+@pytest.mark.parametrize("n_step", [1, 2, 5])
+def test_each_agents_rewards_are_folded_with_the_roots_done(n_step):
+    key, length, num_agents = ("next", "agents", "reward"), 30, 3
+    random = torch.Generator().manual_seed(0)
+    rewards = torch.rand(2, length, num_agents, 1, generator=random)
+    seen = torch.rand(2, length + 1, num_agents, 4, generator=random)
+
+    def with_agents(data):
+        data["agents"] = TensorDict({"observation": seen[:, :-1]}, [2, length, num_agents])
+        after = {"observation": seen[:, 1:], "reward": rewards}
+        data["next", "agents"] = TensorDict(after, [2, length, num_agents])
+        return data
+
+    transform = NStep(n_step, 0.9, reward_key=key)
+    storage, lanes = assemble(60, 2, transform=transform), Lanes(60, 2)
+    lanes.write(storage, [ends([5, 9], 16), ends([11, 2, 7], 10)], change=with_agents)
+    batch = storage.sample(40)
+    assert batch["agents"].batch_size == (40, num_agents)
+    assert batch["next", "agents"].batch_size == (40, num_agents)
+    for i, step in enumerate(lanes.of(batch)):
+        at = lanes.lanes[step.lane].index(step)
+        window = lanes.onward(step)[:n_step]
+        last = at + len(window) - 1
+        total = sum(0.9**k * rewards[step.lane, at + k] for k in range(len(window)))
+        torch.testing.assert_close(batch[key][i], total)
+        assert torch.equal(batch["agents", "observation"][i], seen[step.lane, at])
+        assert torch.equal(batch["next", "agents", "observation"][i], seen[step.lane, last + 1])
+        assert (batch["steps_to_next_obs"][i] == len(window)).all()
