@@ -31,6 +31,7 @@ __all__ = [
     "assemble",
     "library",
     "make",
+    "make_for",
     "new_folder",
     "spaces",
 ]
@@ -178,3 +179,14 @@ def assemble(
         generator=torch.Generator().manual_seed(seed),
         **{"batch_size": 32, **parts},
     )
+
+
+def make_for(
+    env: Any, kind: str = "uniform", *, place: str = "memory", size: int = 64, **options: Any
+) -> Any:
+    """Makes a storage by its recipe for an environment; otherwise as `make`."""
+    recipe, keywords = KINDS[kind]
+    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    path = {"path": new_folder() / "rows"} if place == "directory" else {}
+    options = {"storage_size": size, "seed": 0, **path, **keywords, **options}
+    return getattr(library, recipe).from_env(env, **options)

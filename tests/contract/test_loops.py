@@ -1,0 +1,259 @@
+"""`record` in plain gymnasium loops: the rows are those of loops over single environments."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from contract.make import assemble, make_for
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+
+each_mode = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.value)
+INFO_KEYS = {
+    "force": spaces.Box(-np.inf, np.inf, (1,), np.float64),
+    ("next", "pair"): spaces.Box(-np.inf, np.inf, (2,), np.float32),
+}
+
+_THREE = spaces.Discrete(3)
+
+
+class CountingEnv(gymnasium.Env):
+    """Observes its seed, episode and step; episodes of 1 to 5 steps end or are cut short by turns."""
+
+    observation_space = spaces.Dict(
+        {
+            "observation": spaces.Box(-np.inf, np.inf, (3,), np.float64),
+            "goals": spaces.Dict({"reached": spaces.Box(0, 255, (2, 2), np.uint8)}),
+            "kind": spaces.Discrete(4),
+        }
+    )
+
+    def __init__(self, action_space=_THREE):
+        self.action_space = action_space
+        self.number, self.episode = 0, -1
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.number, self.episode = seed, -1
+        self.episode += 1
+        self.count = 0
+        self.length = 1 + (3 * self.number + 2 * self.episode) % 5
+        return self._observation(), {"force": np.full(1, -99.0), "pair": np.zeros(2, np.float32)}
+
+    def step(self, action):
+        self.count += 1
+        is_end = self.count == self.length
+        terminated = is_end and self.episode % 2 == 0
+        force = 10.0 * self.episode + self.count + 0.25 * float(np.sum(action))
+        info = {"force": np.array([force]), "pair": np.float32([force, self.number])}
+        return self._observation(), -force, terminated, is_end and not terminated, info
+
+    def _observation(self):
+        return {
+            "observation": np.array([self.number, self.episode, self.count], np.float64),
+            "goals": {"reached": np.full((2, 2), 10 * self.episode + self.count, np.uint8)},
+            "kind": np.int64(self.count % 4),
+        }
+
+
+def policy(observation, space):
+    """[E] or [] actions that follow from the observation."""
+    total = observation["observation"].sum(-1)
+    match space:
+        case spaces.Discrete():
+            return (total % 3).astype(np.int64)
+        case spaces.MultiDiscrete():
+            return np.stack([total % 3, total % 4], -1).astype(np.int64)
+        case spaces.MultiBinary():
+            return np.stack([total % 2, total % 3 == 0], -1).astype(np.int8)
+    return np.stack([total, -total], -1).astype(np.float32)
+
+
+ACTIONS = [
+    _THREE,
+    spaces.MultiDiscrete([3, 4]),
+    spaces.MultiBinary(2),
+    spaces.Box(-99, 99, (2,), np.float32),
+]
+
+
+def expected_rows(seed, num_steps, actions):
+    """[T] what a loop over one environment sees, without any storage."""
+    env, rows = CountingEnv(actions), []
+    before, _ = env.reset(seed=seed)
+    for _ in range(num_steps):
+        action = policy(before, actions)
+        after, reward, terminated, truncated, info = env.step(action)
+        after_reset = env.reset()[0] if terminated or truncated else after
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
+        row = {
+            **seen_tensors(before),
+            "action": torch.as_tensor(action),
+            "force": torch.tensor(info["force"]),
+            "next": {
+                **seen_tensors(after),
+                "pair": torch.tensor(info["pair"]),
+                "reward": torch.tensor([reward], dtype=torch.float32),
+                **{name: torch.tensor([bool(flag)]) for name, flag in flags.items()},
+            },
+        }
+        rows.append(TensorDict(row))
+        before = after_reset
+    return torch.stack(rows)
+
+
+def seen_tensors(seen):
+    parts = {"observation": seen["observation"], "kind": seen["kind"]}
+    parts = {key: torch.as_tensor(value) for key, value in parts.items()}
+    return {**parts, "goals": {"reached": torch.tensor(seen["goals"]["reached"])}}
+
+
+def as_tensors(value):
+    if isinstance(value, dict):
+        return {key: as_tensors(entry) for key, entry in value.items()}
+    is_array = isinstance(value, np.ndarray) and value.dtype != object
+    return torch.from_numpy(value) if is_array else value
+
+
+def in_order(rows):
+    """Rows sorted by environment, episode and step."""
+    seen = rows["observation"]
+    return rows[torch.argsort(seen[:, 0] * 10_000 + seen[:, 1] * 100 + seen[:, 2])]
+
+
+def assert_same(rows, expected):
+    assert set(rows.keys(True, True)) == set(expected.keys(True, True))
+    for key, value in expected.items(True, True):
+        assert rows[key].dtype == value.dtype, key
+        assert torch.equal(rows[key], value), key
+
+
+def play(envs, storage, num_steps, convert=lambda value: value):
+    """A plain loop over a vector of environments; returns how many steps each of them made."""
+    steps = np.zeros(envs.num_envs, int)
+    before, _ = envs.reset(seed=list(range(envs.num_envs)))
+    mode, over = envs.metadata["autoreset_mode"], np.zeros(envs.num_envs, bool)
+    for _ in range(num_steps):
+        action = policy(before, envs.single_action_space)
+        after, *outcome = envs.step(action)
+        storage.record(*(convert(value) for value in (before, action, *outcome, after)))
+        # In one of the modes the step after the end of an episode only resets.
+        steps += ~over if mode is AutoresetMode.NEXT_STEP else True
+        over = outcome[1] | outcome[2]
+        if mode is AutoresetMode.DISABLED and over.any():
+            after, _ = envs.reset(options={"reset_mask": over})
+        before = after
+    return steps
+
+
+@each_mode
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("actions", ACTIONS, ids=lambda space: type(space).__name__)
+def test_each_lane_holds_what_a_single_environment_does(place, mode, num_envs, actions):
+    envs = SyncVectorEnv([lambda: CountingEnv(actions)] * num_envs, autoreset_mode=mode)
+    storage = make_for(envs, place=place, size=90, info_keys=INFO_KEYS)
+    convert = as_tensors if isinstance(actions, spaces.MultiDiscrete) else (lambda value: value)
+    steps = play(envs, storage, 25, convert)
+    expected = [expected_rows(seed, count, actions) for seed, count in enumerate(steps)]
+    assert_same(in_order(storage[:]), in_order(torch.cat(expected)))
+
+
+def test_a_single_environment(place):
+    env = CountingEnv()
+    storage = make_for(env, place=place, size=40, info_keys=INFO_KEYS)
+    before, _ = env.reset(seed=2)
+    for _ in range(30):
+        action = policy(before, env.action_space)
+        after, *outcome = env.step(action)
+        index = storage.record(before, action, *outcome, after)
+        assert storage[index]["observation"].tolist() == [before["observation"].tolist()]
+        before = env.reset()[0] if outcome[1] or outcome[2] else after
+    assert_same(in_order(storage[:]), expected_rows(2, 30, env.action_space))
+
+
+@each_mode
+def test_what_the_loop_adds_to_the_infos_is_of_the_step(mode):
+    """A recurrent state, also where an episode ends and the environment is reset."""
+    envs = SyncVectorEnv([CountingEnv] * 2, autoreset_mode=mode)
+    storage = make_for(envs, size=90, extra_fields={"state": (torch.float32, (1,))})
+
+    class Recording:
+        state = torch.zeros(2, 1)
+        over = np.zeros(2, bool)
+
+        def record(self, *step):
+            storage.record(*step[:5], {**step[5], "state": self.state}, step[6])
+            done = step[3] | step[4]
+            begins = done | (self.over if mode is AutoresetMode.NEXT_STEP else False)
+            self.state = torch.where(torch.as_tensor(begins)[:, None], 0, self.state + 1)
+            self.over = done
+
+    play(envs, Recording(), 30)
+    rows = storage[:]
+    assert torch.equal(rows["state"][:, 0], rows["observation"][:, 2].float())
+    assert rows["state"].max() > 2
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+class TestRefused:
+    def step_that_ends(self, envs):
+        before, _ = envs.reset(seed=[0, 1, 2])
+        while True:
+            action = policy(before, envs.single_action_space)
+            after, *outcome = envs.step(action)
+            if (outcome[1] | outcome[2]).any():
+                return before, action, *outcome, after
+            before = after
+
+    @pytest.mark.parametrize("without", ["final_obs", "everything"])
+    def test_infos_without_the_last_observation(self, without):
+        envs = SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+        storage = make_for(envs, size=90)
+        *step, infos, after = self.step_that_ends(envs)
+        names = [name for name in infos if without == "everything" or "final_obs" in name]
+        broken = {name: value for name, value in infos.items() if name not in names}
+        with pytest.raises((KeyError, ValueError), match="final_obs"):
+            storage.record(*step, broken, after)
+        assert len(storage) == 0
+        storage.record(*step, infos, after)
+        assert len(storage) == 3
+
+    @pytest.mark.xfail(reason="the mode is guessed", strict=True)
+    @pytest.mark.parametrize("with_parts", [False, True])
+    def test_several_environments_without_a_named_mode(self, with_parts):
+        envs = SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+        before, _ = envs.reset(seed=[3, 3, 3])
+        after, *outcome = envs.step(np.ones(3, np.int64))
+
+        def record():
+            storage = assemble(90, 3) if with_parts else make_for(envs, autoreset_mode=None)
+            storage.record(before, np.ones(3, np.int64), *outcome, after)
+
+        with pytest.raises(ValueError, match="autoreset_mode"):
+            record()
+
+    def test_values_for_another_number_of_environments(self):
+        envs = SyncVectorEnv([CountingEnv] * 2, autoreset_mode=AutoresetMode.DISABLED)
+        storage = make_for(
+            SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED), size=90
+        )
+        before, _ = envs.reset(seed=[0, 1])
+        action = policy(before, envs.single_action_space)
+        after, *outcome = envs.step(action)
+        with pytest.raises((ValueError, TypeError)):
+            storage.record(before, action, *outcome, after)
+        assert len(storage) == 0
+
+
+def test_end_episodes_in_a_loop_that_resets_early():
+    env = CountingEnv()
+    storage = make_for(env, "n-step", size=40, n_step=100, discount=1.0)
+    for seed in (3, 4):
+        before, _ = env.reset(seed=seed)
+        after, *outcome = env.step(1)
+        storage.record(before, 1, *outcome, after)
+        storage.end_episodes()
+    batch = storage.sample(50)
+    assert (batch["steps_to_next_obs"] == 1).all()
+    assert torch.equal(batch["next", "observation"][:, 0], batch["observation"][:, 0])
