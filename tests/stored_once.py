@@ -363,7 +363,6 @@ class BesidePlain(RuleBasedStateMachine):
         # Lanes that were not written since they were loaded.
         self.loaded_lanes: set[int] = set()
         # Rows that were changed in place, each of which may be kept apart from its neighbours.
-        self.num_parted = 0
         self.write(luck.choice([1, 7, 20]), luck)
 
     def teardown(self) -> None:
@@ -546,32 +545,6 @@ class BesidePlain(RuleBasedStateMachine):
             self.both[1].extend(rows)
         assert [len(buffer) for buffer in self.both] == slots
 
-    @rule(luck=seeds)
-    def overwrite(self, luck: random.Random) -> None:
-        """Rows in place: what was next to them stays what it was."""
-        live = self.oracle.live()
-        if not live:
-            return
-        slots = luck.sample([*live], luck.randint(1, min(3, len(live))))
-        for slot in slots:
-            before = self.transitions[live[slot].payload]
-            changed = dict(before)
-            for key, stream in self.streams.items():
-                for name in (key, next_key(key)):
-                    if luck.random() < 0.5:
-                        changed[name] = stream.first(luck)
-            self.transitions[live[slot].payload] = changed
-            self.bits[live[slot].payload] = {key: as_bits(it) for key, it in changed.items()}
-        self.put(slots, [self.transitions[live[slot].payload] for slot in slots])
-
-        self.num_parted += 2 * len(slots)
-
-    def put(self, slots: list[int], rows: Sequence[Transition]) -> None:
-        data = TensorDict({}, batch_size=[len(slots)])
-        for key in rows[0]:
-            data[key] = torch.stack([row[key] for row in rows])
-        self.ask(lambda buffer: buffer.__setitem__(torch.tensor(slots), data.clone()))
-
     # Saving
 
     @rule(
@@ -676,7 +649,7 @@ class BesidePlain(RuleBasedStateMachine):
             oldest_first = self.oracle.by_age()[::-1]
             self.assert_rows(buffer[:], oldest_first)
         once = self.both[1].storage
-        most = self.num_segments() + self.num_envs + self.num_parted
+        most = self.num_segments() + self.num_envs
         assert num_kept_apart(once) <= most
 
     def assert_rows(self, found: TensorDictBase, rows: Sequence[Row]) -> None:

@@ -286,8 +286,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "ReplayStorage.dumps": {"path": "path", "progress": "flag"},
     "ReplayStorage.state_dict": {},
-    "ReplayStorage.register_save_hook": {"hook": "any"},
-    "ReplayStorage.register_load_hook": {"hook": "any"},
     "ReplayStorage.query": {"predicate": "function?", "trajectory_key": "key?"},
     "ReplayStorage.set_": {"key": "any", "value": "any"},
     "ReplayStorage.set_at_": {"key": "any", "value": "any", "index": "any"},

@@ -133,14 +133,6 @@ class StacksBesidePlain(BesidePlain):
         is_gap = any(as_bits(anew[key]) != as_bits(seen[key]) for key in self.compared())
         return anew if is_gap else seen
 
-    @rule()
-    def overwrite(self):
-        """A frame is that of several rows, so that none of them can be changed alone."""
-        once = self.both[1]
-        if len(once):
-            with pytest.raises(RuntimeError, match="written once"):
-                once[:1] = once[:1]
-
 
 class StacksInTensorOperations(StacksBesidePlain):
     backend = "torch"

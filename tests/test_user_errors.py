@@ -915,16 +915,6 @@ class TestEndsThatAreNotDone:
         steps["next", "done"][0, 2] = True
         self.refused(storage, lambda: storage.extend(steps), flag)
 
-    def test_overwriting(self, kind, flag):
-        storage = self.make(kind)
-        storage.extend(flagged(5))
-        rows = flagged(2)
-        rows["next", flag][1] = True
-        before = storage[:].clone()
-        slots = torch.tensor([3, 4])
-        self.refused(storage, lambda: storage.__setitem__(slots, rows), flag)
-        assert (storage[:] == before).all()
-
     def test_of_agents(self, kind, flag):
         storage, steps = self.make(kind), flagged(3, agents=2)
         steps["next", "agents", flag][1, 1] = True
@@ -1069,14 +1059,6 @@ def test_a_size_that_is_a_float():
         ValueError, match=r"must be an integer, got 1000000.0 \(float\): pass 1000000"
     ):
         UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=1e6)
-
-
-def test_torch_save_of_a_storage_is_told_what_to_save(tmp_path):
-    storage = storage_for()
-    for saved in (storage, {"step": 1, "storage": storage}):
-        with pytest.raises(TypeError, match=r"storage.dumps\(path\).*state_dict\(\).*pickle.dumps"):
-            torch.save(saved, tmp_path / "state.pt")
-    torch.save({"storage": storage.state_dict()}, tmp_path / "state.pt")
 
 
 def test_priorities_without_their_stamps_are_told():

@@ -45,15 +45,12 @@ from trl_storages.replay.drawing import draw_rows
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.options import ONE_FORM, OPTIONS, Parameter, checked, parameters_of
+from trl_storages.replay.options import OPTIONS, Parameter, checked, parameters_of
 from trl_storages.replay.remote import Draft, RayHandle, StorageType, in_actor
 from trl_storages.replay.saving import (
-    check_state,
     doubt_ends,
-    fit_drawn_ahead,
     load_state,
     read_generator,
-    refuse_torch_save,
     saved_generator,
     state_of,
 )
@@ -803,31 +800,24 @@ class ReplayStorage(
         """Returns everything the next samples and writes depend on, as tensors and plain values.
 
         As in TorchRL, the rows alias the storage: later writes change them, so `copy.deepcopy` the state,
-        or save it, before writing again.
+        or save it, before writing again. Batches that were drawn ahead are dropped: only without
+        `prefetch` does a loaded storage draw what this one would have drawn next.
         """
-        with self._capture_prefetch_state() as drawn_ahead:
-            return state_of(self, drawn_ahead)
-
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
-                layout, number of lanes or kind of sampler. The message says what is wrong.
-        """
-        check_state(self, state_dict)
+        with self._capture_prefetch_state(clone_queue=False), self._write_lock:
+            return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Everything is checked before anything is changed.
 
         Raises:
             RuntimeError: the rows are in a directory that this process may not write.
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+            KeyError, TypeError, ValueError: the state is damaged, or from a storage of another size,
+                layout, number of lanes or kind of sampler. Nothing is changed then.
         """
         load_state(self, state_dict)
 
     def dumps(self, path: str | Path, *, progress: bool = False) -> None:
-        """Saves everything the next samples and writes depend on. Loading it runs no code.
+        """Saves what `state_dict` returns. Loading it runs no code.
 
         Other threads may write and draw meanwhile: they wait. Pickling and deep copies do not make them
         wait, so pause them then.
@@ -844,27 +834,19 @@ class ReplayStorage(
             TypeError: the state of a third-party part holds more than tensors and plain values. Nothing
                 is written then.
             RuntimeError: the rows are in a directory whose writer overwrites them faster than this
-                process copies them; or a signal handler saves in the middle of a write.
+                process copies them.
         """
         path, progress = arguments.directory("path", path), arguments.flag("progress", progress)
         with (
-            self._capture_prefetch_state(clone_queue=False) as drawn_ahead,
+            self._capture_prefetch_state(clone_queue=False),
             NewState(path) as saved,
         ):
-            self._write_dump(saved, drawn_ahead, progress)
+            self._write_dump(saved, progress)
 
     @on_disk.consistent_read
-    def _write_dump(self, saved: NewState, drawn_ahead: dict[str, Any], progress: bool) -> None:
+    def _write_dump(self, saved: NewState, progress: bool) -> None:
         on_disk.note_all(self._storage)
-        state = state_of(self, drawn_ahead)
-        saved.write(state, progress=progress)
-        try:
-            check_state(self, state)
-        except ValueError as error:
-            raise RuntimeError(
-                f"what is saved must fit together ({error}). In the middle of a write a signal handler "
-                "must not save: let it set a flag, and save after the step. An earlier dump was kept."
-            ) from error
+        saved.write(state_of(self), progress=progress)
 
     def loads(self, path: str | Path, *, progress: bool = False) -> None:
         """Restores what `dumps` saved. Everything is checked before anything is changed.
@@ -882,7 +864,6 @@ class ReplayStorage(
                 damaged, or a link, a pipe, a device or a pickle. Nothing is changed then.
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
-        fit_drawn_ahead(state.get("_prefetch_state"), self._prefetch_cap)
         before = self._parameters()
         load_state(self, state, progress=progress)
         after = self._parameters()
@@ -903,19 +884,12 @@ class ReplayStorage(
                 found[name] = getattr(self, name)
         return {**found, "batch_size": self.batch_size}
 
-    def register_save_hook(self, hook: Any) -> NoReturn:
-        """Raises a RuntimeError: hooks are not supported."""
-        raise RuntimeError(f"hooks can't change what is dumped, got {hook!r}: {ONE_FORM}")
-
-    register_load_hook = register_save_hook
-
     def _prefetch_in_order(self) -> None:
         """Prefetches in one thread: draws are serialized anyway, and more threads would reorder them."""
         if self._prefetch:
             self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     def __getstate__(self) -> dict[str, Any]:
-        refuse_torch_save()
         # An unfinished iterator can't be pickled and is not part of the state. TorchRL's copy of the
         # generator's state does not work for a GPU generator.
         state = {

@@ -6,15 +6,14 @@ Letters: E environments.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
@@ -38,13 +37,10 @@ from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = [
-    "check_state",
     "doubt_ends",
-    "fit_drawn_ahead",
     "load_state",
     "look_at_actions",
     "read_generator",
-    "refuse_torch_save",
     "saved_generator",
     "state_of",
 ]
@@ -58,7 +54,7 @@ _SAMPLERS: dict[type[Sampler], tuple[str, set[str]]] = {
     PERSampler: ("alpha above 0", {"alpha", "beta", "priorities"}),
 }
 #: The entries of a saved storage that are not parts.
-_VALUES = ("_batch_size", "_rng", "_prefetch_state")
+_VALUES = ("_batch_size", "_rng")
 
 
 def _parts(storage: Any) -> dict[str, SavedPart]:
@@ -73,24 +69,18 @@ def _parts(storage: Any) -> dict[str, SavedPart]:
     }
 
 
-def state_of(storage: Any, drawn_ahead: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states of all parts by name, and everything else the next samples depend on.
-
-    Args:
-        storage: a `ReplayStorage`.
-        drawn_ahead: its prefetched batches.
-    """
+def state_of(storage: Any) -> dict[str, Any]:
+    """Returns the states of all parts by name, and everything else the next samples depend on."""
     if (prioritized := prioritized_of(storage._sampler)) is not None:
         prioritized.attach(storage._storage)  # picks up what the last refresh read
     return {
         **{name: part.state_dict() for name, part in _parts(storage).items()},
         "_batch_size": storage.batch_size,
         "_rng": saved_generator(storage._rng),
-        "_prefetch_state": drawn_ahead,
     }
 
 
-def check_state(storage: Any, state: Any) -> dict[str, Any]:
+def _check_state(storage: Any, state: Any) -> dict[str, Any]:
     """Checks that the parts of a storage can load a state, each by itself and all together.
 
     Returns:
@@ -130,7 +120,6 @@ def check_state(storage: Any, state: Any) -> dict[str, Any]:
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])
-    _check_drawn_ahead(saved["_prefetch_state"], storage._prefetch_cap)
     return fitted
 
 
@@ -164,7 +153,7 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
         # Draws ahead need the replay lock, so wait for them before taking it.
         storage.synchronize()
         with storage._replay_lock:
-            fitted = check_state(storage, state)
+            fitted = _check_state(storage, state)
             _take(storage, fitted, progress)
             look_at_actions(storage)
 
@@ -202,7 +191,6 @@ def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
     storage._batch_size = state["_batch_size"]
     if (generator := read_generator(state["_rng"])) is not None:
         storage.set_rng(generator)
-    storage._restore_prefetch_queue_locked(state["_prefetch_state"])
 
 
 def _check_together(
@@ -320,60 +308,13 @@ class _Transforms(SavedPart):
         self._module.load_state_dict(state)
 
 
-# Prefetched batches and the generator.
-
-
-def _check_drawn_ahead(state: Any, capacity: int) -> None:
-    """Checks the prefetched batches of a saved storage, or None.
-
-    Raises:
-        KeyError, TypeError, ValueError: they are damaged, or `prefetch` differs here.
-    """
-    if state is None:
-        return
-    ahead = SavedState(state, "the saved batches drawn ahead", ("version", "capacity", "queue"))
-    ahead.integer("version", 1, 1)
-    if ahead.integer("capacity") != capacity:
-        must = f"{capacity}, as prefetch is here"
-        raise ahead.error("capacity", must, ahead["capacity"])
-    queue = ahead["queue"]
-    if not isinstance(queue, Sequence) or len(queue) > capacity:
-        raise ahead.error("queue", f"a list of at most {capacity} batches", type(queue).__name__)
-    for item in queue:
-        is_pair = isinstance(item, list | tuple) and len(item) == 2
-        if not (is_pair and isinstance(item[0], TensorDictBase) and isinstance(item[1], dict)):
-            raise ahead.error("queue", "of batches with their infos", type(item).__name__)
-        keys = [{*batch.keys(True, True)} for batch in (item[0], queue[0][0])]
-        if keys[0] != keys[1]:
-            raise ahead.error("queue", "of batches alike", f"{keys[0] ^ keys[1]} in one alone")
-
-
-def fit_drawn_ahead(state: Any, capacity: int) -> None:
-    """Drops prefetched batches of a dump beyond this storage's `prefetch`, in place."""
-    # Damaged states are left unchanged, for the check to reject.
-    match state:
-        case {"capacity": int(before), "queue": list() | tuple() as queue} if (
-            before >= 0 and type(before) is int
-        ):
-            state |= {"capacity": capacity, "queue": queue[:capacity]}
+# The generator.
 
 
 def saved_generator(generator: torch.Generator | None) -> tuple[torch.Tensor, str] | None:
     """Returns a generator's state and device, in TorchRL's format."""
     # The state is a CPU tensor for any device.
     return None if generator is None else (generator.get_state().clone(), str(generator.device))
-
-
-def refuse_torch_save() -> None:
-    """Raises a TypeError if `torch.save` is pickling a storage: it can't save views of several dtypes."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is torch.save.__code__:
-            raise TypeError(
-                "torch.save can't save a storage, whose fields are views of one block: call "
-                "storage.dumps(path), or save storage.state_dict(), or pickle.dumps(storage)."
-            )
-        frame = frame.f_back
 
 
 def read_generator(saved: Any) -> torch.Generator | None:
