@@ -1,6 +1,5 @@
 """Batches drawn in worker processes, the way of DrQ-v2: one acts, many sample."""
 
-import re
 from types import SimpleNamespace
 
 import gymnasium
@@ -166,17 +165,6 @@ def test_priorities_reach_the_workers(tmp_path):
     reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(100), batch_size=4)
     with pytest.raises(RuntimeError, match="reading"):
         reader.sampler.update_priority(every, 1.0, storage=reader.storage)
-
-
-def test_a_worker_says_what_it_waits_for(tmp_path, monkeypatch):
-    write(make(tmp_path), 3)
-    reader = ReplayStorage.open(tmp_path, mode="r", batch_size=2)
-    monkeypatch.setattr(loader, "_SILENCE", 0.0)
-    ReplayStorage.open(tmp_path).empty()
-    waits = rf"waits up to 0.1 s for rows in {re.escape(str(tmp_path))}: the storage is empty"
-    with pytest.warns(UserWarning, match=waits) as said, pytest.raises(RuntimeError, match="empty"):
-        loader._draw(reader, 0.1)
-    assert len(said) == 1
 
 
 def test_a_worker_waits_for_the_end_of_an_episode(tmp_path, monkeypatch):

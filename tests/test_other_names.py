@@ -107,17 +107,3 @@ def test_options_of_parts_are_answered_too(part, option, ours):
 def test_the_class_that_was_called_is_named():
     with pytest.raises(TypeError, match=r"^PrioritizedReplayStorage\(\) missing 2 .*from_env"):
         trl_storages.PrioritizedReplayStorage()
-
-
-@pytest.mark.parametrize(
-    ("option", "answer"),
-    [
-        ("workers", "it is called num_workers here"),
-        ("prefetch", r"do you mean prefetch_factor\?"),
-        ("shuffle", "the storage's own sampler"),
-        ("drop_last", "without end"),
-    ],
-)
-def test_loaders_answer_options_that_dataloaders_lack(storage, option, answer):
-    with pytest.raises(TypeError, match=rf"loader\(\) has no option '{option}': .*{answer}"):
-        storage.loader(**{option: 1})

@@ -25,7 +25,6 @@ from trl_storages import (
     HERSampler,
     PackedStorage,
     ReplayStorage,
-    UniformReplayStorage,
 )
 from trl_storages.replay.remote import in_actor
 
@@ -251,14 +250,6 @@ class TestActors:
             client.parameters(beta=-1)
         assert client.parameters()["beta"] == 0.9
 
-    def test_options_that_do_not_fit_are_told_at_once(self, on_ray):
-        with pytest.raises(TypeError, match="no option 'buffer_size': it is called storage_size"):
-            on_ray(UniformReplayStorage, *SPACES, buffer_size=3)
-        with pytest.raises(TypeError, match=r"got \['num_cpus'\]: .*{'remote_config': {'num_cpus"):
-            UniformReplayStorage(
-                *SPACES, service_backend="ray", service_backend_options={"num_cpus": 1}
-            )
-
     def test_a_handle_has_the_methods_and_parameters_and_is_passed_on_as_a_client(
         self, with_goals, workers
     ):
@@ -292,12 +283,9 @@ class TestActors:
             replay.n_step = 3
         with pytest.raises(AttributeError, match=r"handle .* 'nstep' to set; it is called n_step"):
             replay.nstep = 3
-        with pytest.raises(
-            AttributeError, match=r"'episodes': it has methods \(set_sampler, append"
-        ):
-            replay.episodes  # noqa: B018
-        with pytest.raises(AttributeError, match="'clear': it is empty here"):
-            replay.clear()
+        for name in ("episodes", "clear"):
+            with pytest.raises(AttributeError, match=f"no method or parameter '{name}'"):
+                getattr(replay, name)
 
         def look(passed):
             return len(passed), hasattr(passed, "close")
@@ -329,18 +317,13 @@ class TestActors:
     def test_a_client_answers_what_the_storage_lacks(self, by_transport):
         replay, transport = by_transport
         client = replay.client()
-        reasons = {
-            "is_full": r"it has methods \(set_sampler, append_transform\) and parameters only",
-            "clear": "it is empty here",
-            "nothing": "nor has the storage",
-        }
-        for name, reason in reasons.items():
-            with pytest.raises(AttributeError, match=f"client .* {name!r}: {reason}"):
+        for name in ("is_full", "clear", "nothing"):
+            with pytest.raises(AttributeError, match=f"client .* no method .* {name!r}"):
                 getattr(client, name)
         if transport == "ray":
             assert client.validate() is None
         else:
-            with pytest.raises(AttributeError, match=r"'validate' with .*: it writes, samples"):
+            with pytest.raises(AttributeError, match="validate"):
                 client.validate()
 
     def test_two_write_and_two_sample(self, on_ray, workers):

@@ -11,11 +11,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from torchrl import torchrl_logger
-from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import trl_storages
 from trl_storages import (
@@ -482,43 +482,6 @@ class TestFirstTries:
             UniformReplayStorage(*CART, storage_size=8, path=tmp_path, num_envs=2)
         assert not said
 
-    @pytest.mark.parametrize("before", [Discrete(4), MultiDiscrete([2, 4])], ids=str)
-    @pytest.mark.parametrize("saved", ["directory", "read along", "dump", "state"])
-    def test_rows_of_other_actions(self, tmp_path, before, saved):
-        after = Discrete(3) if isinstance(before, Discrete) else MultiDiscrete([4, 2])
-        is_durable = saved in ("directory", "read along")
-        options = {"storage_size": 9, "path": tmp_path / "rows" if is_durable else None}
-        storage = UniformReplayStorage(CART[0], before, **options)
-        last, seen = np.array(3 if before.shape == () else [1, 3]), np.zeros(4, "f")
-        storage.record(seen, last, 0.0, False, True, {}, seen)
-        storage.dumps(tmp_path / "dump")
-        storage.close()
-        if saved == "read along":
-            options["mode"] = "r"
-
-        def go_on(space):
-            made = UniformReplayStorage(CART[0], space, **options)
-            if saved == "dump":
-                made.loads(tmp_path / "dump")
-            elif saved == "state":
-                made.load_state_dict(storage.state_dict())
-            made.close()
-            return len(made)
-
-        with pytest.warns(UserWarning, match="actions must be from .*, got 3 in a row .* another"):
-            go_on(after)
-        assert go_on(before) == 1
-
-    def test_a_seed_that_comes_too_late(self, tmp_path):
-        options = {"storage_size": 8, "path": tmp_path}
-        for seed in (0, 0, None, 5):
-            storage = UniformReplayStorage(*CART, **options, seed=seed)
-            loop(storage, gymnasium.make("CartPole-v1"), 1)
-            storage.end_episodes()
-            storage.close()
-        with pytest.warns(UserWarning, match="seed 0 is not used: .* of seed 5"):
-            UniformReplayStorage(*CART, **options, seed=0).close()
-
     def test_a_loader_of_torch(self):
         storage = storage_for()
         loop(storage, ENV, 3)
@@ -830,33 +793,6 @@ def test_a_dump_of_other_transforms():
         with_n_step.load_state_dict(without.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("option", "kind", "how"),
-    [
-        ({"alpha": 0.6}, "PERSampler", "alpha above 0"),
-        ({"eta": 0.9}, "ERESampler", "eta below 1"),
-        ({"reward_fn": gym_reward(ENV)}, "HERSampler", "a HERReplayStorage"),
-    ],
-)
-def test_a_dump_of_another_sampler(option, kind, how, tmp_path):
-    spaces, sizes = (ENV.observation_space, ENV.action_space), {"storage_size": 8, "batch_size": 4}
-    made = HERReplayStorage if "reward_fn" in option else UniformReplayStorage
-    storages = made(*spaces, **sizes, **option), UniformReplayStorage(*spaces, **sizes)
-    for number, storage in enumerate(storages):
-        loop(storage, ENV, 3)
-        storage.dumps(tmp_path / str(number))
-    has, lacks = storages
-    made_with = rf"{kind} \({how}\), and this one with"
-    with refused(ValueError, rf"was made with {made_with}out: make it as that one was"):
-        lacks.loads(tmp_path / "0")
-    with refused(ValueError, rf"was made without {made_with}: .*set_sampler\(\) another"):
-        has.loads(tmp_path / "1")
-    # As the messages say.
-    lacks.loads(tmp_path / "1")
-    lacks.set_sampler(PERSampler(8))
-    assert lacks.sample()["priority_weight"].eq(1).all()
-
-
 def flagged(*shape: int, agents: int = 0) -> TensorDict:
     """Steps without an end; with agents, each of them has flags of its own beside those of all."""
     time = torch.arange(shape[-1]).float().expand(shape).unsqueeze(-1)
@@ -1012,18 +948,17 @@ class TestServices:
         with pytest.raises(ValueError, match=r"got 'thread'"):
             kind(service_backend="thread")
 
-    @pytest.mark.parametrize("service", [{}, {"service_backend": "ray"}])
-    def test_options_by_another_name(self, service):
+    def test_options_by_another_name(self):
         spaces = ENV.observation_space, ENV.action_space
         where = {"remote_config": {"num_cpus": 0}}
         with pytest.raises(TypeError, match="do you mean service_backend_options"):
-            UniformReplayStorage(*spaces, service_backend_option=where, **service)
+            UniformReplayStorage(*spaces, service_backend_option=where)
         with pytest.raises(
             TypeError, match=r"there are .*service_backend, service_backend_options"
         ):
-            UniformReplayStorage.from_env(ENV, xyz=where, **service)
+            UniformReplayStorage.from_env(ENV, xyz=where)
         with pytest.raises(TypeError, match="do you mean service_backend_options"):
-            storage_for(service_backend_option=where, **service)
+            storage_for(service_backend_option=where)
 
     @pytest.mark.parametrize(
         ("options", "error", "told"),
@@ -1042,16 +977,6 @@ class TestServices:
     def test_options_that_do_not_fit(self, options, error, told):
         with pytest.raises(error, match=told):
             storage_for(**options)
-        with pytest.raises(error, match=told):
-            storage_for(service_backend="ray", **options)
-
-    def test_parts_that_do_not_fit(self):
-        with pytest.raises(TypeError, match="storage must be a TorchRL Storage"):
-            ReplayStorage(storage=5, service_backend="ray")
-        with pytest.raises(TypeError, match=r"'storage'\. It is made of parts"):
-            ReplayStorage(service_backend="ray")
-        with pytest.raises(TypeError, match="no option 'buffer_size'"):
-            ReplayStorage(storage=PackedStorage, buffer_size=5, service_backend="ray")
 
 
 def test_a_size_that_is_a_float():
@@ -1059,15 +984,6 @@ def test_a_size_that_is_a_float():
         ValueError, match=r"must be an integer, got 1000000.0 \(float\): pass 1000000"
     ):
         UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=1e6)
-
-
-def test_priorities_without_their_stamps_are_told():
-    storage = storage_for(alpha=0.6)
-    loop(storage, ENV, 3)
-    batch = storage.sample()
-    batch["td_error"] = torch.ones(len(batch))
-    with pytest.warns(UserWarning, match=r"lacks 'priority_stamp'.*batch.select\('index', 'prio"):
-        storage.update_tensordict_priority(batch.select("index", "td_error"))
 
 
 def test_a_discount_without_n_step_does_nothing():
@@ -1190,27 +1106,6 @@ def test_a_refused_empty_keeps_what_was_drawn_ahead(tmp_path):
     with refused(RuntimeError, "opened for reading"):
         reader.empty()
     assert [*reader._prefetch_queue] == ahead
-
-
-class WithBeta(RandomSampler):
-    """A sampler of somebody else, whose state has an entry of the name of one of ours."""
-
-    def state_dict(self):
-        return {"beta": 0.5}
-
-    def load_state_dict(self, state_dict):
-        assert state_dict == {"beta": 0.5}
-
-
-def test_a_dump_of_a_sampler_with_entries_of_our_names(tmp_path):
-    storages = [
-        ReplayStorage(storage=PackedStorage(8), sampler=WithBeta(), batch_size=4) for _ in range(2)
-    ]
-    ends = {"done": torch.zeros(3, 1, dtype=torch.bool)}
-    storages[0].extend(TensorDict({"action": torch.rand(3, 1), "next": ends}, [3]))
-    storages[0].dumps(tmp_path)
-    storages[1].loads(tmp_path)
-    assert len(storages[1]) == 3
 
 
 def test_a_storage_in_place_of_its_rows():

@@ -9,7 +9,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import keys
-from trl_storages.callers import warn_caller
 from trl_storages.samplers import REDUCTIONS
 
 __all__ = ["drawn_priorities"]
@@ -61,11 +60,6 @@ def drawn_priorities(
                 f"the batch lacks its entry {key!r}, which says what was drawn; its keys are "
                 f"{sorted(map(str, data.keys()))}: pass it with all that sample() put into it."
             )
-    if stamp is None:
-        warn_caller(
-            f"the batch lacks {keys.PRIORITY_STAMP!r}, so rows overwritten since the draw get priorities "
-            "of others: pass it with the rest, as in batch.select('index', 'priority_stamp', 'td_error')."
-        )
     # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
     rows = data.batch_size if anchor is None else anchor.shape
     num_steps = 1 if anchor is None else sequence_length

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from inspect import signature
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -21,7 +20,6 @@ from tensordict import NestedKey, TensorDictBase
 from torch.utils.data import DataLoader
 from torchrl import torchrl_logger
 from torchrl.data import (
-    RayReplayBuffer,
     ReplayBuffer,
     Storage,
     TensorDictReplayBuffer,
@@ -46,7 +44,7 @@ from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
 from trl_storages.replay.options import OPTIONS, Parameter, checked, parameters_of
-from trl_storages.replay.remote import Draft, RayHandle, StorageType, in_actor
+from trl_storages.replay.remote import RayHandle, StorageType, in_actor
 from trl_storages.replay.saving import (
     doubt_ends,
     load_state,
@@ -167,10 +165,6 @@ class ReplayStorage(
         given["writer"] = EpisodeWriter if writer is None else writer
         del given["recorder"]
         registry.check_own_parts(storage, **own)
-        self._assemble(given, recorder)
-
-    def _assemble(self, given: dict[str, Any], recorder: GymRecorder | None) -> None:
-        """Puts parts together that have been checked each by itself."""
         # TorchRL would delay initialization if given a `transform_factory`.
         super().__init__(**{"delayed_init": False, **given})
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
@@ -258,12 +252,6 @@ class ReplayStorage(
     ) -> RayHandle:
         # TorchRL's handle lacks the methods of this class.
         where = service_backend_options or {}
-        # Checked here first: an actor takes long to start, and wraps its errors in its own. A user's own
-        # constructor may use the storage, so that only the actor can run it.
-        if cls.__init__.__module__.partition(".")[0] == "trl_storages":
-            of_handle = signature(RayReplayBuffer.__init__).parameters
-            own = {name: value for name, value in options.items() if name not in of_handle}
-            type(cls.__name__, (Draft, cls), {})(*args, **own)
         return RayHandle(*args, where=where, replay_buffer_cls=cls, **options)
 
     @classmethod

@@ -10,7 +10,6 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import signature
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from typing import Any
 
@@ -20,16 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.callers import warn_caller
-from trl_storages.other_names import meant
 
 __all__ = ["ReplayBatches", "make_loader"]
 
-# Workers may be started before the first row is written: seconds until they say so, and until they stop.
-_SILENCE, _PATIENCE = 5.0, 60.0
-# Options of DataLoader that endless batches fix, and those that are checked here.
-_FIXED = {"batch_sampler", "collate_fn", "dataset", "drop_last", "sampler", "shuffle"}
-_OWN = {"num_workers", "batch_size", "fetch_every", "pin_memory", "seed"}
+# Workers may be started before the first row is written: seconds until they stop.
+_PATIENCE = 60.0
 
 
 class ReplayBatches(IterableDataset[TensorDictBase]):
@@ -69,20 +63,15 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
 
 def _draw(reader: Any, patience: float) -> TensorDictBase:
     """Draws a batch; waits up to `patience` seconds until there are rows, or whole episodes, to draw."""
-    start, is_silent, is_ready = time.monotonic(), True, False
+    start, is_ready = time.monotonic(), False
     while True:
         try:
             return reader.sample()
-        except RuntimeError as error:
-            waited = time.monotonic() - start
+        except RuntimeError:
             # If a batch can be drawn, before the try and after it, there is another error. Before alone:
             # the writer has emptied the storage in between.
-            if waited >= patience or (is_ready and reader.can_sample()):
+            if time.monotonic() - start >= patience or (is_ready and reader.can_sample()):
                 raise
-            if is_silent and waited >= _SILENCE:
-                is_silent = False
-                where = reader.storage.scratch_dir
-                warn_caller(f"a worker waits up to {patience:g} s for rows in {where}: {error}")
         time.sleep(0.01)
         is_ready = reader.can_sample()
 
@@ -97,12 +86,6 @@ def make_loader(
     options: dict[str, Any],
 ) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
-    for name in options:
-        if name not in (known := {*signature(DataLoader).parameters} - _FIXED):
-            raise TypeError(
-                f"loader() has no option {name!r}: {meant(name, known | _OWN)} Its batches are drawn by "
-                "the storage's own sampler and transforms, without end."
-            )
     num_workers = arguments.integer("num_workers", num_workers)
     fetch_every = arguments.integer("fetch_every", fetch_every, at_least=1)
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)

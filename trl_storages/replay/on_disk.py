@@ -11,10 +11,9 @@ import torch
 from torchrl.data import Storage
 
 from trl_storages.arguments import tracker
-from trl_storages.callers import warn_caller
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
-from trl_storages.replay.saving import doubt_ends, look_at_actions
+from trl_storages.replay.saving import doubt_ends
 from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
@@ -79,20 +78,13 @@ def resume(storage: Any) -> None:
         return
     if isinstance(sampler, WrappingSampler):
         files.on_new_rows = sampler.hear_of_rows
-    look_at_actions(storage)
     if (directory := files.directory) is None:
         return
     progress = directory.description.progress
     try:
         if storage._rng is not None and "generator" in progress:
-            seed = storage._rng.initial_seed()
             state = bytearray(base64.b64decode(progress["generator"]))
             storage._rng.set_state(torch.frombuffer(state, dtype=torch.uint8))
-            if (before := storage._rng.initial_seed()) != seed:
-                warn_caller(
-                    f"seed {seed} is not used: the draws go on from where those of seed {before} were "
-                    f"left, in {directory.path}. Leave it out, or begin anew by set_rng(generator)."
-                )
         resume_draws(sampler, progress.get("sampler", {}))
         # Recorder state only holds for the commit it was saved with: a writer killed after that one
         # took its environments with it.

@@ -17,11 +17,10 @@ from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
 
 from trl_storages import arguments
 from trl_storages._torchrl import DistributedClient, RayClient
-from trl_storages.callers import warn_caller
-from trl_storages.other_names import METHOD_NAMES, meant
+from trl_storages.other_names import meant
 from trl_storages.replay.options import PARAMETERS, parameters_of
 
-__all__ = ["Draft", "RayHandle", "StorageType", "in_actor"]
+__all__ = ["RayHandle", "StorageType", "in_actor"]
 
 #: Where a storage can be: in this process, or in an actor.
 _BACKENDS = ("direct", "ray")
@@ -42,16 +41,6 @@ class StorageType(type(TensorDictReplayBuffer)):  # type: ignore[misc]
                 arguments.choice, "service_backend", service_backend, _BACKENDS
             )
             return super().__call__(*args, service_backend=backend, **options)
-
-
-class Draft:
-    """Makes the constructor of a storage check its arguments only, without rows."""
-
-    def _make_rows(self, *args: Any, **parts: Any) -> None:
-        pass
-
-    def _assemble(self, *args: Any) -> None:
-        pass
 
 
 # What arrives instead of the storage where one of its methods returns it.
@@ -94,15 +83,10 @@ class _WithParameters:
 
     def _check_method(self, name: str) -> None:
         """Raises an AttributeError unless the storage has a method of that name."""
-        method = getattr(self._service_cls, name, None)
-        if name == "parameters" or callable(method):
-            return
-        reason = "nor has the storage"
-        if method:
-            reason = "it has methods (set_sampler, append_transform) and parameters only"
-        if name in METHOD_NAMES:
-            reason = f"it is {METHOD_NAMES[name]} here"
-        raise AttributeError(f"the {self._kind} of a storage has no attribute {name!r}: {reason}.")
+        if name != "parameters" and not callable(getattr(self._service_cls, name, None)):
+            raise AttributeError(
+                f"the {self._kind} of a storage has no method or parameter {name!r}."
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PARAMETERS:
@@ -123,13 +107,6 @@ class _Client(_WithParameters, RayClient):  # type: ignore[misc]
 class _DistributedClient(_WithParameters, DistributedClient):  # type: ignore[misc]
     _kind = "client"
 
-    def _check_method(self, name: str) -> None:
-        super()._check_method(name)
-        raise AttributeError(
-            f"the client of a storage has no attribute {name!r} with transport='distributed': it writes, "
-            "samples and reports priorities. Call the handle, or leave transport out."
-        )
-
 
 class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     """The handle of a storage in a Ray actor, with all of its methods and parameters.
@@ -148,14 +125,8 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
     set_, set_at_, update_ = map(_forwarded, ("set_", "set_at_", "update_"))
 
     def __init__(self, *args: Any, where: Mapping[str, Any], **options: Any) -> None:
-        if unknown := {*where} - {"ray_init_config", "remote_config"}:
-            raise TypeError(
-                "service_backend_options must be of ray_init_config and remote_config, got "
-                f"{sorted(unknown)}: pass them as in {{'remote_config': {{'num_cpus': 0.5}}}}."
-            )
         super().__init__(*args, **where, **options)
         try:
-            _look_for_room(where.get("remote_config") or {})
             ray.get(self._rb.__ray_ready__.remote())
         except BaseException:
             self.shutdown()
@@ -198,17 +169,6 @@ class RayHandle(_WithParameters, RayReplayBuffer):  # type: ignore[misc]
 
 def _arriving_as(client: Any) -> Any:
     return client
-
-
-def _look_for_room(config: Mapping[str, Any]) -> None:
-    """Warns if no machine of the cluster can ever hold an actor, for which Ray would wait in silence."""
-    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-    room = ray.cluster_resources()
-    if more := [name for name, of in names.items() if (config.get(name) or 0) > room.get(of, 0)]:
-        warn_caller(
-            f"the storage waits for {more[0]}={config[more[0]]}, and Ray has "
-            f"{room.get(names[more[0]], 0):g}: start Ray with more, or ask for less in remote_config."
-        )
 
 
 def in_actor(storage_class: type) -> type:

@@ -14,14 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import NestedKey, TensorDict
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
-from trl_storages.callers import warn_caller
-from trl_storages.gym.fields import strange_action
 from trl_storages.keys import next_key, shared_keys
 from trl_storages.ring import EpisodeIndex
-from trl_storages.ring.naming import slots_of
 from trl_storages.rows import (
     Moved,
     PackedStorage,
@@ -31,7 +27,7 @@ from trl_storages.rows import (
     read_fields,
     rows_part,
 )
-from trl_storages.samplers import ERESampler, HERSampler, PERSampler, layers_of, prioritized_of
+from trl_storages.samplers import prioritized_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
 from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
@@ -39,20 +35,12 @@ from trl_storages.writing import EpisodeWriter, num_slots
 __all__ = [
     "doubt_ends",
     "load_state",
-    "look_at_actions",
     "read_generator",
     "saved_generator",
     "state_of",
 ]
 
 _WHAT = "the saved storage"
-_LOOKED_AT = 1_000  # newest rows whose actions are compared with the space
-#: Sampler -> how a ready-made storage gets it, and entries of its states.
-_SAMPLERS: dict[type[Sampler], tuple[str, set[str]]] = {
-    HERSampler: ("a HERReplayStorage", {"strategy", "num_goals"}),
-    ERESampler: ("eta below 1", {"eta", "c_min"}),
-    PERSampler: ("alpha above 0", {"alpha", "beta", "priorities"}),
-}
 #: The entries of a saved storage that are not parts.
 _VALUES = ("_batch_size", "_rng")
 
@@ -101,13 +89,7 @@ def _check_state(storage: Any, state: Any) -> dict[str, Any]:
     if isinstance(storage._writer, EpisodeWriter):
         # First, as the other parts differ too if the storage is of another size.
         index = storage._writer.read_state(saved["_writer"])
-    try:
-        parts["_sampler"].check_state_dict(saved["_sampler"])
-    except (KeyError, TypeError, ValueError) as error:
-        if unlike := _unlike(storage._sampler, saved["_sampler"]):
-            raise ValueError(unlike) from error
-        raise
-    for name in ("_transforms", "_recorder"):
+    for name in ("_sampler", "_transforms", "_recorder"):
         parts[name].check_state_dict(saved[name])
     if index is not None:
         if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
@@ -121,21 +103,6 @@ def _check_state(storage: Any, state: Any) -> dict[str, Any]:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])
     return fitted
-
-
-def _unlike(sampler: Sampler, state: Any) -> str | None:
-    """Returns which sampler a storage or a state has, and the other lacks; None if that is not known."""
-    layers = layers_of(sampler)
-    entries = {key for each in _layers_in(state) if isinstance(each, Mapping) for key in each}
-    for kind, (made_by, marks) in _SAMPLERS.items():
-        has, had = any(isinstance(layer, kind) for layer in layers), bool(entries & marks)
-        if has != had:
-            return (
-                f"{_WHAT} was made with{'' if had else 'out'} {kind.__name__} ({made_by}), and this one "
-                f"with{'' if has else 'out'}: make it as that one was, and set_sampler() another when "
-                "it is loaded. Nothing was changed."
-            )
-    return None
 
 
 def _layers_in(state: Any) -> list[Any]:
@@ -155,27 +122,6 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
         with storage._replay_lock:
             fitted = _check_state(storage, state)
             _take(storage, fitted, progress)
-            look_at_actions(storage)
-
-
-def look_at_actions(storage: Any) -> None:
-    """Warns if the newest rows, stored before, have discrete actions of another space."""
-    episodes, choices = getattr(storage._storage, "episodes", None), storage._recorder.choices
-    if not choices or episodes is None or not len(episodes):
-        return
-
-    def read() -> dict[NestedKey, torch.Tensor]:
-        newest = slots_of(episodes, slice(-_LOOKED_AT, None))
-        return read_fields(storage._storage, newest, choices)
-
-    files = getattr(storage._storage, "files", None)
-    found = read() if files is None else files.read_consistently(read)
-    for key, taken in found.items():
-        if strange := strange_action(key, choices[key], as_array(taken)):
-            warn_caller(
-                f"{strange[1]} in a row that was stored before: these rows are of another action space. "
-                "Make the storage for theirs, or without these rows."
-            )
 
 
 def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:

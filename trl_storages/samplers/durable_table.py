@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from trl_storages.callers import warn_caller
 from trl_storages.priorities import ABSENT, PriorityTable
 
 __all__ = ["DurableTable"]
@@ -28,7 +27,7 @@ class DurableTable(PriorityTable):
 
     A row's stamp is the same in every process that has the directory open, so priorities reported
     for another process's batch reach the right rows. Once priorities exist, a writer sets a row's
-    priority before it commits the row, so a missing one means damage.
+    priority before it commits the row; one that is missing or damaged means the largest.
 
     Args:
         storage: a storage whose rows are on disk.
@@ -57,19 +56,12 @@ class DurableTable(PriorityTable):
         self._tails = storage.episodes.host_tails.copy()
         #: `[N]` the last word read of each row; None in the writer, which makes all changes itself.
         self._known = None if storage.reader is None else torch.full((self.capacity,), _UNSEEN)
-        damaged = self._follow()
+        self._follow()
         if storage.reader is None:
-            self._mend(damaged)
+            self._mend()
 
-    def _mend(self, damaged: torch.Tensor) -> None:
-        """Permanently sets damaged priorities to the largest one."""
-        num_damaged = len(damaged) + int(self._words.get(self._largest_at).isnan())
-        if num_damaged and not self._words.is_new:
-            warn_caller(
-                f"the priorities of {num_damaged} rows in {self._storage.scratch_dir} are damaged: they "
-                "get the largest one, as if they were written now.",
-                RuntimeWarning,
-            )
+    def _mend(self) -> None:
+        """Permanently sets missing and damaged priorities to the largest one."""
         # Includes rows of a load in progress, which are not in the index yet.
         every = torch.arange(self.capacity)
         missing = every[self._words.get(every).isnan()]
@@ -90,8 +82,8 @@ class DurableTable(PriorityTable):
         self._follow()
         return True
 
-    def _follow(self) -> torch.Tensor:
-        """Reads updates, and returns the slots of rows whose priority is damaged."""
+    def _follow(self) -> None:
+        """Reads updates."""
         words, episodes, table = self._words, self._storage.episodes, self._rows
         _, evicted = words.renew(table, _NO_SLOTS, episodes.ring, self._tails)
         slots, seen, priority = words.news(episodes.ring, self._known)
@@ -113,7 +105,6 @@ class DurableTable(PriorityTable):
         if self._known is not None:
             self._known[evicted], self._known[slots] = _UNSEEN, seen
         self._tails[:] = episodes.host_tails
-        return slots[is_damaged]
 
     # Drawing
 
