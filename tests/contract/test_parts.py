@@ -1,0 +1,604 @@
+"""What the parts do beside drawing: parameters, prefetching, ensembles, fields, whole episodes."""
+
+import math
+from collections import Counter
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from contract.lanes import HISTORIES, Lanes, ends
+from contract.make import PLACES, assemble, library, make, make_for
+from contract.steps import Player, assert_same, ids_of, reward_fn, rows
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import RandomSampler
+from torchrl.envs import GymEnv
+
+GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
+each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+#: One field of each dtype that rows may hold.
+DTYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+]
+
+
+def assert_batches(one, other):
+    """The same entries, bit for bit, but for those that say where rows lie."""
+    one, other = (batch.exclude("index", "goal_index", "priority_stamp") for batch in (one, other))
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    assert_same(one, other)
+
+
+@pytest.mark.requirement("devices")
+class TestSeeds:
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            *("uniform", "recency", "hindsight"),
+            *(
+                pytest.param(
+                    kind,
+                    marks=pytest.mark.xfail(
+                        reason="a directory that has wrapped has other slots to draw from",
+                        strict=True,
+                    ),
+                )
+                for kind in ("prioritized", "all")
+            ),
+        ],
+    )
+    def test_the_same_batches_in_every_place(self, kind):
+        """Of one seed, also after priorities were handed back."""
+        drawn = []
+        for where in PLACES:
+            storage = make(kind, place=where, lanes=2, size=24, batch_size=16, seed=3)
+            lanes, batches = Lanes(24, 2), []
+            for _ in range(4):
+                lanes.write(storage, [ends([4], 3), ends([2, 2], 3)])
+                batch = storage.sample()
+                storage.update_tensordict_priority(batch, batch["next", "reward"].abs())
+                batches.append(batch)
+            drawn.append(torch.stack(batches))
+        for batches in drawn[1:]:
+            assert_batches(batches, drawn[0])
+
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    def test_another_seed_draws_others(self, kind):
+        batches = []
+        for seed in (0, 0, 1):
+            storage = make(kind, size=40, seed=seed, batch_size=32)
+            Lanes(40).write(storage, [ends([9, 9, 9])])
+            torch.manual_seed(seed)
+            batches.append(ids_of(storage.sample()).tolist())
+        assert batches[0] == batches[1] != batches[2]
+
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    @pytest.mark.parametrize("prefetch", [1, 3])
+    def test_prefetch_draws_the_same(self, prefetch, kind):
+        ahead, plain = (make(kind, size=40, batch_size=8, prefetch=n) for n in (prefetch, 0))
+        for storage in (ahead, plain):
+            Lanes(40).write(storage, [ends([9, 9, 9])])
+        for _ in range(12):
+            assert_batches(ahead.sample(), plain.sample())
+        ahead.shutdown()
+
+
+@pytest.mark.requirement("live-parameters")
+class TestLiveParameters:
+    """What is set between two samples holds from the next one on."""
+
+    def make(self, kind, **options):
+        storage, lanes = make(kind, size=40, batch_size=200, **options), Lanes(40)
+        lanes.write(storage, [ends([5, 9, 3, 6], 4)])
+        return storage, lanes
+
+    def test_num_goals(self):
+        storage, _ = self.make("all")
+        for num_goals in (4, 0, 1, math.inf, 9):
+            storage.num_goals = num_goals
+            share = 1 if num_goals == math.inf else num_goals / (num_goals + 1)
+            assert int(storage.sample()["her_mask"].sum()) == math.floor(200 * share)
+            assert storage.num_goals == num_goals
+
+    def test_strategy(self):
+        storage, lanes = self.make("hindsight")
+        for strategy in ("final", "FUTURE", {"final": 0.5, "current": 0.5}, "random"):
+            storage.strategy = strategy
+            names = [strategy.lower()] if isinstance(strategy, str) else [*strategy]
+            batch = storage.sample()
+            batch = batch[batch["her_mask"]]
+            for step, goal in zip(
+                lanes.of(batch), lanes.reaching(batch["desired_goal"]), strict=True
+            ):
+                assert any(goal in lanes.goals(step, name) for name in names)
+
+    def test_alpha_and_beta(self):
+        storage, lanes = self.make("prioritized", beta=1.0)
+        batch = storage.sample()
+        storage.update_tensordict_priority(batch, batch["next", "reward"].abs() + 0.1)
+        storage.beta = 0.0
+        assert (storage.sample()["priority_weight"] == 1).all()
+        storage.beta = 1.0
+        assert (storage.sample()["priority_weight"] < 1).any()
+        storage.alpha = 0.0
+        assert (storage.sample()["priority_weight"] == 1).all()
+        counts = Counter(number for _ in range(30) for number in ids_of(storage.sample()).tolist())
+        assert stats.chisquare([counts[step.id] for step in lanes.live()]).pvalue > 1e-4
+
+    def test_eta_and_c_min(self):
+        storage, lanes = self.make("recency", eta=0.9, c_min=3)
+        for eta, c_min, size in ((0.9, 3, 3), (0.9, 8, 8), (1.0, 3, 27), (0.99, 1, 1)):
+            storage.eta, storage.c_min = eta, c_min
+            storage.sampler.begin_phase(1)
+            assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
+
+    def test_the_reward_function(self):
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        storage = assemble(40, sampler=HERSampler(num_goals=math.inf), transform=relabel)
+        Lanes(40).write(storage, [ends([5, 9])])
+        relabel.reward_fn = lambda achieved, goal, _: torch.full((len(goal),), 7.0)
+        assert (storage.sample()["next", "reward"] == 7).all()
+
+
+@pytest.mark.requirement("ensembles")
+class TestEnsembles:
+    def members(self, **parts):
+        storages = [assemble(40, seed=seed, **parts) for seed in (1, 2)]
+        lanes = [Lanes(40), Lanes(40)]
+        lanes[1].players = [Player(5)]
+        lanes[0].write(storages[0], [ends([5, 5, 5])])
+        # Another environment, in the first lane of its own storage.
+        steps = Player(5).play([9, 9])
+        storages[1].extend(rows(steps))
+        return storages, [lanes[0].live(), steps]
+
+    @pytest.mark.parametrize(
+        ("shares", "batch_size", "counts"),
+        [
+            ((0.5, 0.5), 9, [5, 4]),
+            ((0.9, 0.1), 20, [18, 2]),
+            (None, 8, [4, 4]),
+            ((0, 1), 6, [0, 6]),
+        ],
+    )
+    def test_shares_are_exact_and_spread_evenly(self, shares, batch_size, counts):
+        """As in RLPD: of a fixed part of the batch each storage draws what it would draw alone."""
+        storages, steps = self.members()
+        alone = [
+            ids_of(storage.sample(max(n, 1))).tolist()
+            for storage, n in zip(self.members()[0], counts, strict=True)
+        ]
+        ensemble = library.ReplayStorageEnsemble(*storages, shares=shares, batch_size=batch_size)
+        assert len(ensemble) == sum(map(len, steps))
+        batch = ensemble.sample()
+        found = ids_of(batch)
+        number = (found >= 1 << 20).long()
+        assert torch.equal(batch["buffer_ids"], number)
+        assert torch.bincount(number, minlength=2).tolist() == counts
+        due = torch.arange(1, batch_size + 1) * counts[1] / batch_size
+        assert (number.cumsum(0) - due).abs().max() <= 1
+        for i, expected in enumerate(alone):
+            assert found[number == i].tolist() == expected[: counts[i]]
+
+    def test_each_is_seen_through_its_own_transforms(self):
+        offline = assemble(40, transform=NStep(3, 0.5))
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        online = assemble(40, sampler=HERSampler("final", math.inf), transform=[relabel, NStep(1)])
+        Lanes(40).write(offline, [ends([9, 9])])
+        lanes = Lanes(40)
+        lanes.write(online, [ends([9, 9])])
+        batch = library.ReplayStorageEnsemble(offline, online, batch_size=40).sample()
+        is_online = batch["buffer_ids"] == 1
+        assert torch.equal(batch["her_mask"], is_online)
+        assert (batch["steps_to_next_obs"][is_online] == 1).all()
+        assert (batch["steps_to_next_obs"][~is_online] == 3).any()
+        part = batch[is_online]
+        assert lanes.reaching(part["desired_goal"]) == [
+            lanes.onward(step)[-1] for step in lanes.of(part)
+        ]
+        assert (batch[~is_online]["desired_goal"][:, 1] == -1).all()
+
+    def test_priorities_go_back_to_where_their_rows_are(self):
+        per = [library.PERSampler(40, alpha=1.0, beta=1.0, eps=1e-9) for _ in range(2)]
+        storages, lanes = [assemble(40, sampler=sampler) for sampler in per], Lanes(40)
+        lanes.write(storages[0], [ends([5, 5, 5])])
+        storages[1].extend(rows(lanes.live()))
+        ensemble = library.ReplayStorageEnsemble(*storages, batch_size=400)
+        batch = ensemble.sample()
+        steps, numbers = lanes.of(batch), batch["buffer_ids"]
+        priority = torch.tensor([1.0 + step.id % 5 for step in steps]) + 3.0 * numbers
+        ensemble.update_tensordict_priority(batch, priority)
+        batch = ensemble.sample()
+        raw = (
+            torch.tensor([1.0 + step.id % 5 for step in lanes.of(batch)])
+            + 3.0 * batch["buffer_ids"]
+        )
+        # Each row's chance in its own storage, times its number of rows; the largest weight is 1.
+        means = torch.tensor(
+            [sum(1.0 + step.id % 5 for step in lanes.live()) / 15 + 3.0 * n for n in (0, 1)]
+        )
+        weight = means[batch["buffer_ids"]] / raw
+        torch.testing.assert_close(batch["priority_weight"], weight / weight.max())
+
+    def test_sequences_stay_whole(self):
+        storages, _ = self.members(sample_unit=library.EpisodeSequence(2, burn_in=1))
+        ensemble = library.ReplayStorageEnsemble(*storages, shares=(0.25, 0.75), batch_size=8)
+        batch = ensemble.sample().reshape(8, 3)
+        assert (batch["buffer_ids"] == batch["buffer_ids"][:, :1]).all()
+        assert batch["buffer_ids"][:, 0].tolist().count(0) == 2
+        assert (batch["sequence_id"] == torch.arange(8).unsqueeze(1)).all()
+
+
+# Fields
+
+
+@pytest.mark.requirement("nested-dtypes")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_at_every_level_bit_for_bit(place, dtype):
+    def values(*shape):
+        number = torch.arange(math.prod(shape)).reshape(shape)
+        return number % 3 == 1 if dtype is torch.bool else (number % 100 + 1).to(dtype)
+
+    data, seen = rows(Player().play([4, 5], 2)), values(12, 2, 3)
+    data["deep", "seen"], data["next", "deep", "seen"] = seen[:-1], seen[1:]
+    data["scalar"], data["next", "only"] = values(11), values(11, 5)
+    storage = assemble(20, place=place, on_gap="ignore")
+    index = storage.extend(data)
+    assert_same(storage[index], data)
+    batch = storage.sample(40)
+    order = {number: at for at, number in enumerate(ids_of(data).tolist())}
+    assert_same(batch, data[[order[number] for number in ids_of(batch).tolist()]])
+    history = storage[:]
+    assert_same(history, data)
+    assert_same(storage[3:7], data[3:7])
+
+
+@pytest.mark.requirement("her-info")
+def test_infos_and_further_fields_reach_the_reward_function(place):
+    env = gymnasium.make("BitFlipping-v0", n_bits=3)
+    seen = []
+
+    def reward(achieved, desired, infos):
+        seen.append({key: value.shape for key, value in infos.items()})
+        assert (infos["weight"][:, 0] == achieved.sum(-1) * 2).all()
+        return infos["weight"] * 3
+
+    storage = make_for(
+        env,
+        "hindsight",
+        place=place,
+        reward_fn=reward,
+        info_keys=("weight",),
+        extra_fields={"state": (torch.float64, (2, 2)), ("next", "reward"): (torch.float64, (1,))},
+        num_goals=math.inf,
+    )
+    before, _ = env.reset(seed=0)
+    for number in range(20):
+        after, *outcome, info = env.step(number % 3)
+        weight = np.float32([after["achieved_goal"].sum() * 2])
+        info = {**info, "weight": weight, "state": np.full((2, 2), number, np.float64)}
+        storage.record(before, number % 3, *outcome, info, after)
+        before = env.reset()[0] if outcome[1] or outcome[2] else after
+    batch = storage.sample(30)
+    assert seen == [{"weight": torch.Size([30, 1])}]
+    assert batch["state"].dtype is batch["next", "reward"].dtype is torch.float64
+    assert batch["state"].shape == (30, 2, 2)
+    assert torch.equal(batch["next", "reward"], 3 * batch["weight"].double())
+
+
+class TestFrameStacks:
+    """Stacks of three frames [3, 2], of which each frame is stored once."""
+
+    def play(self, lengths, history):
+        """[N] rows whose stacks begin with frames of `history`: "same" or "own"."""
+        number, blocks = 0, []
+        for length in lengths:
+            frames = torch.arange(number, number + length + 1).float()
+            past = frames[:1].expand(2) if history == "same" else frames[:1] + 0.5 * torch.rand(2)
+            frames = torch.cat([past, frames]).unsqueeze(1).expand(-1, 2)
+            stacks = frames.unfold(0, 3, 1).transpose(1, 2)
+            done = torch.arange(length).unsqueeze(1) == length - 1
+            block = {
+                "observation": stacks[:-1],
+                "action": torch.zeros(length, 2),
+                "effort": torch.zeros(length, 1, dtype=torch.float64),
+                "next": {
+                    "observation": stacks[1:],
+                    "reward": torch.ones(length, 1),
+                    "done": done,
+                    "terminated": done.clone(),
+                    "truncated": torch.zeros_like(done),
+                },
+            }
+            blocks.append(TensorDict(block, [length]).clone())
+            number += length + 1
+        return torch.cat(blocks)
+
+    @pytest.mark.requirement("stored-once")
+    @pytest.mark.parametrize(
+        "history",
+        [
+            "same",
+            pytest.param(
+                "own",
+                marks=pytest.mark.xfail(reason="stacks must begin by one rule", strict=True),
+            ),
+        ],
+    )
+    def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
+        storage = make("n-step", place=place, layout="frames", size=24)
+        data = self.play([4, 1, 7, 5, 3, 2, 9], history)
+        for block in data.split(5):
+            storage.extend(block)
+        batch, first = storage.sample(200), len(data) - 24
+        newest = data["observation"][:, -1, 0].tolist()
+        assert len(storage) == 24
+        assert batch["observation"].shape == (200, 3, 2)
+        for row in batch:
+            at = newest.index(row["observation"][-1, 0].item())
+            assert at >= first
+            assert torch.equal(row["observation"], data["observation"][at])
+            last = at + row["steps_to_next_obs"].item() - 1
+            assert torch.equal(row["next", "observation"], data["next", "observation"][last])
+
+    @pytest.mark.requirement("refused-is-unchanged")
+    def test_a_next_stack_that_is_not_moved_by_one_frame_is_refused(self):
+        storage = make(layout="frames", size=24)
+        data = self.play([4], "same")
+        data["next", "observation"][2, 0] += 9
+        with pytest.raises(ValueError, match="observation"):
+            storage.extend(data)
+        assert len(storage) == 0
+
+
+# Whole episodes, slices, what is emptied
+
+
+@pytest.mark.requirement("episodes")
+@each_history
+def test_whole_episodes_are_drawn_uniformly(history):
+    storage = assemble(history.size, history.lanes)
+    lanes = history.write(storage)
+    whole = {
+        step.id: lanes.onward(step)
+        for step in lanes.live()
+        if step.id == step.first and lanes.onward(step)[-1].end
+    }
+    if not whole:
+        with pytest.raises(RuntimeError, match="finished"):
+            storage.sample_episodes(3)
+        return
+    batch = storage.sample_episodes(60 * len(whole))
+    mask = batch["collector", "mask"]
+    counts = Counter(ids_of(batch)[:, 0].tolist())
+    assert set(counts) == set(whole)
+    assert len(whole) == 1 or stats.chisquare([*counts.values()]).pvalue > 1e-4
+    assert batch.shape == (60 * len(whole), max(map(len, whole.values())))
+    for episode, is_there in zip(batch, mask, strict=True):
+        expected = rows(whole[int(ids_of(episode)[0])])
+        assert int(is_there.sum()) == len(expected)
+        assert_same(episode[: len(expected)], expected)
+        padding = episode.exclude("index", ("collector", "mask"))[len(expected) :]
+        assert not any(value.any() for value in padding.values(True, True))
+
+
+@pytest.mark.requirement("slices")
+class TestSlices:
+    @each_history
+    def test_in_time_order(self, history):
+        storage = assemble(history.size, history.lanes)
+        lanes = history.write(storage)
+        found = ids_of(storage[:]).tolist()
+        assert sorted(found) == sorted(step.id for step in lanes.live())
+        for lane in range(history.lanes):
+            expected = [step.id for step in lanes.live_of(lane)]
+            assert [number for number in found if number in expected] == expected
+        assert ids_of(storage[2:5]).tolist() == found[2:5]
+        assert ids_of(storage[-3:]).tolist() == found[-3:]
+
+    def test_a_slice_may_be_written_elsewhere(self):
+        history = HISTORIES["wrapped"]
+        storage, other = assemble(history.size), assemble(history.size)
+        history.write(storage)
+        other.extend(storage[:])
+        assert_same(other[:], storage[:])
+
+    @pytest.mark.xfail(reason="rows are never changed", strict=True, raises=AttributeError)
+    def test_fields_of_the_step_may_be_rewritten(self, place):
+        """Rewards of a learned model; never flags or observations."""
+        storage, lanes = assemble(24, 2, place=place), Lanes(24, 2)
+        index = lanes.write(storage, [ends([4], 3)] * 2).flatten()
+        before = storage[index]
+        reward = torch.arange(3.0).unsqueeze(1)
+        effort = torch.rand(3, 1).double()
+        storage.rewrite(index[2:5], {("next", "reward"): reward, "effort": effort})
+        expected = before.clone()
+        expected["next", "reward"][2:5], expected["effort"][2:5] = reward, effort
+        assert_same(storage[index], expected)
+        for key in ("observation", ("next", "done"), ("next", "achieved_goal"), "unknown"):
+            value = before.get(key, reward)[2:5]
+            with pytest.raises((ValueError, KeyError)):
+                storage.rewrite(index[2:5], {key: value})
+        with pytest.raises(ValueError, match="reward"):
+            storage.rewrite(index[2:5], {("next", "reward"): reward[:2]})
+        assert_same(storage[index], expected)
+
+
+@pytest.mark.requirement("clear")
+class TestEmpty:
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    def test_everything_is_as_in_a_fresh_storage(self, place, kind):
+        fresh, emptied = (make(kind, place=place, lanes=2, size=24, batch_size=8) for _ in range(2))
+        Lanes(24, 2).write(emptied, [ends([4, 4], 9)] * 2)
+        emptied.empty()
+        assert len(emptied) == emptied.write_count == 0
+        batches = []
+        for storage in (fresh, emptied):
+            Lanes(24, 2).write(storage, [ends([4], 3)] * 2)
+            batch = storage.sample()
+            storage.update_tensordict_priority(batch, batch["next", "reward"].abs())
+            batches.append([batch, storage.sample()])
+        for one, other in zip(*batches, strict=True):
+            assert_batches(one, other)
+
+    @pytest.mark.parametrize("keep_steps", [1, 3, 99])
+    def test_the_last_steps_of_each_lane_stay(self, place, keep_steps):
+        history = HISTORIES["unequal fill"]
+        storage = assemble(history.size, history.lanes, place=place)
+        lanes = history.write(storage)
+        storage.empty(keep_steps=keep_steps)
+        kept = [step for lane in (0, 1) for step in lanes.live_of(lane)[-keep_steps:]]
+        assert sorted(ids_of(storage[:]).tolist()) == sorted(step.id for step in kept)
+        lanes.write(storage, [[False, False]] * 2)
+        assert len(storage) == min(len(kept) + 4, 24)
+
+
+@pytest.mark.requirement("generation")
+@pytest.mark.parametrize(("num_batches", "epochs"), [(5, 1), (2, 3), (0, 2), (3, 0)])
+def test_batches(num_batches, epochs):
+    storages = [make(size=40, batch_size=8) for _ in range(2)]
+    for storage in storages:
+        Lanes(40).write(storage, [ends([9, 9])])
+    found = [*storages[0].batches(num_batches, 6, epochs=epochs)]
+    assert [batch.shape for batch in found] == [(6,)] * (num_batches * epochs)
+    for batch in found:
+        assert_batches(batch, storages[1].sample(6))
+
+
+@pytest.mark.requirement("can-sample")
+def test_what_a_storage_says_while_it_fills():
+    storage = make(lanes=2, size=8, batch_size=4)
+    lanes = Lanes(8, 2)
+    for num_steps in range(1, 7):
+        lanes.write(storage, [[False]] * 2)
+        assert len(storage) == min(2 * num_steps, 8)
+        assert storage.is_full == (num_steps >= 4)
+        assert storage.write_count == 2 * num_steps
+        assert storage.can_sample()
+
+
+# Parts beside the storage
+
+
+@pytest.mark.requirement("goal-wrapper")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+def test_goals_as_one_vector_and_back(dtype):
+    parts = TensorDict(
+        {
+            "desired_goal": torch.arange(5, 7).to(dtype).expand(4, 2),
+            "achieved_goal": torch.arange(3, 5).to(dtype).expand(4, 2),
+            "observation": torch.arange(0, 3).to(dtype).expand(4, 3),
+        },
+        [4],
+    )
+    transform = library.FlattenGoal()
+    flat = transform.flatten(parts.clone())
+    assert torch.equal(flat, torch.arange(7).to(dtype).expand(4, 7))
+    back = transform.unflatten(flat)
+    assert_same(TensorDict(back, [4]), parts)
+    batch = make(size=9)
+    batch.extend(rows(Player().play([4])))
+    assert library.FlattenGoal().flatten(batch.sample(6)).shape == (6, 7)
+
+
+class TestAudit:
+    def audited(self, function):
+        relabel = GoalRelabel(function, info_keys=["effort"])
+        storage, lanes = assemble(20, transform=relabel, sampler=HERSampler()), Lanes(20)
+        lanes.write(storage, [ends([6, 6, 6], 2)])
+        return relabel.audit(storage), lanes
+
+    def test_a_function_that_agrees(self):
+        audit, _ = self.audited(reward_fn)
+        assert audit.passed
+        assert audit.num_rows == 20
+
+    def test_a_function_that_differs_says_where(self):
+        def wrong(achieved, desired, infos):
+            return reward_fn(achieved, desired, infos) + 3 * (achieved[..., 0] == 9)
+
+        audit, _ = self.audited(wrong)
+        assert not audit.passed
+        assert (audit.computed - audit.stored).tolist() == [3.0]
+        assert "12.25" in str(audit)
+
+
+class TestGymReward:
+    ACHIEVED = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    DESIRED = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+
+    @pytest.mark.parametrize("of", [gymnasium.make, GymEnv], ids=["gymnasium", "TorchRL"])
+    def test_rewards_are_the_environments(self, of):
+        more = {"categorical_action_encoding": True} if of is GymEnv else {}
+        env = of("BitFlipping-v0", n_bits=2, **more)
+        assert library.gym_reward(env)(self.ACHIEVED, self.DESIRED, {}).tolist() == [0, -1, 0]
+        storage = make_for(env, "hindsight", reward_fn=library.gym_reward(env))
+        assert storage.num_goals == 4
+
+    def test_an_environment_without_goals(self):
+        with pytest.raises(TypeError, match="reward_fn"):
+            library.gym_reward(gymnasium.make("CartPole-v1"))
+
+
+def test_explain():
+    history = HISTORIES["lanes"]
+    relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+    storage = assemble(
+        history.size, history.lanes, sampler=HERSampler("final"), transform=[relabel, NStep(2)]
+    )
+    lanes = history.write(storage)
+    batch = storage.sample(40)
+    said, steps = storage.explain(batch), lanes.of(batch)
+    assert len(said) == 40
+    assert said["lane"].tolist() == [step.lane for step in steps]
+    assert said["step"].tolist() == [lanes.episode(step).index(step) for step in steps]
+    assert said["length"].tolist() == [len(lanes.episode(step)) for step in steps]
+    assert torch.equal(said["relabelled"], batch["her_mask"])
+    assert torch.equal(said["steps"], batch["steps_to_next_obs"].squeeze(-1))
+    for offset, mask, step in zip(said["goal_offset"], batch["her_mask"], steps, strict=True):
+        assert offset == (len(lanes.onward(step)) - 1 if mask else 0)
+
+
+@pytest.mark.requirement("nothing-crosses")
+class TestOwnSampler:
+    class Drawing(RandomSampler):
+        """Draws what it is told."""
+
+        def sample(self, storage, batch_size):
+            return self.index, {}
+
+    def test_rows_that_are_live_are_drawn(self, place):
+        storage, lanes = assemble(24, 2, place=place, sampler=self.Drawing()), Lanes(24, 2)
+        index = lanes.write(storage, [ends([4], 3)] * 2)
+        storage.sampler.index = index.flatten()[[3, 1, 1]]
+        assert lanes.of(storage.sample(3)) == [lanes.lanes[0][at] for at in (3, 1, 1)]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            pytest.param(10**9, id="beyond"),
+            *(
+                pytest.param(
+                    *wrong,
+                    marks=pytest.mark.xfail(reason="it is not checked", strict=True),
+                    id=name,
+                )
+                for name, wrong in {"negative": [-1], "free": [None]}.items()
+            ),
+        ],
+    )
+    def test_others_raise(self, place, wrong):
+        storage, lanes = assemble(24, 2, place=place, sampler=self.Drawing()), Lanes(24, 2)
+        index = lanes.write(storage, [ends([4], 3)] * 2).flatten()
+        if wrong is None:
+            wrong = next(slot for slot in range(24) if slot not in index.tolist())
+        storage.sampler.index = torch.cat([index[:2], torch.tensor([wrong])])
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            storage.sample(3)
+        storage.sampler.index = index[:3]
+        assert len(storage.sample(3)) == 3
