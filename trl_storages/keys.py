@@ -133,7 +133,7 @@ def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:
 
 
 # Entries with these names belong to a single step and do not carry over to the next.
-_OF_A_STEP = frozenset({"reward", "done", "terminated", "truncated"})
+_OF_A_STEP = frozenset({"reward", "done", "terminated", "truncated", "step_count"})
 
 
 def next_key(key: NestedKey) -> NestedKey:

@@ -1,0 +1,361 @@
+"""The episode index of the lanes of a storage, on the host wherever the rows are.
+
+Letters: E lanes (environments), T steps a lane, M entries a lane, k frames a stack, B any number of
+slots, n rows of a window, S rows of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from trl_storages.index import invariants, whole_episodes
+from trl_storages.kernels import draws
+from trl_storages.kernels.streams import CURSOR, CUT, DONE, GOES_ON, TAIL
+
+__all__ = ["Changes", "EpisodeIndex", "Seen"]
+
+_NO_STEPS = np.empty(0)
+#: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
+_LEAST_SLACK = 64
+
+
+class Seen(NamedTuple):
+    """What somebody has seen of an index."""
+
+    epoch: int
+    cursors: np.ndarray
+    tails: np.ndarray
+
+
+class Changes(NamedTuple):
+    """What has changed since: first the slots that are gone, then those that are new count."""
+
+    gone: np.ndarray
+    new: np.ndarray
+
+
+class EpisodeIndex:
+    """Knows for every slot which step of which episode it holds, and where its entry is.
+
+    Step s of lane e is in slot `e T + s mod T`. Of a lane the steps from its tail to its cursor are live;
+    these two words are its whole state. An episode ends where `done` is true, and is cut where the next
+    step of its lane does not belong to it. A cut or a running episode is a correct, shorter stretch.
+
+    What is written counts once its cursor is stored: every answer is about published steps. Nobody is
+    told of new rows; who needs to know asks `since`.
+
+    Args:
+        capacity: the number of rows, rounded down to a multiple of `num_envs`.
+        num_envs: E.
+        stack: k, how many entries an observation is made of.
+        max_entries: room for observations, over all lanes; None is enough for `capacity` rows whatever
+            they are, of which memory is taken for those that are there.
+        tables: the arrays of `table_shapes`; None makes them.
+
+    Raises:
+        ValueError: a lane has fewer than two steps, or too few entries for two.
+
+    >>> index = EpisodeIndex(8)
+    >>> len(index), index
+    (0, EpisodeIndex(capacity=8, num_envs=1, 0 rows))
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int = 1,
+        *,
+        stack: int = 1,
+        max_entries: int | None = None,
+        tables: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        if num_envs < 1 or capacity < 2 * num_envs:
+            raise ValueError(
+                f"every environment must have room for two steps, got {capacity} for {num_envs}."
+            )
+        #: E, T and k.
+        self.num_envs, self.steps_per_lane, self.stack = num_envs, capacity // num_envs, stack
+        slack = max(self.steps_per_lane // 4, _LEAST_SLACK)
+        enough = (stack + 1) * (self.steps_per_lane + slack)
+        #: M.
+        self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
+        fitting = (self.entries_per_lane - stack) // (stack + 1)
+        if fitting < 2:
+            raise ValueError(
+                f"max_entries must be at least {num_envs * (2 * (stack + 1) + stack)}, got {max_entries}."
+            )
+        #: How many steps of a lane may be written at once: the slot of the last published step stays, and
+        #: with enough entries no step gives way before its time.
+        self.most_steps = min(self.steps_per_lane // 2, slack - 1, fitting)
+        if tables is None:
+            tables = {
+                name: np.zeros(shape, dtype) for name, (dtype, shape) in self.table_shapes().items()
+            }
+        self._lanes, self._spans, self._epoch = tables["lanes"], tables["spans"], tables["epoch"]
+        #: What `kernels.streams` calls an index.
+        self.tables: tuple[Any, ...] = (
+            *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
+            *(self.steps_per_lane, self.entries_per_lane, stack),
+        )
+        self.where: np.ndarray = tables["where"]
+        self.episode: np.ndarray = tables["episode"]
+        self.ends: np.ndarray = tables["ends"]
+
+    def table_shapes(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        """Returns the dtype and the shape of each table by name."""
+        E, T = self.num_envs, self.steps_per_lane
+        return {
+            "where": (np.int64, (E * T,)),
+            "episode": (np.int64, (E * T,)),
+            "ends": (np.uint8, (E * T,)),
+            "spans": (np.int64, (E, T + 1, 2)),
+            "lanes": (np.int64, (E, 2)),
+            "epoch": (np.int64, (1,)),
+        }
+
+    # State
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots."""
+        return self.num_envs * self.steps_per_lane
+
+    @property
+    def cursors(self) -> np.ndarray:
+        """`[E]` steps ever written."""
+        return self._lanes[:, CURSOR]
+
+    @property
+    def tails(self) -> np.ndarray:
+        """`[E]` the oldest live step of each lane."""
+        return self._lanes[:, TAIL]
+
+    @property
+    def fill(self) -> np.ndarray:
+        """`[E]` live steps."""
+        return self.cursors - self.tails
+
+    def __len__(self) -> int:
+        return int(self.fill.sum())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a row."""
+        return len(self) == self.capacity
+
+    @property
+    def is_open(self) -> np.ndarray:
+        """`[E]` whether the next step of each lane goes on with the episode of its last one."""
+        return (self.cursors > 0) & (self.ends[self.newest_slots()] == GOES_ON)
+
+    def newest_slots(self) -> np.ndarray:
+        """Returns the slot of the last step of each lane, `[E]`."""
+        T = self.steps_per_lane
+        return np.arange(self.num_envs) * T + (self.cursors - 1) % T
+
+    def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
+        """Cuts the running episodes of some lanes, or of all: their next steps begin new ones."""
+        is_open = self.is_open
+        if lanes is not None:
+            chosen = np.zeros(self.num_envs, bool)
+            chosen[lanes] = True
+            is_open &= chosen
+        self.ends[self.newest_slots()[is_open]] = CUT
+
+    def empty(self, keep_steps: int = 0) -> None:
+        """Lets all steps give way but the last `keep_steps` of each lane; with 0 it begins anew."""
+        if keep_steps:
+            np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
+            return
+        self._epoch += 1
+        self._lanes[:] = 0
+
+    def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
+        """Returns what has changed since, None if nothing has, and what is seen now."""
+        now = Seen(int(self._epoch[0]), self.cursors.copy(), self.tails.copy())
+        if seen is None:
+            seen = Seen(now.epoch, now.tails, now.tails)
+        elif (
+            seen.epoch == now.epoch
+            and np.array_equal(seen.cursors, now.cursors)
+            and np.array_equal(seen.tails, now.tails)
+        ):
+            return None, now
+        if seen.epoch != now.epoch:
+            changes = Changes(self._slots(seen.tails, seen.cursors), self._slots(*now[:0:-1]))
+        else:
+            kept = np.minimum(seen.cursors, now.tails)
+            begin = np.maximum(seen.cursors, now.tails)
+            # Not more than a lane: who was away for long must not go through what he missed.
+            changes = Changes(
+                self._slots(np.minimum(seen.tails, kept), kept), self._slots(begin, now.cursors)
+            )
+        return changes, now
+
+    def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Lists the slots of steps `firsts` to `ends` of each lane."""
+        slots = np.empty(int((ends - firsts).sum()), np.int64)
+        draws.slots_between(self.tables, firsts, ends, slots)
+        return slots
+
+    # Answers
+
+    def live_slots(self) -> torch.Tensor:
+        """Returns the slots of all rows, lane by lane, oldest first, `[len]` int64."""
+        return torch.from_numpy(self._slots(self.tails, self.cursors))
+
+    def slots_by_age(self) -> torch.Tensor:
+        """Returns the slots of all rows, oldest first: by how many steps of their lane came after."""
+        slots = self._slots(self.tails, self.cursors)
+        fill = self.fill
+        age = np.concatenate([np.arange(rows, 0, -1) for rows in fill])
+        return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
+
+    def check_live(self, slots: torch.Tensor) -> None:
+        """Raises an IndexError if a slot holds no live row."""
+        at = draws.first_not_live(self.tables, slots.numpy())
+        if at >= 0:
+            raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
+
+    def bounds(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns where the episode and the lane of each row begin and end.
+
+        Returns:
+            `[B, 4]` int64: how many steps behind the row are the first step of its episode, which may be
+            evicted, the last one so far, the oldest and the newest live step of its lane.
+        """
+        return torch.from_numpy(draws.bounds(self.tables, slots.numpy()))
+
+    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns how many rows of its episode are behind each row in time, `[B]` int64.
+
+        >>> # of a row that ends its episode, and of the newest row, 0
+        """
+        return self.bounds(slots)[:, 1]
+
+    def behind(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns how many rows of its episode that are still stored came before each row, `[B]`."""
+        found = self.bounds(slots)
+        return -torch.maximum(found[:, 0], found[:, 2])
+
+    def is_done(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns whether each row ends its episode, `[B]` bool."""
+        return torch.from_numpy(self.ends[slots.numpy()] == DONE)
+
+    def lanes_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the lane of each row, `[B]` int64."""
+        return slots // self.steps_per_lane
+
+    def steps_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the step of its lane that each row is, `[B]` int64."""
+        newest = torch.from_numpy(self.cursors)[self.lanes_of(slots)] - 1
+        return newest - self.bounds(slots)[:, 3]
+
+    def places(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the entry of each row, `[B]` int64."""
+        return torch.from_numpy(self.where[slots.numpy()])
+
+    def shift(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """Returns the slots `steps` later in their lanes, `[B]`; the caller stays among live rows."""
+        moved = np.empty(len(slots), np.int64)
+        draws.shift(self.tables, slots.numpy(), steps.numpy(), moved)
+        return torch.from_numpy(moved)
+
+    # Draws
+
+    def draw(self, noise: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """Draws live rows uniformly, with replacement.
+
+        Args:
+            noise: `[B]` int64 random numbers of 63 bits.
+            window: how many of the newest steps of each lane to draw from; None is all.
+
+        Returns:
+            `[B]` int64 slots.
+        """
+        slots = np.empty(len(noise), np.int64)
+        window = self.steps_per_lane if window is None else window
+        draws.draw(self.tables, window, noise.numpy(), slots)
+        return torch.from_numpy(slots)
+
+    def window_of(self, count: int) -> int:
+        """Returns the least w such that the newest w steps of each lane are at least `count`."""
+        return draws.window_of(self.tables, count)
+
+    def goals(
+        self,
+        slots: torch.Tensor,
+        noise: torch.Tensor,
+        kinds: torch.Tensor,
+        steps: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draws the rows whose achieved goals become the new goals; see `kernels.draws.goals`."""
+        found = np.empty(len(slots), np.int64)
+        ahead = _NO_STEPS if steps is None else steps.numpy()
+        draws.goals(self.tables, slots.numpy(), noise.numpy(), kinds.numpy(), ahead, found)
+        return torch.from_numpy(found)
+
+    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns each row with those that follow it in its episode.
+
+        Returns:
+            `[n, B]` int64 slots, the last row of the episode repeated; and `[B]` int64, how many
+            different rows there are.
+        """
+        rows, lengths = np.empty((num_rows, len(slots)), np.int64), np.empty(len(slots), np.int64)
+        draws.windows(self.tables, slots.numpy(), rows, lengths)
+        return torch.from_numpy(rows), torch.from_numpy(lengths)
+
+    def sequences(
+        self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the rows around each one, `[B, S]`, which are asked for, and which begin an episode.
+
+        See `kernels.draws.sequences`.
+        """
+        rows = np.empty((len(slots), num_steps), np.int64)
+        valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
+        how = draws.BOUNDARIES.index(boundary)
+        draws.sequences(self.tables, slots.numpy(), burn_in, how, rows, valid, begins)
+        return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
+
+    # Episodes
+
+    def episodes(self) -> TensorDict:
+        """Lists the episodes, lane by lane, oldest first.
+
+        Returns:
+            TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
+            `finished` (by a done step) and `whole` (no row evicted).
+        """
+        return whole_episodes.episodes_of(self)
+
+    def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draws `n` whole, finished episodes uniformly, with replacement.
+
+        Returns:
+            `[n]` int64 slots of their first rows.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        return whole_episodes.draw(self, n, generator)
+
+    def validate(self) -> None:
+        """Checks the tables against one another.
+
+        Raises:
+            RuntimeError: a check failed; the message says which.
+        """
+        invariants.check(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(capacity={self.capacity}, num_envs={self.num_envs}, "
+            f"{len(self):,} rows)"
+        )

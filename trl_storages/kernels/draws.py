@@ -1,0 +1,253 @@
+"""Draws of rows, goals, windows and sequences: arithmetic of slots.
+
+An `index` is the tuple of `kernels.streams`; whatever lies beyond the cursors counts for nothing.
+Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
+
+Letters: B batch, E lanes, T steps a lane, n rows of a window, S rows of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trl_storages.kernels.compile import inlined, loop, prefetch
+from trl_storages.kernels.streams import CURSOR, FIRST, LAST, TAIL
+
+__all__ = [
+    "BOUNDARIES",
+    "GOAL_KINDS",
+    "bounds",
+    "draw",
+    "first_not_live",
+    "goals",
+    "sequences",
+    "shift",
+    "slots_between",
+    "window_of",
+    "windows",
+]
+
+#: Numbers of the ways in which goals are drawn; 0 draws none.
+GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _CURRENT = GOAL_KINDS.values()
+#: Ways in which a sequence is kept within an episode.
+BOUNDARIES = ("pad", "fit", "cross")
+_PAD, _FIT, _CROSS = range(3)
+
+# How many samples ahead memory is asked for.
+_AHEAD = 12
+
+
+@inlined
+def below(noise: int, bound: int) -> int:
+    """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""
+    if bound >= 1 << 31:
+        return noise % bound
+    return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+
+
+@loop
+def window_of(index: Any, count: int) -> int:
+    """Returns the least w such that the newest w steps of each lane are at least `count`, or all."""
+    lanes, T = index[4], index[5]
+    low, high = 1, T
+    while low < high:
+        middle, reached = (low + high) // 2, 0
+        for e in range(len(lanes)):
+            reached += min(lanes[e, CURSOR] - lanes[e, TAIL], middle)
+        if reached >= count:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@loop
+def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
+    """Draws `[B]` live rows uniformly, from the newest `window` steps of each lane."""
+    lanes, T = index[4], index[5]
+    E = len(lanes)
+    # The first place of those that are drawn from, in its lane, and how many lie before it.
+    oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
+    for e in range(E):
+        count = min(lanes[e, CURSOR] - lanes[e, TAIL], window)
+        oldest[e], starts[e] = (lanes[e, CURSOR] - count) % T, total
+        total += count
+    for i in range(len(noise)):
+        rank, e = below(noise[i], total), 0
+        if E > 1:  # the last lane that begins at or before it
+            high = E
+            while high - e > 1:
+                middle = (e + high) >> 1
+                if starts[middle] <= rank:
+                    e = middle
+                else:
+                    high = middle
+        place = oldest[e] + rank - starts[e]
+        slots[i] = e * T + (place - T if place >= T else place)
+
+
+@loop
+def bounds(index: Any, slots: Any) -> Any:
+    """Returns where the episodes of rows begin and end, and their lanes.
+
+    Returns:
+        `[B, 4]` int64, how many steps behind the row are the first step of its episode, which may be
+        evicted (0 or below), the last one so far, the oldest and the newest live step of its lane.
+    """
+    _, episode, _, spans, lanes, T, _, _ = index
+    E = len(lanes)
+    newest, found = np.empty(E, np.int64), np.empty((len(slots), 4), np.int64)
+    for e in range(E):
+        newest[e] = (lanes[e, CURSOR] - 1) % T
+    for i in range(len(slots)):
+        if not 0 <= slots[i] < len(episode):
+            raise IndexError("slots must be at least 0 and below the number of slots")
+        if i + _AHEAD < len(slots):
+            prefetch(episode, slots[i + _AHEAD] * 8)
+        e = slots[i] // T if E > 1 else 0
+        found[i, 0] = e * (T + 1) + episode[slots[i]]
+        prefetch(spans, found[i, 0] * 16)
+    for i in range(len(slots)):
+        e = slots[i] // T if E > 1 else 0
+        back = newest[e] - (slots[i] - e * T)
+        back = back if back >= 0 else back + T
+        number, step = found[i, 0] - e * (T + 1), lanes[e, CURSOR] - 1 - back
+        found[i, 0] = spans[e, number, FIRST] - step
+        # A step that is written but not yet published is not there.
+        found[i, 1] = min(spans[e, number, LAST] - step, back)
+        found[i, 2], found[i, 3] = lanes[e, TAIL] - step, back
+    return found
+
+
+@inlined
+def moved(slot: int, steps: int, E: int, T: int) -> int:
+    """Returns the slot `steps` later in its lane, less than T."""
+    first = slot // T * T if E > 1 else 0
+    place = slot - first + steps
+    if place >= T:
+        place -= T
+    return first + (place + T if place < 0 else place)
+
+
+@loop
+def shift(index: Any, slots: Any, steps: Any, out: Any) -> None:
+    """Moves each row by `steps` `[B]`, each less than T, in its lane."""
+    E, T = len(index[4]), index[5]
+    for i in range(len(slots)):
+        out[i] = moved(slots[i], steps[i], E, T)
+
+
+@loop
+def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) -> None:
+    """Draws the rows whose achieved goals become the new goals.
+
+    Args:
+        index: the tables.
+        slots: `[B]` the rows t to relabel, of episodes first..last.
+        noise: `[B]`.
+        kinds: `[B]` uint8 of `GOAL_KINDS`: "future" t..last, "final" last, "episode" first..last that
+            survived, "random" any live row, "geometric" `steps` rows after t or last, "current" t. 0
+            is the row itself.
+        steps: `[B]` float64, rounded down; empty unless there are geometric ones.
+        out: `[B]` slots.
+    """
+    E, T = len(index[4]), index[5]
+    found = bounds(index, slots)
+    draw(index, T, noise, out)  # those that are random, and a place for the others
+    for i in range(len(slots)):
+        kind, begin, end = kinds[i], max(found[i, 0], found[i, 2]), found[i, 1]
+        if kind == _RANDOM:
+            continue
+        offset = 0
+        if kind == _FUTURE:
+            offset = below(noise[i], end + 1)
+        elif kind == _FINAL:
+            offset = end
+        elif kind == _EPISODE:
+            offset = begin + below(noise[i], end - begin + 1)
+        elif kind == _GEOMETRIC:
+            offset = int(min(steps[i], float(end)))
+        out[i] = moved(slots[i], offset, E, T)
+
+
+@loop
+def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
+    """Returns `[n, B]` each row and those behind it in its episode, the last repeated; and how many."""
+    E, T = len(index[4]), index[5]
+    found = bounds(index, slots)
+    for j in range(len(out)):
+        for i in range(len(slots)):
+            out[j, i] = moved(slots[i], min(j, found[i, 1]), E, T)
+    for i in range(len(slots)):
+        lengths[i] = min(len(out), found[i, 1] + 1)
+
+
+@loop
+def sequences(
+    index: Any, slots: Any, burn_in: int, boundary: int, out: Any, valid: Any, begins: Any
+) -> None:
+    """Returns the rows around each one, `[B, S]`, in time order.
+
+    Args:
+        index: the tables.
+        slots: `[B]`.
+        burn_in: how many rows before each one.
+        boundary: the place among `BOUNDARIES`: "pad" repeats the first or last row of the episode; "fit"
+            moves all S by as little as keeps them within it, the rows from `slots` on before the burn-in;
+            "cross" goes on into the episodes before and behind in the lane.
+        out: `[B, S]` slots; the first or last row that is there is repeated beyond it.
+        valid: `[B, S]` bool, whether a row is the one asked for.
+        begins: `[B, S]` bool, whether an episode begins with it.
+    """
+    _, episode, _, spans, lanes, T, _, _ = index
+    E, S = len(lanes), out.shape[1]
+    found = bounds(index, slots)
+    for i in range(len(slots)):
+        first, oldest, begin = found[i, 0], found[i, 2], -burn_in
+        low, high = max(first, oldest), found[i, 1]
+        e = slots[i] // T if E > 1 else 0
+        step = lanes[e, TAIL] - oldest
+        if boundary == _CROSS:
+            low, high = oldest, found[i, 3]
+        elif boundary == _FIT:
+            # Forward for the burn-in, then back for the rows from the anchor on, which matter more.
+            begin += max(min(max(burn_in + low, 0), high - (S - burn_in - 1)), low)
+        for s in range(S):
+            wanted = begin + s
+            offset = min(max(wanted, low), high)
+            out[i, s] = moved(slots[i], offset, E, T)
+            valid[i, s] = offset == wanted
+            begins[i, s] = spans[e, episode[out[i, s]], FIRST] == step + offset
+
+
+@loop
+def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
+    """Lists the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
+    T, i = index[5], 0
+    for e in range(len(firsts)):
+        place = firsts[e] % T
+        for _ in range(firsts[e], ends[e]):
+            out[i] = e * T + place
+            place = place + 1 if place + 1 < T else 0
+            i += 1
+
+
+@loop
+def first_not_live(index: Any, slots: Any) -> int:
+    """Returns the place of the first of `[B]` slots that holds no live row; -1 if there is none."""
+    lanes, T = index[4], index[5]
+    E = len(lanes)
+    oldest = np.empty(E, np.int64)
+    for e in range(E):
+        oldest[e] = lanes[e, TAIL] % T
+    for i in range(len(slots)):
+        if not 0 <= slots[i] < E * T:
+            return i
+        e = slots[i] // T if E > 1 else 0
+        ahead = slots[i] - e * T - oldest[e]
+        if (ahead if ahead >= 0 else ahead + T) >= lanes[e, CURSOR] - lanes[e, TAIL]:
+            return i
+    return -1

@@ -1,0 +1,353 @@
+"""Streams of observations: where steps are written, how they are published, and how rows are read.
+
+A lane is a stream of entries `[observation | step]`. A transition is the entry at `where[slot]` together
+with the observation of the entry after it. A step whose observation is, bit for bit, what its lane's
+stream ends with fills that last entry and adds one for its next observation; any other step adds its
+own observation first, a stack of k frames k entries. So each observation is stored once, whatever is
+written reads back as it was, and ends, gaps, wraps and the newest row need no case when rows are read.
+
+What is written counts from the store of its lane's cursor on. Before it come, each behind a fence: the
+tail, which says which steps give way, then entries and index beyond the cursor.
+
+Letters: E lanes, T steps a lane, M entries a lane, k frames a stack, N rows of a block, L lanes that it
+writes, B batch. In words of 8 bytes: W an entry, O its observation, the first F words of which are the
+newest frame, S = O + (k - 1) F an observation as it is seen, with all its frames. A row as it is seen
+is `[observation S | step W - O | next observation S]`, stacks before all else of an observation.
+
+An `index` is the tuple of these tables:
+
+- `where` `[E T]`: the entry of the step in each slot. Step s of lane e is in slot `e T + s mod T`.
+- `episode` `[E T]`: the number of its episode in its lane, modulo T + 1.
+- `ends` `[E T]` uint8: whether the episode goes on behind it, is done, or was cut.
+- `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
+- `lanes` `[E, 2]`: the steps written, and the oldest live step.
+- T, M, k.
+
+`sizes` are `(F, O, first, end)`: the words `first` to `end` of S tell whether a row continues another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trl_storages.kernels.compile import fence, loop, prefetch
+
+__all__ = [
+    "ANEW",
+    "CURSOR",
+    "CUT",
+    "DONE",
+    "FIRST",
+    "GAP",
+    "GOES_ON",
+    "LAST",
+    "SAME",
+    "TAIL",
+    "compare",
+    "copy_in",
+    "cut_gaps",
+    "enter",
+    "find_tips",
+    "gather",
+    "make_room",
+    "paste",
+    "plan",
+    "publish",
+    "put",
+    "rewrite",
+    "take",
+    "take_frames",
+]
+
+CURSOR, TAIL = range(2)
+FIRST, LAST = range(2)
+#: Of `ends`.
+GOES_ON, DONE, CUT = range(3)
+#: How an observation compares with what the stream ends with: the same; the same to those who ask
+#: whether the row continues, such as with a recurrent state that was computed anew; or another one.
+SAME, ANEW, GAP = range(3)
+
+# How many rows ahead memory is asked for.
+_AHEAD = 12
+
+
+@loop
+def find_tips(index: Any, which: Any, tips: Any) -> None:
+    """Finds the entry that each of some lanes' streams ends with, `[L]`; -1 if nothing was written."""
+    where, lanes, T = index[0], index[4], index[5]
+    for m in range(len(which)):
+        e = which[m]
+        cursor = lanes[e, CURSOR]
+        tips[m] = where[e * T + (cursor - 1) % T] + 1 if cursor > 0 else -1
+
+
+@loop
+def compare(
+    entries: Any, sizes: Any, k: int, tips: Any, offsets: Any, block: Any, how: Any
+) -> None:
+    """Compares the observations of a block with what their streams end with.
+
+    Args:
+        entries: `[*, W]`, or of observations alone.
+        sizes: as above.
+        k: frames a stack.
+        tips: `[L]`, the entry with which the stream of each lane ends; -1 if there is none.
+        offsets: `[L + 1]`, where the rows of each lane begin.
+        block: `[N, 2 S + W - O]` rows, lane by lane.
+        how: `[N]` uint8, the result.
+    """
+    F, O, first, end = sizes
+    S = O + (k - 1) * F
+    after = block.shape[1] - S
+    for m in range(len(tips)):
+        for i in range(offsets[m], offsets[m + 1]):
+            how[i] = GAP
+            if i == offsets[m] and tips[m] < 0:
+                continue
+            same = goes_on = True
+            for w in range(S):
+                if i > offsets[m]:
+                    differs = block[i - 1, after + w] != block[i, w]
+                elif w < k * F:
+                    differs = entries[tips[m] - (k - 1) + w // F, w % F] != block[i, w]
+                else:
+                    differs = entries[tips[m], w - (k - 1) * F] != block[i, w]
+                if differs:
+                    same = False
+                    if first <= w < end:
+                        goes_on = False
+                        break
+            how[i] = SAME if same else ANEW if goes_on else GAP
+
+
+@loop
+def cut_gaps(index: Any, which: Any, offsets: Any, how: Any, done: Any, cut: Any) -> int:
+    """Cuts the episodes that nobody ended before rows that do not continue them; returns how many."""
+    _, _, ends, _, lanes, T, _, _ = index
+    gaps = 0
+    for m in range(len(which)):
+        e = which[m]
+        cursor = lanes[e, CURSOR]
+        is_open = cursor > 0 and ends[e * T + (cursor - 1) % T] == GOES_ON
+        for i in range(offsets[m], offsets[m + 1]):
+            if is_open and not cut[i] and how[i] == GAP:
+                cut[i] = True
+                gaps += 1
+            is_open = not done[i]
+    return gaps
+
+
+@loop
+def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
+    """Finds an entry `at` `[N]` for each row; steps whose entries or slots it takes are no longer live.
+
+    The rows of a lane must be few enough for its entries: see `EpisodeIndex.most_steps`. Where a row
+    continues its stream but can't lie behind it, `how` says so from then on.
+    """
+    where, _, _, _, lanes, T, M, k = index
+    for m in range(len(which)):
+        e, begin, end = which[m], offsets[m], offsets[m + 1]
+        if begin == end:
+            continue
+        base, cursor, tail = e * M, lanes[e, CURSOR], lanes[e, TAIL]
+        head = where[e * T + (cursor - 1) % T] - base + 2 if cursor else 0
+        slot = tail % T
+        # A block goes on to the end of the lane's entries, or starts from their beginning.
+        need = k + end - begin
+        for i in range(begin, end):
+            need += k * (how[i] != SAME)
+        if cursor == 0 or head + need > M:
+            how[begin] = max(how[begin], ANEW)
+            while tail < cursor and where[e * T + slot] - base >= head:
+                tail += 1  # older than what lies at the beginning
+                slot = slot + 1 if slot + 1 < T else 0
+            head = 0
+        for i in range(begin, end):
+            place = head - 1 if how[i] == SAME else head + k - 1
+            while tail < cursor:
+                oldest = where[e * T + slot] - base
+                overlaps = head <= oldest + 1 and oldest - k < place + 1
+                if cursor + i - begin - tail < T and not overlaps:
+                    break
+                tail += 1
+                slot = slot + 1 if slot + 1 < T else 0
+            at[i] = base + place
+            head = place + 2
+        lanes[e, TAIL] = max(tail, cursor + end - begin - T)
+    fence()
+
+
+@loop
+def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, slots: Any) -> None:
+    """Enters rows beyond the cursors into the index, and returns their `slots` `[N]`."""
+    where, episode, ends, spans, lanes, T, _, _ = index
+    for m in range(len(which)):
+        e = which[m]
+        step = lanes[e, CURSOR]
+        before = e * T + (step - 1) % T
+        goes_on, number = False, T
+        if step > 0:
+            goes_on, number = ends[before] == GOES_ON, episode[before]
+        slot = step % T
+        for i in range(offsets[m], offsets[m + 1]):
+            if cut[i] or not goes_on:
+                if step > 0:  # a write that was cut off may have gone on with it
+                    spans[e, number, LAST] = step - 1
+                number = number + 1 if number < T else 0
+                spans[e, number, FIRST] = step
+            spans[e, number, LAST] = step
+            slots[i] = e * T + slot
+            where[slots[i]], episode[slots[i]] = at[i], number
+            ends[slots[i]] = DONE if done[i] else GOES_ON
+            goes_on = not done[i]
+            step += 1
+            slot = slot + 1 if slot + 1 < T else 0
+
+
+@loop
+def plan(
+    index: Any,
+    which: Any,
+    offsets: Any,
+    how: Any,
+    done: Any,
+    cut: Any,
+    cuts_gaps: bool,
+    at: Any,
+    slots: Any,
+) -> int:
+    """Does all of a write but the copy and its publication; returns how many gaps were cut."""
+    gaps = cut_gaps(index, which, offsets, how, done, cut) if cuts_gaps else 0
+    make_room(index, which, offsets, how, at)
+    enter(index, which, offsets, at, done, cut, slots)
+    return gaps
+
+
+@loop
+def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> None:
+    """Copies the rows of a block into their entries."""
+    F, O, _, _ = sizes
+    older, W, last = (k - 1) * F, entries.shape[1], block.shape[1] - O
+    for i in range(len(at)):
+        p = at[i]
+        if how[i] != SAME:
+            for w in range(older):
+                entries[p - (k - 1) + w // F, w % F] = block[i, w]
+        # The newest frame, the rest of the observation and the step lie side by side.
+        for w in range(W):
+            entries[p, w] = block[i, older + w]
+        for w in range(O):
+            entries[p + 1, w] = block[i, last + w]
+
+
+@loop
+def publish(index: Any, which: Any, offsets: Any) -> None:
+    """Makes the rows of a block count, lane by lane, each by one store."""
+    lanes = index[4]
+    fence()
+    for m in range(len(which)):
+        lanes[which[m], CURSOR] += offsets[m + 1] - offsets[m]
+    fence()
+
+
+@loop
+def put(
+    index: Any,
+    entries: Any,
+    sizes: Any,
+    which: Any,
+    offsets: Any,
+    block: Any,
+    done: Any,
+    cut: Any,
+    cuts_gaps: bool,
+    slots: Any,
+) -> int:
+    """Writes a block whole, of rows in memory; returns how many gaps were cut."""
+    how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
+    tips = np.empty(len(which), np.int64)
+    find_tips(index, which, tips)
+    compare(entries, sizes, index[7], tips, offsets, block, how)
+    gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
+    copy_in(entries, sizes, index[7], block, how, at)
+    publish(index, which, offsets)
+    return gaps
+
+
+@loop
+def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
+    """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, with what follows entries `last`."""
+    F, O, _, _ = sizes
+    W, last_column = entries.shape[1], out.shape[1] - O
+    for i in range(len(at)):
+        if i + _AHEAD < len(at) and k == 1:
+            for byte in range(0, W * 8, 64):
+                prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
+            for byte in range(0, O * 8 + 56, 64):
+                prefetch(entries, (last[i + _AHEAD] + 1) * W * 8 + byte)
+        p, q = at[i], last[i] + 1
+        for j in range(k - 1):
+            for w in range(F):
+                out[i, j * F + w] = entries[p - (k - 1) + j, w]
+                out[i, last_column - (k - 1 - j) * F + w] = entries[q - (k - 1) + j, w]
+        for w in range(W):
+            out[i, (k - 1) * F + w] = entries[p, w]
+        for w in range(O):
+            out[i, last_column + w] = entries[q, w]
+
+
+@loop
+def take(elements: Any, at: Any, start: int, out: Any) -> None:
+    """Copies `out` `[B, n]` from element `start` on, of entries `at`, viewed as `elements` `[E M, *]`."""
+    size = elements.shape[1] * elements.itemsize
+    for i in range(len(at)):
+        if i + _AHEAD < len(at):
+            prefetch(elements, at[i + _AHEAD] * size + start * elements.itemsize)
+        for j in range(out.shape[1]):
+            out[i, j] = elements[at[i], start + j]
+
+
+@loop
+def take_frames(elements: Any, at: Any, start: int, k: int, out: Any) -> None:
+    """Copies stacks `out` `[B, k, n]` of the frames that entries `at` end with."""
+    for i in range(len(at)):
+        for j in range(k):
+            for w in range(out.shape[2]):
+                out[i, j, w] = elements[at[i] - (k - 1) + j, start + w]
+
+
+@loop
+def paste(
+    elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, second: int, size: int
+) -> None:
+    """Copies a field of entries `at` into two fields of `rows` `[B, *]`, where `mask` `[B]` says so.
+
+    Args:
+        elements: entries, viewed as words of the field.
+        at: `[B]` entries.
+        start: of the field, in an entry.
+        mask: `[B]` bool.
+        rows: gathered rows, viewed likewise.
+        first: where the field goes in a row.
+        second: where it goes as well.
+        size: of the field.
+    """
+    width = elements.shape[1] * elements.itemsize
+    for i in range(len(at)):
+        if i + _AHEAD < len(at):
+            prefetch(elements, at[i + _AHEAD] * width + start * elements.itemsize)
+        if mask[i]:
+            for w in range(size):
+                value = elements[at[i], start + w]
+                rows[i, first + w] = value
+                rows[i, second + w] = value
+
+
+@loop
+def rewrite(elements: Any, at: Any, start: int, values: Any) -> None:
+    """Overwrites elements of the steps of entries `at` by `values` `[B, n]`; ."""
+    for i in range(len(at)):
+        for j in range(values.shape[1]):
+            elements[at[i], start + j] = values[i, j]

@@ -1,0 +1,269 @@
+"""An 8-ary tree of sums, or of least weights, over the slots of lanes.
+
+A node is joined from its eight children, always in float64 and in the same order, so that nothing drifts
+and equal weights make equal trees. `starts` `[depth + 2]` says where its levels begin in the table, the
+root's first and that of the leaves last; the last number is the size of the table.
+
+Letters: B batch, E lanes, T leaves a lane, R ranges of leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trl_storages.kernels.compile import inlined, loop, prefetch
+from trl_storages.kernels.streams import CURSOR, TAIL
+
+__all__ = ["draw_leaves", "least_within", "level_starts", "newest_ranges", "renew", "set_leaves"]
+
+FAN_OUT = 8
+_INFINITY = np.inf
+
+
+def level_starts(num_leaves: int) -> np.ndarray:
+    """Returns where the levels of a tree begin, `[depth + 2]` int64.
+
+    >>> level_starts(20).tolist()
+    [0, 8, 16, 40]
+    """
+    sizes = [-(-num_leaves // FAN_OUT) * FAN_OUT]
+    while sizes[-1] > FAN_OUT:
+        sizes.append(-(-sizes[-1] // FAN_OUT // FAN_OUT) * FAN_OUT)
+    # The root takes a cache line too, so that children never straddle two.
+    return np.cumsum([0, FAN_OUT, *sizes[::-1]])
+
+
+@inlined
+def _mass_of(noise: int, total: float) -> float:
+    """Turns 63 random bits into a mass, uniform in [0, total)."""
+    return (noise >> 10) * 2.0**-53 * total
+
+
+@inlined
+def _child_at(sums: Any, first: int, rest: float) -> Any:
+    """Finds the last of eight children of positive weight that begins at or below `rest`.
+
+    Returns:
+        its place among the eight, and where it begins.
+    """
+    # Without branches, as none could be predicted.
+    chosen, begins, ends = 0, 0.0, 0.0
+    for j in range(FAN_OUT):
+        ends += sums[first + j]
+        is_before = ends <= rest
+        chosen += is_before
+        begins = ends if is_before else begins
+    if chosen == FAN_OUT:  # rounding has left a mass beyond the last child
+        chosen, ends = 0, 0.0
+        for j in range(FAN_OUT):
+            if ends + sums[first + j] > ends:
+                chosen, begins = j, ends
+            ends += sums[first + j]
+    return chosen, begins
+
+
+@inlined
+def _sum_of(sums: Any, first: int) -> float:
+    """Adds eight children by halves: 0 and 4, 1 and 5, and so on; then these sums likewise."""
+    even = (sums[first] + sums[first + 4]) + (sums[first + 2] + sums[first + 6])
+    odd = (sums[first + 1] + sums[first + 5]) + (sums[first + 3] + sums[first + 7])
+    return even + odd
+
+
+@inlined
+def _joined(nodes: Any, first: int, is_least: bool) -> float:
+    """Returns the sum of eight children, or the least of them."""
+    if not is_least:
+        return _sum_of(nodes, first)
+    least = nodes[first]
+    for j in range(1, FAN_OUT):
+        least = min(least, nodes[first + j])
+    return least
+
+
+@inlined
+def _join_level(nodes: Any, starts: Any, level: int, is_least: bool) -> None:
+    """Joins the parents of a whole level anew."""
+    for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
+        nodes[starts[level - 1] + node] = _joined(nodes, starts[level] + node * FAN_OUT, is_least)
+
+
+@loop
+def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: Any) -> None:
+    """Sets the weights `[B]`, or `[1]` for all, of `leaves` `[B]`, and joins what is above them.
+
+    Of equal leaves the last one counts. A tree of least weights ignores leaves of weight 0.
+    """
+    depth, last = len(starts) - 2, len(weights) - 1
+    changed = np.empty(len(leaves), np.int64)
+    for i in range(len(leaves)):
+        weight = weights[min(i, last)]
+        nodes[starts[depth] + leaves[i]] = weight if weight > 0 or not is_least else _INFINITY
+        changed[i] = leaves[i]
+    for level in range(depth, 0, -1):
+        # All of a small level cost less than one node for each leaf.
+        if starts[level + 1] - starts[level] <= len(leaves) * FAN_OUT:
+            _join_level(nodes, starts, level, is_least)
+        else:
+            for i in range(len(leaves)):
+                changed[i] >>= 3
+                children = starts[level] + changed[i] * FAN_OUT
+                nodes[starts[level - 1] + changed[i]] = _joined(nodes, children, is_least)
+
+
+@loop
+def renew(nodes: Any, starts: Any, is_least: bool) -> None:
+    """Joins all nodes above the leaves anew."""
+    for level in range(len(starts) - 2, 0, -1):
+        _join_level(nodes, starts, level, is_least)
+
+
+@loop
+def newest_ranges(index: Any, window: int, ranges: Any) -> None:
+    """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends."""
+    lanes, T = index[4], index[5]
+    for e in range(len(lanes)):
+        count = min(lanes[e, CURSOR] - lanes[e, TAIL], window)
+        first = (lanes[e, CURSOR] - count) % T
+        end = first + count
+        ranges[0, 2 * e], ranges[1, 2 * e] = e * T + first, e * T + min(end, T)
+        ranges[0, 2 * e + 1], ranges[1, 2 * e + 1] = e * T, e * T + max(end - T, 0)
+
+
+@loop
+def _find_edges(sums: Any, starts: Any, ranges: Any) -> Any:
+    """Sums ranges, and returns the weights within them of the nodes on their edges.
+
+    A range has two edges: the path from the root to its first leaf, and that to its last. Every other
+    node is wholly inside the range or wholly outside.
+
+    Args:
+        sums: the table of the tree.
+        starts: where its levels begin.
+        ranges: `[2, R]` first leaves and ends.
+
+    Returns:
+        `[2, depth, R]` the nodes on the edges, by the level of their children; `[2 depth R 8]` the
+        weights of their children within the range; and `[R]` the sums of the ranges.
+    """
+    depth, R = len(starts) - 2, ranges.shape[1]
+    nodes = np.empty((2, depth, R), np.int64)
+    parts, totals, both = np.empty(nodes.size * FAN_OUT), np.empty(R), np.empty(2)
+    for r in range(R):
+        left, right = ranges[0, r], ranges[1, r] - 1
+        totals[r] = 0.0
+        if right < left:
+            continue
+        both[0], both[1] = sums[starts[depth] + left], sums[starts[depth] + right]
+        for level in range(depth, 0, -1):
+            left_weight, right_weight = both[0], both[1]
+            for side in range(2):
+                node = (right if side else left) >> 3
+                nodes[side, level - 1, r] = node
+                at = ((side * depth + level - 1) * R + r) * FAN_OUT
+                for j in range(FAN_OUT):
+                    child = node * FAN_OUT + j
+                    if child < left or child > right:
+                        part = 0.0
+                    elif child == left:
+                        part = left_weight
+                    elif child == right:
+                        part = right_weight
+                    else:
+                        part = sums[starts[level] + child]
+                    parts[at + j] = part
+                both[side] = _sum_of(parts, at)
+            left, right = left >> 3, right >> 3
+        totals[r] = both[0]
+    return nodes, parts, totals
+
+
+@loop
+def draw_leaves(
+    sums: Any, starts: Any, ranges: Any, noise: Any, leaves: Any, weights: Any
+) -> float:
+    """Draws `leaves` `[B]` in proportion to their weights, and returns these and their total.
+
+    Goes level by level over the batch, so that the reads of a level do not wait for one another. At each
+    node it takes the last child of positive weight that begins at or below what is left of the mass: so
+    whatever is rounded on the way, the weight of a leaf is positive, and a draw never leaves its ranges.
+
+    Args:
+        sums: the table of the tree.
+        starts: where its levels begin.
+        ranges: `[2, R]` disjoint ranges to draw within; R = 0 is all.
+        noise: `[B]` random numbers of 63 bits.
+        leaves: the result.
+        weights: the result, `[B]` float64.
+    """
+    batch, R = len(noise), ranges.shape[1]
+    nodes, parts, totals = _find_edges(sums, starts, ranges)
+    depth = nodes.shape[1]
+    ends, highest = np.empty(R), 0
+    total = 0.0 if R else sums[0]
+    for r in range(R):
+        ends[r] = total + totals[r]
+        if ends[r] > total:
+            highest = r
+        total = ends[r]
+    # The range of each draw as long as it is on one of its edges, then -1.
+    which, rest = np.empty(batch, np.int64), weights
+    for i in range(batch):
+        rest[i] = _mass_of(noise[i], total)
+        # The last range of positive weight that begins at or below the mass.
+        r, above = 0, highest
+        while r < above:
+            middle = (r + above) >> 1
+            if ends[middle] > rest[i]:
+                above = middle
+            else:
+                r = middle + 1
+        if r > 0:
+            rest[i] -= ends[r - 1]
+        which[i] = r if R else -1
+        leaves[i] = 0
+    for level in range(1, depth + 1):
+        for i in range(batch):
+            node, r, at = leaves[i], which[i], -1
+            if r >= 0:
+                if node == nodes[0, level - 1, r]:
+                    at = ((level - 1) * R + r) * FAN_OUT
+                elif node == nodes[1, level - 1, r]:
+                    at = ((depth + level - 1) * R + r) * FAN_OUT
+                else:
+                    which[i] = -1  # everything below is inside the range
+            if at >= 0:
+                chosen, begins = _child_at(parts, at, rest[i])
+            else:
+                chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
+            rest[i] -= begins
+            leaves[i] = node * FAN_OUT + chosen
+            if level < depth:
+                prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+    for i in range(batch):
+        weights[i] = sums[starts[depth] + leaves[i]]
+    return total
+
+
+@loop
+def least_within(least: Any, starts: Any, ranges: Any) -> float:
+    """Returns the least positive weight in the union of `ranges` `[2, R]`; R = 0 is all."""
+    if not ranges.shape[1]:
+        return least[0]
+    low = _INFINITY
+    for r in range(ranges.shape[1]):
+        left, right = ranges[0, r], ranges[1, r] - 1
+        if right < left:
+            continue
+        level = len(starts) - 2
+        low = min(low, least[starts[level] + left], least[starts[level] + right])
+        # Up to where both edges meet: at each level, the children that lie between the two edges.
+        while left < right:
+            for node in range(left + 1, min(right, (left | 7) + 1)):
+                low = min(low, least[starts[level] + node])
+            for node in range(max(left + 1, right & ~7), right):
+                low = min(low, least[starts[level] + node])
+            left, right, level = left >> 3, right >> 3, level - 1
+    return low

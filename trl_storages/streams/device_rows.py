@@ -1,0 +1,181 @@
+"""Rows on a GPU, or on any device, read and written by tensor operations.
+
+Letters: N rows of a block, L lanes it writes, B batch; F, O, S, W and k as in `kernels.streams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels import streams
+from trl_storages.streams.layout import Layout
+from trl_storages.streams.staging import Block
+
+__all__ = ["DeviceRows", "sent"]
+
+
+def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns values on a device, to which a GPU copies them by itself, from pinned memory."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class DeviceRows:
+    """The entries of a storage on a device; the index stays on the host.
+
+    Reading never waits for the device. Blocks are arrays on the host, which are compared there with a
+    copy of what the streams end with, or tensors on the device: then their flags, and what the streams
+    end with, come to the host in one copy, the only one that waits.
+
+    Args:
+        layout: of the rows.
+        index: says where they are.
+        device: of the entries.
+    """
+
+    def __init__(self, layout: Layout, index: EpisodeIndex, device: torch.device) -> None:
+        self._layout, self._index, self.device = layout, index, device
+        num_entries = index.num_envs * index.entries_per_lane
+        self._entries = torch.zeros(
+            num_entries, layout.entry_words, dtype=torch.int64, device=device
+        )
+        # What each stream ends with, k entries a lane.
+        ends = index.num_envs * layout.frames, layout.observation_words
+        self._ends = np.zeros(ends, np.int64)
+        self._older = torch.arange(layout.frames - 1, device=device) - (layout.frames - 1)
+
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+        """Writes and publishes a block of at most `most_steps` rows a lane.
+
+        Returns:
+            `[N]` int64 slots, and how many gaps were cut.
+        """
+        which, offsets, words, done, cut = block
+        tables, num_rows = self._index.tables, len(words)
+        if isinstance(words, np.ndarray):
+            how, lasts = self._compared(block)
+            words = sent(words, self.device)
+        else:
+            how, done, cut, lasts = self._compared_here(block)
+        at, slots = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+        gaps = streams.plan(tables, which, offsets, how, done, cut, cuts_gaps, at, slots)
+        self._copy_in(words, sent(at, self.device))
+        streams.publish(tables, which, offsets)
+        self._keep(which[offsets[1:] > offsets[:-1]], lasts)
+        return torch.from_numpy(slots), gaps
+
+    def _tips(self, which: np.ndarray) -> np.ndarray:
+        """Returns the entries of `_ends` with which streams end; -1 if nothing was written."""
+        k = self._layout.frames
+        return np.where(self._index.cursors[which] > 0, which * k + k - 1, -1)
+
+    def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
+        """Compares a block on the host with what its streams end with.
+
+        Returns:
+            `[N]` how each row compares, and the last next observation `[S]` of each lane that has rows.
+        """
+        how, layout = np.empty(len(block.words), np.uint8), self._layout
+        tips = self._tips(block.which)
+        streams.compare(
+            *(self._ends, layout.sizes, layout.frames, tips, block.offsets, block.words, how)
+        )
+        last = block.offsets[1:][block.offsets[1:] > block.offsets[:-1]] - 1
+        return how, block.words[last, layout.next_word :]
+
+    def _compared_here(self, block: Block) -> tuple[np.ndarray, ...]:
+        """Compares a block on the device; see `_compared`.
+
+        Returns:
+            `[N]` how each row compares, `[N]` done, `[N]` cut and `[L, S]` the last next observations of
+            lanes that have rows, all on the host.
+        """
+        layout, words, size = self._layout, block.words, len(block.words)
+        S, k, F = layout.seen_words, layout.frames, layout.frame_words
+        begins, has_rows = block.offsets[:-1], block.offsets[1:] > block.offsets[:-1]
+        which, first = block.which[has_rows], begins[has_rows]
+        before = words[:, layout.next_word :].roll(1, 0)
+        ends = sent(self._ends, self.device)
+        older = ends.view(-1, k, ends.shape[1])[:, : k - 1, :F].reshape(-1, (k - 1) * F)
+        seen = torch.cat([older, ends[k - 1 :: k]], 1)  # [E, S]
+        at = sent(first, self.device)
+        before = before.index_copy(0, at, seen.index_select(0, sent(which, self.device)))
+        differs = before != words[:, :S]
+        begin, end = layout.sizes[2:]
+        goes_on = ~differs[:, begin:end].any(1)
+        how = torch.where(
+            differs.any(1), torch.where(goes_on, streams.ANEW, streams.GAP), streams.SAME
+        )
+        lasts = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
+        flags = how + 4 * block.done + 8 * block.cut
+        both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
+        kinds = both[:size]
+        found = (kinds & 3).astype(np.uint8)
+        found[first[self._index.cursors[which] == 0]] = streams.GAP
+        return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(-1, S)
+
+    def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
+        """Keeps what the streams of lanes end with now, `[L, S]`."""
+        layout = self._layout
+        F, k, older = layout.frame_words, layout.frames, (layout.frames - 1) * layout.frame_words
+        for j in range(k - 1):
+            self._ends[which * k + j, :F] = lasts[:, j * F : (j + 1) * F]
+        self._ends[which * k + k - 1] = lasts[:, older:]
+
+    def _copy_in(self, words: torch.Tensor, at: torch.Tensor) -> None:
+        """Copies rows `[N, row_words]` into their entries."""
+        layout, entries = self._layout, self._entries
+        F, O, k = layout.frame_words, layout.observation_words, layout.frames
+        older, W = (k - 1) * F, layout.entry_words
+        for j in range(k - 1):
+            entries[:, :F].index_copy_(0, at - (k - 1 - j), words[:, j * F : (j + 1) * F])
+        entries.index_copy_(0, at, words[:, older : older + W])
+        entries[:, :O].index_copy_(0, at + 1, words[:, -O:] if O else words[:, :0])
+
+    def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
+        """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
+        field = self._layout.field(key)
+        at = sent(places, self.device).reshape(-1)
+        if field.is_next:
+            at = at + 1
+        column = self._entries.view(field.dtype)[:, field.start : field.start + field.size]
+        if field.stack is None:
+            return column.index_select(0, at).view(*places.shape, *field.shape)
+        at = torch.cat([at[:, None] + self._older, at[:, None]], 1)
+        frames = column.index_select(0, at.view(-1))
+        frames = frames.view(*places.shape, self._layout.frames, *field.frame_shape)
+        return field.stack.stacks(frames, field.shape)
+
+    def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
+
+        Returns:
+            `[B, row_words]` int64.
+        """
+        at = sent(places, self.device)
+        after = (at if last is places else sent(last, self.device)) + 1
+        observations = self._entries[:, : self._layout.observation_words]
+        parts = [self._entries.index_select(0, at), observations.index_select(0, after)]
+        if self._layout.frames > 1:
+            parts = [self._older_frames(at), parts[0], self._older_frames(after), parts[1]]
+        return torch.cat(parts, 1)
+
+    def _older_frames(self, at: torch.Tensor) -> torch.Tensor:
+        """Returns all frames but the newest of entries `[B]`, `[B, (k - 1) F]`."""
+        frames = self._entries[:, : self._layout.frame_words]
+        before = (at[:, None] + self._older).view(-1)
+        return frames.index_select(0, before).view(len(at), -1)
+
+    def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
+        field = self._layout.field(key)
+        column = self._entries.view(field.dtype)[:, field.start : field.start + field.size]
+        values = sent(values, self.device).reshape(len(places), -1)
+        column.index_copy_(0, sent(places, self.device), values)

@@ -1,0 +1,73 @@
+"""Observations that are stacks of frames, of which each is stored once.
+
+Letters: B any leading shape, k frames a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["FrameStack"]
+
+
+@dataclass(frozen=True)
+class FrameStack:
+    """Declares that an observation is a stack of the newest frames, the newest last.
+
+    It follows dtype and shape in `PackedStorage(fields=...)`, and is a value of the recipes'
+    `frame_stack`. Within an episode the next stack of a row is its stack moved by one frame; whatever a
+    stack begins with, such as its first frame repeated or zeros, reads back as it was.
+
+    Args:
+        num_frames: k.
+        dim: the dimension along which frames are stacked. The first may hold several channels a frame,
+            as in TorchRL's `CatFrames` and DrQ-v2; any other must have size k.
+
+    Raises:
+        ValueError: `num_frames` is below 2.
+
+    >>> FrameStack(4).frame_shape(torch.Size([12, 84, 84]))
+    torch.Size([3, 84, 84])
+    """
+
+    num_frames: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_frames < 2:
+            raise ValueError(f"num_frames must be at least 2, got {self.num_frames}.")
+
+    def frame_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Returns the shape of a frame of stacks of this shape.
+
+        Raises:
+            ValueError: it is not the shape of a stack of `num_frames` frames.
+        """
+        count, num_dims = self.num_frames, len(shape)
+        if not -num_dims <= self.dim < num_dims:
+            raise ValueError(f"dim must be one of those of {list(shape)}, got {self.dim}.")
+        place = self.dim % num_dims
+        size = shape[place]
+        if size == 0 or size % count or (place and size != count):
+            must = "just" if place else "a multiple of"
+            raise ValueError(
+                f"a stack must have {must} num_frames={count} along dim={self.dim}, got {list(shape)}."
+            )
+        rest = [*shape[:place], *shape[place + 1 :]]
+        return torch.Size([size // count, *rest] if place == 0 and size > count else rest)
+
+    def frames(self, stacks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Returns stacks `[*B, *shape]` as frames `[*B, k, *frame_shape]`, if possible as a view."""
+        batch = stacks.shape[: stacks.ndim - len(shape)]
+        moved = stacks.movedim(len(batch) + self.dim % len(shape), len(batch))
+        return moved.reshape(*batch, self.num_frames, *self.frame_shape(shape))
+
+    def stacks(self, frames: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Returns frames `[*B, k, *frame_shape]` as stacks `[*B, *shape]`, if possible as a view."""
+        batch = frames.shape[: frames.ndim - len(self.frame_shape(shape)) - 1]
+        if (place := self.dim % len(shape)) == 0:
+            return frames.reshape(*batch, *shape)
+        return frames.movedim(len(batch), len(batch) + place)

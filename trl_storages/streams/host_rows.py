@@ -1,0 +1,124 @@
+"""Rows in memory or in a file, read and written by compiled loops.
+
+Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels import streams
+from trl_storages.streams.arena import Arena
+from trl_storages.streams.layout import Field, Layout
+from trl_storages.streams.staging import Block
+
+__all__ = ["HostRows"]
+
+# Elements are copied as unsigned words of their size; one of 16 bytes is two words.
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
+
+
+class HostRows:
+    """The entries of a storage in memory.
+
+    Args:
+        layout: of the rows.
+        index: says where they are.
+        arena: holds the `entries` `[E M, W]`.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
+        self._layout, self._index, self._arena = layout, index, arena
+        self._entries = arena.arrays["entries"]
+        self._views = {dtype: self._entries.view(dtype) for dtype in set(_WORDS.values())}
+        # Memory is given back after so many rows, when each lane may have left a piece.
+        entry_bytes = layout.entry_words * 8
+        self._often = max(index.num_envs * arena.piece // entry_bytes, 1)
+        self._written = 0
+
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+        """Writes and publishes a block of at most `most_steps` rows a lane.
+
+        Returns:
+            `[N]` int64 slots, and how many gaps were cut.
+        """
+        num_rows = len(block.words)
+        slots = np.empty(num_rows, np.int64)
+        gaps = streams.put(
+            self._index.tables,
+            self._entries,
+            self._layout.sizes,
+            block.which,
+            block.offsets,
+            block.words,
+            block.done,
+            block.cut,
+            cuts_gaps,
+            slots,
+        )
+        self._written += num_rows
+        if self._written >= self._often:
+            self._give_back()
+        return torch.from_numpy(slots), gaps
+
+    def _give_back(self) -> None:
+        """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
+        index, size = self._index, self._layout.entry_words * 8
+        T, M, self._written = index.steps_per_lane, index.entries_per_lane, 0
+        lanes = np.flatnonzero(index.cursors > 0)
+        oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
+        tails = index.where[lanes * T + oldest % T] - (index.stack - 1)
+        heads = index.where[index.newest_slots()[lanes]] + 2
+        for lane, tail, head in zip(lanes.tolist(), tails.tolist(), heads.tolist(), strict=True):
+            begin, end = lane * M, (lane + 1) * M
+            for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
+                self._arena.give_back("entries", first * size, last * size)
+
+    def _elements(self, field: Field) -> tuple[np.ndarray, int, int]:
+        """Returns the entries as words of a field, its first word and its number of words."""
+        size = field.dtype.itemsize
+        per_element = 2 if size == 16 else 1
+        return self._views[_WORDS[size]], field.start * per_element, field.size * per_element
+
+    def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
+        """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
+        field = self._layout.field(key)
+        elements, start, size = self._elements(field)
+        at = places.reshape(-1).numpy()
+        if field.is_next:
+            at = at + 1
+        if field.stack is None:
+            found = np.empty((len(at), size), elements.dtype)
+            streams.take(elements, at, start, found)
+            return torch.from_numpy(found).view(field.dtype).view(*places.shape, *field.shape)
+        frames = np.empty((len(at), self._layout.frames, size), elements.dtype)
+        streams.take_frames(elements, at, start, self._layout.frames, frames)
+        seen = torch.from_numpy(frames).view(field.dtype)
+        seen = seen.view(*places.shape, self._layout.frames, *field.frame_shape)
+        return field.stack.stacks(seen, field.shape)
+
+    def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
+
+        Returns:
+            `[B, row_words]` int64.
+        """
+        rows = torch.empty(len(places), self._layout.row_words, dtype=torch.int64)
+        streams.gather(
+            *(self._entries, self._layout.sizes, self._layout.frames),
+            *(places.numpy(), last.numpy(), rows.numpy()),
+        )
+        return rows
+
+    def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
+        elements, start, size = self._elements(self._layout.field(key))
+        words = (
+            values.contiguous().view(len(places), -1).view(torch.uint8).numpy().view(elements.dtype)
+        )
+        streams.rewrite(elements, places.numpy(), start, words.reshape(len(places), size))

@@ -1,0 +1,334 @@
+"""How the fields of a transition lie in entries and rows, in words of 8 bytes.
+
+Letters: B any leading shape; F, O, S, W and k as in `kernels.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDict, unravel_key
+
+from trl_storages import keys
+from trl_storages._torchrl import new_tensordict
+from trl_storages.streams.frames import FrameStack
+
+__all__ = ["DTYPES", "Field", "Layout", "Nested", "nest"]
+
+_WORD = 8  # bytes
+#: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
+Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
+
+#: The dtypes that rows can hold, by name.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value of a transition: where it lies in an entry, in bytes; of a stack, its newest frame.
+
+    What `is_next` is read from the observation of the entry after that of the step.
+    """
+
+    key: NestedKey
+    dtype: torch.dtype
+    shape: torch.Size
+    at: int
+    stack: FrameStack | None = None
+    is_next: bool = False
+
+    @cached_property
+    def frame_shape(self) -> torch.Size:
+        """The shape of what lies in one entry."""
+        return self.shape if self.stack is None else self.stack.frame_shape(self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of elements in one entry."""
+        return self.frame_shape.numel()
+
+    @cached_property
+    def start(self) -> int:
+        """The first element in an entry."""
+        return self.at // self.dtype.itemsize
+
+    def __str__(self) -> str:
+        stacked = "" if self.stack is None else f" as {self.stack}"
+        return f"{_NAMES[self.dtype]} {list(self.shape)}{stacked}"
+
+
+class Layout:
+    """Places the fields of a transition.
+
+    A field that has a twin of the same dtype and shape under `next` is part of the *observation*, and
+    stored once for both; every other is part of the *step*, and so are rewards, flags and counts of steps
+    wherever they stand. A row as it is seen is `[observation | step | next observation]`: one gather
+    fetches whole rows, and one block holds those to be written.
+
+    Args:
+        fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
+        nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
+
+    Raises:
+        ValueError: there is no field, or a stack has another number of frames than the others, or no
+            next value of its shape.
+        TypeError: rows can't hold a dtype.
+
+    >>> fields = {"observation": (torch.float32, (3,)), ("next", "observation"): (torch.float32, (3,))}
+    >>> layout = Layout({**fields, ("next", "done"): (torch.bool, (1,))})
+    >>> layout.entry_words, layout.row_words
+    (3, 5)
+    """
+
+    def __init__(self, fields: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> None:
+        #: key -> (dtype, shape) or (dtype, shape, FrameStack), as given.
+        self.described = {
+            unravel_key(key): (dtype, torch.Size(shape), *stack)
+            for key, (dtype, shape, *stack) in fields.items()
+        }
+        #: As given.
+        self.nested = nested
+        self._check_dtypes()
+        seen = self._observations()
+        stacks = [key for key in seen if len(self.described[key]) > 2]
+        #: k, the number of frames of a stack: how many entries an observation is made of.
+        self.frames = self._num_frames(stacks)
+        decides = keys.continued_keys([*self.described])
+        next_keys = {keys.next_key(key): key for key in seen}
+        groups = [
+            stacks,
+            [key for key in seen if key in decides and key not in stacks],
+            [key for key in seen if key not in decides and key not in stacks],
+            [key for key in self.described if key not in seen and key not in next_keys],
+        ]
+        placed: dict[NestedKey, Field] = {}
+        ends: list[int] = []  # of the groups, in words
+        for group in groups:
+            placed |= self._placed(group, ends[-1] if ends else 0)
+            ends.append(self._end(placed))
+        #: F, words of a frame; O, words of an observation; W, words of an entry.
+        self.frame_words, middle, self.observation_words, self.entry_words = ends
+        self._skipped = (self.frames - 1) * self.frame_words
+        #: S, words of an observation as it is seen; where the next one begins in a row; a row's words.
+        self.seen_words = self.observation_words + self._skipped
+        self.next_word = self.entry_words + self._skipped
+        self.row_words = self.next_word + self.seen_words
+        begin = 0 if set(stacks) & set(decides) else self.frame_words + self._skipped
+        #: As loops take it, see `kernels.streams`: observations decide whether a row continues another.
+        self.sizes = (self.frame_words, self.observation_words, begin, middle + self._skipped)
+        after = {
+            key: replace(placed[twin], key=key, is_next=True) for key, twin in next_keys.items()
+        }
+        #: In the order of a row.
+        self.fields = (
+            *placed.values(),
+            *(after[keys.next_key(key)] for key in placed if key in seen),
+        )
+        self._by_key = {field.key: field for field in self.fields}
+        self._views = _Views(self)
+
+    def _check_dtypes(self) -> None:
+        if not self.described:
+            raise ValueError("a layout needs at least one field, got none.")
+        for key, (dtype, *_) in self.described.items():
+            if dtype not in _NAMES:
+                raise TypeError(f"{key!r} must have one of the dtypes {[*DTYPES]}, got {dtype}.")
+
+    def _observations(self) -> list[NestedKey]:
+        """Returns the fields that are stored once with their next values."""
+        kinds = {key: kind[:2] for key, kind in self.described.items()}
+        return [key for key in keys.shared_keys(kinds) if kinds[keys.next_key(key)] == kinds[key]]
+
+    def _num_frames(self, stacks: Sequence[NestedKey]) -> int:
+        said = {key: kind[2] for key, kind in self.described.items() if len(kind) > 2}
+        for key, stack in said.items():
+            path = keys.key_path(key)
+            root = unravel_key(path[1:]) if path[0] == "next" else key
+            if root not in stacks or said[root] != stack:
+                raise ValueError(
+                    f"{key!r} is {stack}, so it must have a next value of its dtype and shape."
+                )
+        numbers = {stack.num_frames for stack in said.values()}
+        if len(numbers) > 1:
+            raise ValueError(f"all stacks must have one number of frames, got {sorted(numbers)}.")
+        return numbers.pop() if numbers else 1
+
+    def _placed(self, group: Sequence[NestedKey], first: int) -> dict[NestedKey, Field]:
+        """Places fields one behind another from a word on, the largest elements first."""
+        placed, end = {}, first * _WORD
+        for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
+            dtype, shape, *stack = self.described[key]
+            at = -(-end // dtype.itemsize) * dtype.itemsize
+            field = Field(key, dtype, shape, at, stack[0] if stack else None)
+            end = field.at + field.size * dtype.itemsize
+            placed[key] = field
+        return placed
+
+    def _end(self, placed: Mapping[NestedKey, Field]) -> int:
+        """Returns the word behind some fields."""
+        unit = max(_WORD, *(kind[0].itemsize for kind in self.described.values()))
+        end = max((it.at + it.size * it.dtype.itemsize for it in placed.values()), default=0)
+        return -(-end // unit) * unit // _WORD
+
+    # Fields
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def field(self, key: NestedKey) -> Field:
+        """Returns the field of a key.
+
+        Raises:
+            KeyError: no such field; the message lists the existing ones.
+        """
+        found = self._by_key.get(key)
+        if found is None:
+            there = sorted(self._by_key, key=str)
+            raise KeyError(f"the rows have no field {key!r}; they have {there}.")
+        return found
+
+    def is_step(self, field: Field) -> bool:
+        """Whether a field is part of the step, not of an observation."""
+        return field.at >= self.observation_words * _WORD
+
+    def row_byte(self, field: Field) -> int:
+        """Returns the first byte of a field in a row; of a stack, that of its oldest frame."""
+        skipped = 0 if field.stack else self._skipped * _WORD
+        return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
+
+    # Views
+
+    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Returns each field of rows, `[*B, row_words]` int64, as a view `[*B, *shape]`."""
+        return self._views(rows)
+
+    def tensordict(self, rows: torch.Tensor) -> TensorDict:
+        """Returns rows `[*B, row_words]` as a TensorDict of batch size B that shares their memory."""
+        return nest(self.views(rows), rows.shape[:-1], rows.device, self.nested)
+
+    def frames_of(self, field: Field, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the frames of a stack in rows as a view `[*B, k, *frame_shape]`."""
+        first, size = (self.next_word if field.is_next else 0), self.frames * self.frame_words
+        frames = rows[..., first : first + size].view(field.dtype)
+        frames = frames.view(*rows.shape[:-1], self.frames, -1)
+        frames = frames[..., field.start : field.start + field.size]
+        return frames.view(*frames.shape[:-1], *field.frame_shape)
+
+    def fill(self, key: NestedKey, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies values `[*B, *shape]` of a field into rows `[*B, row_words]`."""
+        field = self.field(key)
+        if field.stack is None:
+            self.views(rows)[key].copy_(values)
+        else:
+            self.frames_of(field, rows).copy_(field.stack.frames(values, field.shape))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self.fields, self.nested) == (
+            other.fields,
+            other.nested,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.fields)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
+        return f"{type(self).__name__}({self.entry_words * _WORD} bytes an entry; {fields})"
+
+
+class _Views:
+    """Makes views of the fields of rows. One split makes nine in the time of four others."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._stacks = [field for field in layout.fields if field.stack]
+        plain = sorted((it for it in layout.fields if not it.stack), key=layout.row_byte)
+        by_dtype = sorted(plain, key=lambda field: str(field.dtype))
+        self._splits = [
+            self._split(dtype, [*fields])
+            for dtype, fields in groupby(by_dtype, key=lambda field: field.dtype)
+        ]
+
+    def _split(self, dtype: torch.dtype, fields: Sequence[Field]) -> tuple[Any, ...]:
+        """Returns a dtype, the sizes of the parts of a row, and which of them are which fields."""
+        sizes, found, end = [], [], 0
+        for field in fields:
+            start = self._layout.row_byte(field) // dtype.itemsize
+            if start > end:
+                sizes.append(start - end)
+            found.append((len(sizes), field.key, None if len(field.shape) == 1 else field.shape))
+            sizes.append(field.size)
+            end = start + field.size
+        if rest := self._layout.row_words * _WORD // dtype.itemsize - end:
+            sizes.append(rest)
+        return dtype, sizes, found
+
+    def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        views: dict[NestedKey, torch.Tensor] = {}
+        batch = rows.shape[:-1]
+        for dtype, sizes, fields in self._splits:
+            parts = rows.view(dtype).split_with_sizes(sizes, -1)
+            for at, key, shape in fields:
+                views[key] = parts[at] if shape is None else parts[at].view(*batch, *shape)
+        for field in self._stacks:
+            frames = self._layout.frames_of(field, rows)
+            views[field.key] = field.stack.stacks(frames, field.shape)  # type: ignore[union-attr]
+        return views
+
+
+def nest(
+    fields: Mapping[NestedKey, torch.Tensor],
+    batch: torch.Size,
+    device: torch.device,
+    nested: Nested = (),
+) -> TensorDict:
+    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
+    tensors = [*fields.values()]
+    made: list[TensorDict] = []
+    for node in _tree_of(tuple(fields), nested):
+        source: dict[str, Any] = {name: tensors[place] for name, place in node.leaves}
+        for name, place in node.nested:
+            source[name] = made[place]
+        size = batch + node.further if node.further else batch
+        made.append(new_tensordict(source, size, device))
+    return made[-1]
+
+
+class _Node(NamedTuple):
+    """The entries of a TensorDict: tensors and nested TensorDicts, by their places in two lists."""
+
+    leaves: Sequence[tuple[str, int]]
+    nested: Sequence[tuple[str, int]]
+    further: torch.Size
+    """Batch dimensions beyond those of the outermost TensorDict."""
+
+
+@lru_cache(maxsize=1024)
+def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
+    """Returns the TensorDicts that hold tensors under these keys, nested ones first."""
+    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(names))
+    sizes, nodes = dict(nested), []
+
+    def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
+        leaves = [(name, it) for name, it in entries.items() if isinstance(it, int)]
+        below = [
+            (name, add(it, (*path, name))) for name, it in entries.items() if isinstance(it, dict)
+        ]
+        nodes.append(_Node(leaves, below, sizes.get(path, torch.Size([]))))
+        return len(nodes) - 1
+
+    add(tree, ())
+    return nodes
