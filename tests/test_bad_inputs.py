@@ -56,7 +56,6 @@ BAD: dict[str, list[Any]] = {
     "count": NO_COUNT,
     "count from 1": [*NO_COUNT, 0, np.int64(0)],
     "count from 2": [*NO_COUNT, 0, 1],
-    "one": [*NO_COUNT, 0, 2],
     "stacks": [
         *("x", math.nan, THING, [], True, torch.zeros(2), 0, 1, -4, 1.5, 99),
         *({"pixels": 4}, {5: trl_storages.FrameStack(2)}, {"x": trl_storages.FrameStack(2)}),
@@ -320,7 +319,6 @@ TABLE: dict[str, dict[str, str]] = {
         "mode": "choice",
         "check": "flag?",
         "progress": "flag",
-        "ndim": "one",
     },
     "PackedStorage.open": {
         "directory": "path",
@@ -533,7 +531,7 @@ OTHER_WORDS = {
 #: Classes that are one part of another, in a file of their own.
 WRITTEN_IN = {"EpisodeAnswers": "EpisodeIndex"}
 #: What parts are asked for when a storage is saved or loaded.
-STATES = {"check_state_dict", "read_state", "take_state"}
+STATES = {"check_state", "read_state", "take_state"}
 #: What parts say to one another, or TorchRL's containers to them, about what was checked before.
 BETWEEN_PARTS = {
     "EpisodeIndex": {

@@ -254,7 +254,7 @@ class TestActors:
         self, with_goals, workers
     ):
         replay = with_goals
-        with pytest.raises(RuntimeError, match=r"is empty: other processes write .*lanes=\[lane\]"):
+        with pytest.raises(RuntimeError, match="write transitions"):
             replay.sample()
         replay.extend(steps(1, 5, is_end=True))
         replay.beta = 0.9
@@ -266,10 +266,6 @@ class TestActors:
         replay.validate()
         with pytest.raises(ValueError, match="beta must be"):
             replay.beta = -1
-        with pytest.raises(RuntimeError, match="an iterator, which can't leave its process"):
-            replay.batches(3)
-        with pytest.raises(RuntimeError, match="call sample"):
-            replay.loader(1)
         for changed in (
             replay.append_transform(lambda batch: batch.set("late", batch["index"])),
             replay.insert_transform(1, RenameTransform(["index"], ["early"], create_copy=True)),

@@ -115,10 +115,6 @@ def test_goals_stay_in_their_environment():
 class TestDimensions:
     """TorchRL fails deep inside a sample when the storage has two dimensions."""
 
-    def test_packed_rows(self):
-        with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*EpisodeWriter\(num_envs\)"):
-            PackedStorage(10, ndim=2)
-
     @pytest.mark.parametrize("storage_type", [LazyTensorStorage, LazyMemmapStorage])
     def test_stock_storages_with_an_episode_writer(self, storage_type):
         with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*num_envs"):

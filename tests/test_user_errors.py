@@ -457,10 +457,6 @@ class TestFirstTries:
         with refused(TypeError, r"^PackedStorage\(\) missing .*'max_size'$"):
             ReplayStorage(storage=PackedStorage)
 
-    def test_more_rows_than_there_is_memory(self):
-        with refused(MemoryError, r"rows of 48 bytes take 48,000.0 GB.*\(storage_size, .*\(path, "):
-            UniformReplayStorage(*CART, storage_size=10**12)
-
     def test_a_directory_with_rows_of_a_run_before(self, tmp_path, monkeypatch):
         said = []
         monkeypatch.setattr(torchrl_logger, "info", said.append)
@@ -785,14 +781,6 @@ class TestHalfMade:
         assert "<UniformReplayStorage, not whole: AttributeError(" in repr(half)
 
 
-def test_a_dump_of_other_transforms():
-    with_n_step, without = (UniformReplayStorage(*CART, storage_size=8, n_step=n) for n in (3, 1))
-    with refused(ValueError, r"transforms of this one, \[\], got others.*such as its n_step"):
-        without.load_state_dict(with_n_step.state_dict())
-    with refused(ValueError, r"transforms of this one, \['NStep'\], got others"):
-        with_n_step.load_state_dict(without.state_dict())
-
-
 def flagged(*shape: int, agents: int = 0) -> TensorDict:
     """Steps without an end; with agents, each of them has flags of its own beside those of all."""
     time = torch.arange(shape[-1]).float().expand(shape).unsqueeze(-1)
@@ -1035,20 +1023,6 @@ def test_one_of_a_kind_is_singular():
     assert str(GoalRelabel(gym_reward(ENV)).audit(storage)).endswith("on all 1 row.")
     with pytest.raises(ValueError, match="a batch for 1 lane must be"):
         storage.extend(torch.stack([storage[:], storage[:]]), lanes=[0])
-
-
-def test_parameters_that_a_dump_replaces_are_reported(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(torchrl_logger, "info", said.append)
-    saved, other = storage_for(alpha=0.6, n_step=3), storage_for(alpha=0.6, n_step=5)
-    loop(saved, ENV, 3)
-    saved.dumps(tmp_path)
-    other.loads(tmp_path)
-    assert other.n_step == 3
-    (told,) = said
-    assert f"{tmp_path} restored n_step=3 (was 5): set them" in told
-    other.loads(tmp_path)
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

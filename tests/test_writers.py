@@ -391,8 +391,6 @@ class TestRefused:
     def test_storages_of_more_dimensions(self):
         with pytest.raises(ValueError, match=r"ndim=1.*num_envs"):
             ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=writer_of_any_rows(3))
-        with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*EpisodeWriter\(num_envs\)"):
-            PackedStorage(12, ndim=2)
 
 
 @pytest.mark.parametrize("copied", [lambda made: made, copy.deepcopy, reloaded])

@@ -309,12 +309,8 @@ class GymRecorder(SavedPart):
         """Returns which environments ended with the last step."""
         return {"ended": torch.from_numpy(self._ended.copy())}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: it has another number of environments, or is damaged.
-        """
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         saved = SavedState(state_dict, "the saved recorder", ("ended",))
         hint = "one for each environment"
         saved.tensor("ended", torch.bool, (self.num_envs,), hint)

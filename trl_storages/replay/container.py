@@ -9,7 +9,6 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch.utils.data import DataLoader
-from torchrl import torchrl_logger
 from torchrl.data import (
     ReplayBuffer,
     Storage,
@@ -43,7 +41,7 @@ from trl_storages.replay.drawing import draw_rows
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.options import OPTIONS, Parameter, checked, parameters_of
+from trl_storages.replay.options import OPTIONS, Parameter, checked
 from trl_storages.replay.remote import RayHandle, StorageType, in_actor
 from trl_storages.replay.saving import (
     doubt_ends,
@@ -852,25 +850,7 @@ class ReplayStorage(
                 damaged, or a link, a pipe, a device or a pickle. Nothing is changed then.
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
-        before = self._parameters()
         load_state(self, state, progress=progress)
-        after = self._parameters()
-        if changed := [
-            f"{key}={after[key]} (was {before.get(key)})"
-            for key in after
-            if after[key] != before.get(key)
-        ]:
-            torchrl_logger.info(
-                f"{path} restored {', '.join(changed)}: set them again if unwanted."
-            )
-
-    def _parameters(self) -> dict[str, Any]:
-        """Returns the parameters that the parts have."""
-        found = {}
-        for name in parameters_of(self):
-            with suppress(AttributeError):  # parts of one class may differ
-                found[name] = getattr(self, name)
-        return {**found, "batch_size": self.batch_size}
 
     def _prefetch_in_order(self) -> None:
         """Prefetches in one thread: draws are serialized anyway, and more threads would reorder them."""

@@ -284,29 +284,14 @@ class _InActor:
         _refuse("record")
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        if not len(self.episodes):
-            raise RuntimeError(
-                "the storage is empty: other processes write to it by extend(steps, lanes=[lane])."
-            )
         batch = super().sample(*args, **kwargs)  # type: ignore[misc]
         return tuple(map(self._sent, batch)) if isinstance(batch, tuple) else self._sent(batch)
-
-    def batches(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            "batches() is an iterator, which can't leave its process: call sample()."
-        )
 
     def sample_episodes(self, n: int) -> Any:
         return self._sent(super().sample_episodes(n))  # type: ignore[misc]
 
     def __getitem__(self, index: Any) -> Any:
         return self._sent(super().__getitem__(index))  # type: ignore[misc]
-
-    def loader(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            "loader() draws in processes of its own, which must be on the machine of the rows: call "
-            "sample(), or, with path=, ReplayStorage.open(path, mode='r').loader(...) there."
-        )
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         # Of a method that returns the storage; the rows stay here.

@@ -29,7 +29,6 @@ from trl_storages.rows import (
 )
 from trl_storages.samplers import prioritized_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
-from trl_storages.transforms import parts_of
 from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = [
@@ -79,26 +78,21 @@ def _check_state(storage: Any, state: Any) -> dict[str, Any]:
             layout, number of lanes or kind of sampler. The message says what is wrong.
     """
     parts = _parts(storage)
-    if isinstance(state, Mapping) and "_recorder" not in state:
-        raise ValueError(
-            f"{_WHAT} must be one of this package: what TorchRL's own buffers save has no episode index; "
-            "extend() by its rows. Nothing was changed."
-        )
     saved = SavedState(state, _WHAT, sorted({*parts, *_VALUES}))
     index, fitted = None, state
     if isinstance(storage._writer, EpisodeWriter):
         # First, as the other parts differ too if the storage is of another size.
         index = storage._writer.read_state(saved["_writer"])
     for name in ("_sampler", "_transforms", "_recorder"):
-        parts[name].check_state_dict(saved[name])
+        parts[name].check_state(saved[name])
     if index is not None:
         if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
             fitted = _fitted(storage, state, index)
-        parts["_storage"].check_state_dict(fitted["_storage"])
+        parts["_storage"].check_state(fitted["_storage"])
         _check_together(storage, saved, fitted["_storage"], index)
     else:
-        parts["_writer"].check_state_dict(saved["_writer"])
-        parts["_storage"].check_state_dict(saved["_storage"])
+        parts["_writer"].check_state(saved["_writer"])
+        parts["_storage"].check_state(saved["_storage"])
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])
@@ -231,14 +225,8 @@ class _Transforms(SavedPart):
     def state_dict(self) -> dict[str, Any]:
         return self._module.state_dict()
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state(self, state_dict: Any) -> None:
         before = copy.deepcopy(self._module.state_dict())
-        if isinstance(state_dict, Mapping) and {*state_dict} != {*before}:
-            own_kinds = [type(part).__name__ for part in parts_of(self._module)]
-            raise ValueError(
-                f"the saved storage must have the transforms of this one, {own_kinds}, got others, with "
-                f"entries {[*state_dict]}: make it with those, such as its n_step. Nothing was changed."
-            )
         own = SavedState(state_dict, "the saved state of the transforms", [*before])
         try:
             for key, value in before.items():

@@ -347,22 +347,13 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
         """Returns copies of all tensors of the index."""
         return {name: tensor.clone() for name, tensor in self.ring.tensors.items()}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged, or from an index of another size or
-                number of lanes.
-        """
-        self.read_state(state_dict)
-
     def read_state(self, state_dict: Any) -> EpisodeIndex:
         """Builds a CPU index from a saved state, and validates it in a pass over its rows.
 
         It has as many spare steps as the saved one.
 
         Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`.
+            KeyError, TypeError, ValueError: as `check_state`.
         """
         spare = self.spare_steps
         if isinstance(state_dict, Mapping) and isinstance(

@@ -84,12 +84,11 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         check: whether to verify the checksum of every existing row; None does so after anything but a
             clean close.
         progress: whether to show progress while existing rows are opened.
-        ndim: 1; named so that code which passes it to TorchRL's storages gets a clear answer.
 
     Raises:
-        ValueError: `max_size` is below 1, `ndim` is not 1, or `scratch_dir` is given with a device
-            other than the CPU, or what it holds is damaged, or of another size or layout; or no
-            observation has a next value to share.
+        ValueError: `max_size` is below 1, or `scratch_dir` is given with a device other than the CPU, or
+            what it holds is damaged, or of another size or layout; or no observation has a next value
+            to share.
         RuntimeError: another writer has `scratch_dir` open, or the platform has no file locks.
         OSError: the disk is full, or may not be written.
 
@@ -123,19 +122,9 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         mode: str = "r+",
         check: bool | None = None,
         progress: bool = False,
-        ndim: int = 1,
     ) -> None:
         max_size = arguments.integer("max_size", max_size, at_least=1)
         progress = arguments.flag("progress", progress)
-        if arguments.integer("ndim", ndim, at_least=1) != 1:
-            raise ValueError(
-                f"PackedStorage holds transitions along one dimension (ndim=1), got ndim={ndim}. For "
-                "several environments pass writer=EpisodeWriter(num_envs): it interleaves them."
-            )
-        if isinstance(device, str) and device == "auto":
-            raise ValueError(
-                "device must be named, got 'auto': rows are laid out before data comes."
-            )
         device = arguments.device("device", device)
         if fields is not None:
             for key in arguments.mapping("fields", fields, "a mapping from key to (dtype, shape)"):
@@ -317,16 +306,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             if episodes is not None and sharing is not None:
                 lanes = self.max_size, episodes.num_envs
                 self._side = SideTable.in_memory(*lanes, sharing.shared_words, self.device)
-            try:
-                rows = zeros(self.max_size, layout.stored_words, device=self.device)
-            except MemoryError as error:
-                size = layout.stored_words * 8
-                whole = self.max_size * size / 1e9
-                raise MemoryError(
-                    f"{self.max_size:,} rows of {size:,} bytes take {whole:,.1f} GB, and there is less "
-                    "memory: make a smaller storage (storage_size, max_size), or one in a directory "
-                    "(path, scratch_dir)."
-                ) from error
+            rows = zeros(self.max_size, layout.stored_words, device=self.device)
             self._adopt(layout, rows)
             return
         if self.episodes is None:
@@ -742,14 +722,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 state["side"] = named_entries(*named)
         return state
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: layout or number of rows differ, or it is damaged.
-        """
-        self.read_state(state_dict)
-
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
         """Returns the fields `[N, ...]` of a saved state, sharing its memory; empty if it has no rows.
 
@@ -757,7 +729,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         newest frame.
 
         Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`.
+            KeyError, TypeError, ValueError: as `check_state`.
         """
         return SavedRows(state_dict, self).fields
 

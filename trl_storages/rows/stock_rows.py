@@ -47,15 +47,11 @@ class StockRows(SavedPart):
         json = None if layout is None else layout.to_json()
         return {"layout": json, "fields": fields, "_len": storage._len}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state; see `SavedPart.check_state_dict`."""
-        self.read_state(state_dict)
-
     def read_state(self, state_dict: Any) -> dict[NestedKey, torch.Tensor]:
         """Returns the fields `[N, ...]` of a saved state; empty if it has no rows.
 
         Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`.
+            KeyError, TypeError, ValueError: as `check_state`.
         """
         what, size = f"the saved {type(self._rows).__name__}", self._rows.max_size
         saved = SavedState(state_dict, what, ("layout", "fields", "_len"))

@@ -95,12 +95,8 @@ class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
         """Returns an empty dict: the sampler is stateless."""
         return {}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that a state is empty.
-
-        Raises:
-            TypeError, ValueError: it is not.
-        """
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         SavedState(state_dict, f"the saved {type(self).__name__}", ())
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
@@ -213,12 +209,8 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         own = {name: getattr(self, name) for name in self.live_parameters.values()}
         return {**own, **self._counts, "base": as_part(self.base).state_dict()}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged, or from another sampler or base.
-        """
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         names = self.live_parameters.values()
         saved = SavedState(
             state_dict, f"the saved {type(self).__name__}", [*names, *self._counts, "base"]
@@ -226,7 +218,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
         saved.check_parameters(type(self), names)
         for name in self._counts:
             saved.integer(name)
-        as_part(self.base).check_state_dict(saved["base"])
+        as_part(self.base).check_state(saved["base"])
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""

@@ -430,13 +430,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         own = {name: getattr(self, name) for name in self.live_parameters}
         return {"max_capacity": self._max_capacity, **own, **self._table.state_dict()}
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is of another capacity or sampler, or damaged,
-                such as by a negative or NaN priority.
-        """
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         what, size = f"the saved {type(self).__name__}", self._max_capacity
         keys = ("max_capacity", *self.live_parameters, "largest", "num_lanes", "priorities")
         saved = SavedState(state_dict, what, keys)

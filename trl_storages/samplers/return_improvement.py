@@ -124,12 +124,8 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
             "returns": list(self._trend.returns),
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged, or from another schedule.
-        """
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         what = f"the saved {type(self).__name__}"
         saved = SavedState(state_dict, what, [*self.state_dict()])
         if not saved.number("initial_val", 0, 1):

@@ -241,12 +241,7 @@ class _SavedFiles:
         try:
             descriptor, size = open_regular(self._path / name)
         except FileNotFoundError as error:
-            reason = f"the file {name!r} is missing"
-            if name == _STATE:
-                reason += (
-                    " (what TorchRL's own buffers dump has no episode index: extend() by its rows)"
-                )
-            self._refuse(reason, error, FileNotFoundError)
+            self._refuse(f"the file {name!r} is missing", error, FileNotFoundError)
         except OSError as error:
             self._refuse(f"{name!r} can't be opened as a file: {error.strerror}", error)
         try:

@@ -146,13 +146,17 @@ class SavedPart:
     def state_dict(self) -> dict[str, Any]:
         """Returns the complete state of the part, as tensors and plain values."""
 
-    @abstractmethod
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
+    def check_state(self, state_dict: Any) -> None:
+        """Checks that `take_state` can take a state, without changing anything.
 
         Raises:
             KeyError, TypeError, ValueError: the state is damaged, or from a different part.
         """
+        self.read_state(state_dict)
+
+    def read_state(self, state_dict: Any) -> Any:
+        """Returns what a state holds; for parts whose check has a result."""
+        raise NotImplementedError
 
     @abstractmethod
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
@@ -162,9 +166,9 @@ class SavedPart:
         """Restores what `state_dict` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`. Nothing is changed then.
+            KeyError, TypeError, ValueError: as `check_state`. Nothing is changed then.
         """
-        self.check_state_dict(state_dict)
+        self.check_state(state_dict)
         self.take_state(state_dict)
 
     def dumps(self, path: str | Path) -> None:
@@ -177,7 +181,7 @@ class SavedPart:
 
         Raises:
             FileNotFoundError: the directory, or a file in it, is missing.
-            KeyError, TypeError, ValueError: a file is truncated or damaged, or as `check_state_dict`.
+            KeyError, TypeError, ValueError: a file is truncated or damaged, or as `check_state`.
                 Nothing is changed then.
         """
         self.load_state_dict(read_state(path))
@@ -212,8 +216,8 @@ class StockPart(SavedPart):
         is_by_priority = isinstance(self._part, PrioritizedSampler)
         return ("_sum_tree", "_min_tree") if is_by_priority else ()
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state; see `SavedPart.check_state_dict`."""
+    def check_state(self, state_dict: Any) -> None:
+        """Checks a state; see `SavedPart.check_state`."""
         what, own = f"the saved {type(self._part).__name__}", self.state_dict()
         saved = SavedState({} if state_dict is None else state_dict, what, [*own])
         for key, value in own.items():

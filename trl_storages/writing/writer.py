@@ -5,7 +5,7 @@ Letters: T steps, E lanes (environments), L lanes written now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -40,11 +40,6 @@ from trl_storages.writing.stacks import checked_stacks
 from trl_storages.writing.steps import Fields, Steps, warn_of_lost_ends
 
 __all__ = ["EpisodeWriter"]
-
-_NO_EPISODES = (
-    "the saved state must hold an episode index, and that of other writers than EpisodeWriter has none; "
-    "write the rows anew with extend(). Nothing was changed."
-)
 
 #: Called with the slots of the rows that were written.
 Then = Callable[[torch.Tensor], object]
@@ -579,23 +574,12 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             state["last_trajectory"] = torch.from_numpy(committed.trajectories.copy())
         return state
 
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Checks that `load_state_dict` can take a state, without changing anything.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is from another kind of writer, or of another size or
-                number of lanes, or damaged.
-        """
-        self.read_state(state_dict)
-
     def read_state(self, state_dict: Any) -> EpisodeIndex:
         """Returns the episode index of a saved state, on the CPU.
 
         Raises:
-            KeyError, TypeError, ValueError: as `check_state_dict`.
+            KeyError, TypeError, ValueError: as `check_state`.
         """
-        if isinstance(state_dict, Mapping) and "episodes" not in state_dict:
-            raise ValueError(_NO_EPISODES)
         keys = ("_cursor", "_write_count", "episodes", "last_trajectory")
         # Only in the state of a writer that counts generations.
         more = ("_generation",) if self.tracks_generations else ()
