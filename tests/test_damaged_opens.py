@@ -64,17 +64,3 @@ def test_rows_by_their_checksums(rows, mode):
     storage = ReplayStorage.open(rows, mode=mode, sampler=UniformSampler())
     with pytest.raises(RuntimeError, match="do not match their checksums, those in the slots"):
         storage.validate()
-
-
-@pytest.mark.parametrize("bad", [-1.0, np.nan])
-def test_validate_looks_at_priorities(bad):
-    storage = ReplayStorage(storage=PackedStorage(SIZE), sampler=PERSampler(SIZE), batch_size=4)
-    steps = torch.arange(6)
-    storage.extend(goal_transitions(torch.zeros(6).long(), steps, steps == 3))
-    storage.validate()
-    storage.sampler._table._rows.priorities[2] = bad
-    with pytest.raises(RuntimeError, match="must be at least 0"):
-        storage.validate()
-    storage.sampler._table._rows.priorities[2] = np.inf
-    with pytest.raises(RuntimeError):
-        storage.validate()

@@ -6,13 +6,10 @@ from disk.rows import found, is_torn, make, priority_of, write
 
 from trl_storages import (
     ERESampler,
-    NStep,
-    PackedStorage,
     PERSampler,
     ReplayStorage,
     UniformSampler,
 )
-from trl_storages.rows import RowView, stored_fields
 
 
 def assert_same(first, second):
@@ -120,24 +117,3 @@ class TestReaders:
             ReplayStorage.open(tmp_path, mode="w")
         with pytest.raises(ValueError, match="fetch_every"):
             ReplayStorage.open(tmp_path, mode="r", fetch_every=0)
-
-
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_every_row_that_a_batch_is_made_of_is_looked_at(tmp_path, n_step, monkeypatch):
-    """Sampled rows, those of the windows and goal rows: any of them may be overwritten meanwhile."""
-    storage = make(tmp_path)
-    write(storage, 24)
-    parts = [NStep(n_step, 0.9)] if n_step > 1 else []
-    rows = PackedStorage.open(tmp_path, mode="r")
-    monkeypatch.setattr(rows.reader, "seen", [])
-    episodes, index = rows.episodes, torch.tensor([3, 11])
-    view = RowView(stored_fields(rows, index))
-    further = torch.tensor([5, 20])
-    view.at(further)["observation"]
-    for part in parts:
-        part.replay(view)
-    view.tensordict()
-    expected = [index, further, episodes.windows(index, n_step)[0].reshape(-1)]
-    assert set(torch.cat([slots.reshape(-1) for slots in rows.reader.seen]).tolist()) == set(
-        torch.cat(expected).tolist()
-    )

@@ -1,7 +1,5 @@
 """Batches drawn in worker processes, the way of DrQ-v2: one acts, many sample."""
 
-from types import SimpleNamespace
-
 import gymnasium
 import numpy as np
 import pytest
@@ -11,14 +9,12 @@ from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 
 from trl_storages import (
-    EpisodeReplayStorage,
     HERSampler,
     NStepReplayStorage,
     PackedStorage,
     PERSampler,
     ReplayStorage,
 )
-from trl_storages.replay import loader
 
 # TorchRL sets "spawn", whose workers import everything again.
 FORK = {"multiprocessing_context": "fork"}
@@ -165,20 +161,6 @@ def test_priorities_reach_the_workers(tmp_path):
     reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(100), batch_size=4)
     with pytest.raises(RuntimeError, match="reading"):
         reader.sampler.update_priority(every, 1.0, storage=reader.storage)
-
-
-def test_a_worker_waits_for_the_end_of_an_episode(tmp_path, monkeypatch):
-    storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2), storage_size=9, path=tmp_path)
-
-    def step(is_end):
-        storage.record([0.0], 0, 1.0, is_end, False, {}, [0.0])
-
-    step(False)
-    reader = storage.loader(batch_size=2).dataset._open_reader()
-    # The writer goes on while the worker sleeps.
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: step(True))
-    monkeypatch.setattr(loader, "time", clock)
-    assert loader._draw(reader, 1.0).shape == (2, 2)
 
 
 def test_two_iterations_at_once(tmp_path):

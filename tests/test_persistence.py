@@ -432,7 +432,7 @@ class TestMisfits:
             goal_transitions(torch.zeros(5).long(), torch.arange(5), torch.zeros(5).bool())
         )
         other = ReplayStorage(storage=LazyTensorStorage(8))
-        with pytest.raises((KeyError, FileNotFoundError), match="_recorder|missing"):
+        with pytest.raises((KeyError, FileNotFoundError), match=r"_recorder|missing"):
             reload(stock, other, tmp_path)
         assert len(other) == 0
 

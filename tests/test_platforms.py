@@ -1,6 +1,5 @@
 """Storages in memory work where POSIX ends; directories say that they do not."""
 
-import ast
 import importlib
 import mmap
 import pkgutil
@@ -25,47 +24,7 @@ with suppress(ImportError):
     # Before platforms are simulated, as torch is.
     import numba  # noqa: F401
 
-PACKAGE = Path(trl_storages.__file__).parent
-#: The one module that may use what not every platform has; what needs it asks `check_platform`.
-FILES = PACKAGE / "disk" / "files.py"
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
-#: Of these modules only what every platform has may be used elsewhere.
-EVERYWHERE = {
-    "os": {
-        "DirEntry",
-        "O_CREAT",
-        "O_EXCL",
-        "O_RDONLY",
-        "O_WRONLY",
-        "PathLike",
-        "close",
-        "cpu_count",
-        "environ",
-        "fdopen",
-        "fspath",
-        "fstat",
-        "fsync",
-        "getpid",
-        "open",
-        "path",
-        "replace",
-        "scandir",
-        "sep",
-        "urandom",
-    },
-    "mmap": {"ACCESS_READ", "ACCESS_WRITE", "ACCESS_COPY", "mmap"},
-    "signal": {
-        "SIGINT",
-        "SIGTERM",
-        "SIG_DFL",
-        "SIG_IGN",
-        "Signals",
-        "getsignal",
-        "signal",
-        "valid_signals",
-    },
-    "select": {"select"},
-}
 
 GONE = {
     "darwin": "os.posix_fallocate os.sched_getaffinity os.O_DIRECT",
@@ -170,46 +129,6 @@ def test_macos_has_directories_too(tmp_path):
     assert made == "done"
     assert "fcntl" not in other_size
     assert opened == ["done"] * 2
-
-
-def modules_of(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Import(names=names):
-            return [alias.name.partition(".")[0] for alias in names]
-        case ast.ImportFrom(module=str(module), level=0):
-            return [module.partition(".")[0]]
-        case ast.Call(args=[ast.Constant(value=str(module)), *_]) if "import" in ast.unparse(node):
-            return [module]
-    return []
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_what_not_every_platform_has_is_used_in_one_place(path):
-    if path == FILES:
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = {}
-        match node:
-            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in EVERYWHERE:
-                names = {module: {name}}
-            case ast.ImportFrom(module=str(module), names=aliases) if module in EVERYWHERE:
-                names = {module: {alias.name for alias in aliases}}
-        for module, used in names.items():
-            assert used <= EVERYWHERE[module], f"{path}:{node.lineno} uses {module}.{used}"
-        assert not POSIX_MODULES & {*modules_of(node)}, f"{path}:{node.lineno}"
-
-
-def test_importing_that_place_needs_nothing_of_it():
-    """Outside functions, what a platform may lack is asked for, not taken for granted."""
-    asked = "try", "hasattr", "getattr", "sys.platform"
-    for node in ast.parse(FILES.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
-            named = {name for name in modules_of(node) if name in POSIX_MODULES}
-            assert not named
-            continue
-        source = ast.unparse(node)
-        if any(f"{module}." in source for module in (*POSIX_MODULES, *EVERYWHERE)):
-            assert any(word in source for word in asked), source
 
 
 @pytest.mark.requirement("persistence")

@@ -263,19 +263,6 @@ def test_new_and_overwritten_rows_get_the_largest_raw_priority_at_once():
 
 @pytest.mark.requirement("per-new")
 @each_tree
-@pytest.mark.parametrize("attached", [True, False])
-def test_each_write_is_one_write(attached):
-    # Buffers tell of it twice, through mark_update and through extend.
-    buffer = make_buffer(4)
-    if not attached:
-        buffer.storage._attached_entities.clear()
-    for step in range(6):
-        buffer.add(rows(1, step)[0])
-    assert buffer.sampler._table.stamps.tolist() == [2, 2, 1, 1]
-
-
-@pytest.mark.requirement("per-new")
-@each_tree
 def test_rows_that_were_there_before_are_taken_in():
     buffer = make_buffer(alpha=0.5)
     buffer.extend(rows(6))
@@ -553,19 +540,6 @@ def test_a_loop_in_a_stock_buffer(storage):
         priorities = buffer.sampler.priorities
         assert all(priorities[i] == p for i, p in expected.items())
     buffer.sampler.validate()
-
-
-@each_tree
-def test_a_sampler_that_hears_of_writes_through_mark_update_only():
-    # As TorchRL's asynchronous prioritized buffers tell of them.
-    storage, sampler = LazyTensorStorage(4), PERSampler(4)
-    storage.set(torch.arange(3), rows(3))
-    sampler.mark_update(torch.arange(3), storage=storage)
-    sampler.update_priority(torch.arange(3), torch.tensor([1.0, 7.0, 2.0]), storage=storage)
-    storage.set(torch.tensor([3, 0]), rows(2))
-    sampler.mark_update(torch.tensor([3, 0]), storage=storage)
-    assert sampler.priorities.tolist() == [7.0, 7.0, 2.0, 7.0]
-    assert sampler._table.stamps.tolist() == [2, 1, 1, 1]
 
 
 @each_tree
