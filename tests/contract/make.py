@@ -32,6 +32,7 @@ __all__ = [
     "library",
     "make",
     "make_for",
+    "make_of",
     "new_folder",
     "spaces",
 ]
@@ -179,6 +180,16 @@ def assemble(
         generator=torch.Generator().manual_seed(seed),
         **{"batch_size": 32, **parts},
     )
+
+
+def make_of(
+    observation_space: Any, action_space: Any, kind: str = "uniform", **options: Any
+) -> Any:
+    """Makes a storage of other spaces by its recipe."""
+    recipe, keywords = KINDS[kind]
+    os.environ[SETTING] = "numba"
+    options = {"storage_size": 64, "seed": 0, **keywords, **options}
+    return getattr(library, recipe)(observation_space, action_space, **options)
 
 
 def make_for(

@@ -1,12 +1,13 @@
 """What is drawn, and how often: seeded chi-square tests, or exact."""
 
+import warnings
 from collections import Counter, defaultdict
 from itertools import permutations
 
 import pytest
 import torch
-from contract.lanes import HISTORIES, Lanes, ends
-from contract.make import assemble, library
+from contract.lanes import HISTORIES, Lanes, ends, fold
+from contract.make import assemble, library, make
 from contract.steps import ids_of, reward_fn
 from scipy import stats
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
@@ -337,6 +338,48 @@ class TestPriorities:
         storage.update_priority(index, torch.tensor([0.0, 0.5]))
         assert_priorities(storage, lanes, dict(zip(lanes.live(), [0.5, 1.0], strict=True)), 1.0)
 
+    def test_rows_may_be_written_with_a_priority(self):
+        storage, lanes = make("prioritized", size=8, alpha=1.0, beta=1.0), Lanes(8)
+        error = torch.tensor([[[1.0], [2.0], [3.0]]])
+        lanes.write(storage, [ends([3])], change=lambda data: data.set("td_error", error))
+        raw = dict(zip(lanes.live(), [1.0, 2.0, 3.0], strict=True))
+        assert_priorities(storage, lanes, raw, 1.0)
+        lanes.write(storage, [ends([1])])
+        assert_priorities(storage, lanes, {**raw, lanes.live()[-1]: 3.0}, 1.0)
+
+    @pytest.mark.requirement("per-new")
+    def test_rows_that_were_written_while_another_sampler_drew(self):
+        per = PERSampler(8, alpha=1.0, beta=1.0, eps=1e-9)
+        storage, lanes = assemble(8, sampler=per), Lanes(8)
+        index = lanes.write(storage, [ends([3])])[0]
+        storage.update_priority(index, torch.tensor([4.0, 2.0, 3.0]))
+        raw = dict(zip(lanes.live(), [4.0, 2.0, 3.0], strict=True))
+        storage.set_sampler(UniformSampler())
+        lanes.write(storage, [ends([7])])
+        storage.sample(4)
+        storage.set_sampler(per)
+        assert_priorities(storage, lanes, {s: raw.get(s, 4.0) for s in lanes.live()}, 1.0)
+
+    @pytest.mark.requirement("live-parameters")
+    def test_alpha_may_go_to_zero_and_come_back(self):
+        storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.7, beta=1.0, eps=1e-9)), Lanes(8)
+        index = lanes.write(storage, [ends([3])])[0]
+        storage.update_priority(index, torch.tensor([4.0, 2.0, 3.0]))
+        raw = dict(zip(lanes.live(), [4.0, 2.0, 3.0], strict=True))
+        for alpha in (0.0, 0.7, 1.5):
+            storage.alpha = alpha
+            assert_priorities(storage, lanes, raw, alpha)
+
+    def test_priorities_that_are_never_handed_back_are_missed_once(self):
+        storage = assemble(8, sampler=PERSampler(8), batch_size=2)
+        Lanes(8).write(storage, [ends([3])])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2000):
+                storage.sample()
+        assert len(warned) == 1
+        assert "priorit" in str(warned[0].message)
+
     @pytest.mark.requirement("per-beta")
     def test_beta_anneals_to_exactly_one_and_stays(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=1.0, beta=0.4, eps=1e-9)), Lanes(8)
@@ -437,6 +480,22 @@ class TestRecency:
         # 100 * 0.99^250 = 8.1, and so on.
         assert sizes == [8, 1, 1, 1] * 2
 
+    def test_a_phase_without_a_length_is_as_long_as_the_one_before(self):
+        """At least 1000 updates; the first write after them begins the next."""
+        sampler = ERESampler(0.9, c_min=1)
+        storage, lanes = assemble(100, sampler=sampler), Lanes(100)
+        lanes.write(storage, [ends([], 100)])
+        for num_updates in (1000, 1200):
+            for update in range(num_updates):
+                size = window(100, 0.9, update + 1, 1000, 1)
+                batch = storage.sample(1)
+                assert lanes.of(batch)[0] in lanes.newest(size)
+                if update == 500:
+                    lanes.write(storage, [[False]])
+            lanes.write(storage, [[False]])
+        sampler.begin_phase(1)
+        assert set(lanes.of(storage.sample(50))) == set(lanes.newest(1))
+
     @pytest.mark.requirement("ere-per")
     @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
     def test_priorities_within_the_window(self, normalize):
@@ -481,14 +540,24 @@ class TestEta:
             scheduler.step(value)
             assert storage.eta == pytest.approx(1 - 0.5 * (slope + 1) / 2), value
 
+    def test_it_finds_the_recency_below_other_samplers(self):
+        storage = assemble(10, **relabelling(HERSampler(base=ERESampler(eta=0.5))))
+        scheduler = library.ReturnImprovementEta(storage, num_returns=2)
+        scheduler.step([0.0, 1.0])
+        assert storage.eta == 0.5
+        with pytest.raises((ValueError, AttributeError, TypeError)):
+            library.ReturnImprovementEta(assemble(10))
+
     def test_a_flat_history_is_between(self):
         storage = assemble(10, sampler=ERESampler(eta=0.9))
         scheduler = library.ReturnImprovementEta(storage)
         for _ in range(50):
             scheduler.step(3.0)
             assert storage.eta == pytest.approx(0.95)
-        with pytest.raises(ValueError, match="nan"):
-            scheduler.step(float("nan"))
+        for bad in (float("nan"), float("inf"), [1.0, float("nan")]):
+            with pytest.raises(ValueError, match="finite"):
+                scheduler.step(bad)
+            assert storage.eta == pytest.approx(0.95)
         scheduler.step([1.0] * 20)
         assert 0.9 <= storage.eta <= 1
 
@@ -575,6 +644,40 @@ class TestSequences:
         weight = torch.tensor([min(raw.values()) / raw[anchor] for anchor in anchors])
         expected = weight.unsqueeze(1).expand(-1, 5)
         torch.testing.assert_close(drawn["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+
+    @each_boundary
+    @pytest.mark.parametrize(("bootstrap", "n_step"), [(0, 1), (2, 1), (3, 3), (1, 3)])
+    def test_targets_are_those_of_a_loop(self, boundary, bootstrap, n_step):
+        """The value of a state is read off the sequence itself, where it is there."""
+        unit = EpisodeSequence(3, burn_in=2, bootstrap=bootstrap, boundary=boundary)
+        transform = library.NStep(n_step, 0.5)
+        storage, lanes = assemble(30, sample_unit=unit, transform=transform), Lanes(30)
+        lanes.write(storage, [ends([5, 1, 2, 7, 3], 6)])
+        batch = storage.sample(40).reshape(40, -1)
+        values = torch.rand(40, 3 + bootstrap, generator=torch.Generator().manual_seed(0))
+        # What is not there does not count, whatever the network says of it.
+        values[~batch["validity_mask"][:, 2:]] = torch.nan
+        target, mask = unit.targets(batch, values, discount=0.5)
+        for line, value, found, known in zip(batch, values, target, mask, strict=True):
+            steps, valid = lanes.of(line)[2:], line["validity_mask"][2:].tolist()
+            for at in range(3):
+                folded, m = fold(lanes.onward(steps[at]), n_step, 0.5)
+                after = next(
+                    (
+                        n
+                        for n in range(at + 1, len(steps))
+                        if steps[n].id == steps[at].id + m
+                        and steps[n].first == steps[at].first
+                        and valid[n]
+                    ),
+                    None,
+                )
+                is_over = bool(folded["next", "terminated"])
+                assert bool(known[at]) == (valid[at] and (is_over or after is not None))
+                if known[at]:
+                    expected = folded["next", "reward"].item()
+                    expected += 0 if is_over else 0.5**m * value[after].item()
+                    assert found[at].item() == pytest.approx(expected)
 
     @pytest.mark.requirement("per-sequence")
     def test_the_mix_of_r2d2(self):

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from contract.make import assemble, make_for
+from contract.make import assemble, make_for, make_of
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
@@ -244,6 +244,57 @@ class TestRefused:
         with pytest.raises((ValueError, TypeError)):
             storage.record(before, action, *outcome, after)
         assert len(storage) == 0
+
+
+class TestValues:
+    """What a loop hands over is copied, and cast where nothing is lost."""
+
+    def recorded(self, observation, action, reward, space=_THREE):
+        box = spaces.Box(-9, 9, (2,), np.float32)
+        storage = make_of(box, space)
+        for _ in range(2):
+            storage.record(observation, action, reward, False, False, {}, observation)
+        return storage[:]
+
+    @pytest.mark.parametrize(
+        "observation",
+        [
+            np.float32([1, 2]),
+            np.float32([1, 0, 2, 0])[::2],
+            torch.tensor([1.0, 2.0]),
+            torch.tensor([1.0, 2.0], requires_grad=True),
+        ],
+    )
+    @pytest.mark.parametrize("action", [1, np.int32(1), np.array(1), torch.tensor(1)])
+    def test_forms(self, observation, action):
+        rows = self.recorded(observation, action, np.float64(0.5))
+        assert rows["observation"].tolist() == [[1, 2]] * 2
+        assert rows["action"].tolist() == [1, 1]
+        assert rows["next", "reward"].tolist() == [[0.5]] * 2
+
+    def test_arrays_may_be_used_again(self):
+        storage = make_of(spaces.Box(-9, 9, (2,), np.float32), _THREE)
+        before, after = np.zeros(2, np.float32), np.ones(2, np.float32)
+        for number in range(5):
+            before[:], after[:] = number, number + 1
+            storage.record(before, 1, 0.0, False, False, {}, after)
+        assert storage[:]["observation"][:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert before.tolist() == [4, 4]
+
+    @pytest.mark.requirement("refused-is-unchanged")
+    @pytest.mark.parametrize(
+        ("space", "action"),
+        [
+            (_THREE, 3),
+            (_THREE, -1),
+            (spaces.Discrete(3, start=-1), 2),
+            (spaces.MultiDiscrete([2, 3]), [2, 0]),
+            (_THREE, 0.5),
+        ],
+    )
+    def test_actions_that_there_are_not(self, space, action):
+        with pytest.raises((ValueError, TypeError), match="action"):
+            self.recorded(np.float32([1, 2]), action, 0.0, space)
 
 
 def test_end_episodes_in_a_loop_that_resets_early():

@@ -151,6 +151,35 @@ class TestHindsight:
             assert found == expected[lanes.lanes[0].index(step)]
 
 
+@pytest.mark.requirement("hpne")
+@pytest.mark.parametrize("name", ["filling", "wrapped", "step by step", "longer than the storage"])
+def test_hindsight_priorities_recency_and_n_steps_at_once(name):
+    history = HISTORIES[name]
+    per = library.PERSampler(history.size, alpha=0.5, beta=1.0, eps=1e-9)
+    recency = library.ERESampler(0.9, c_min=6, base=per)
+    relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=["effort"])
+    storage = assemble(
+        history.size,
+        history.lanes,
+        sampler=HERSampler({"future": 0.5, "final": 0.5}, 4, base=recency),
+        transform=[relabel, NStep(3, 0.9)],
+    )
+    lanes = history.write(storage)
+    raw = dict.fromkeys(lanes.live(), 1.0)
+    for _ in range(4):
+        recency.begin_phase(1)
+        batch = storage.sample(50)
+        steps = lanes.of(batch)
+        assert set(steps) <= set(lanes.newest(6))
+        assert int(batch["her_mask"].sum()) == 40
+        assert_folded(batch, lanes, 3, 0.9, terminated_fn)
+        drawn = torch.tensor([raw[step] for step in steps])
+        torch.testing.assert_close(batch["priority_weight"], (drawn.min() / drawn).sqrt())
+        priority = torch.tensor([1.0 + step.id % 4 for step in steps])
+        storage.update_tensordict_priority(batch, priority)
+        raw |= zip(steps, priority.tolist(), strict=True)
+
+
 # Numerics
 
 

@@ -506,6 +506,88 @@ def test_goals_as_one_vector_and_back(dtype):
     assert library.FlattenGoal().flatten(batch.sample(6)).shape == (6, 7)
 
 
+@pytest.mark.requirement("her-rewrite")
+class TestRelabel:
+    def filled(self, function, ends_fn=None):
+        relabel = GoalRelabel(function, terminated_fn=ends_fn)
+        storage, lanes = assemble(20, sampler=HERSampler(), transform=relabel), Lanes(20)
+        lanes.write(storage, [ends([6, 6, 6], 2)])
+        return storage, relabel
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            lambda reward: reward.unsqueeze(-1),
+            lambda reward: reward.double(),
+            lambda reward: reward.numpy(),
+            lambda reward: reward.clone().requires_grad_(),
+        ],
+    )
+    def test_forms_of_a_reward(self, form):
+        def reward(achieved, desired, _):
+            assert achieved.shape == desired.shape == (len(achieved), 2)
+            return -(achieved - desired)[:, 0] / 4
+
+        batches = [
+            self.filled(f)[0].sample(30) for f in (reward, lambda *goals: form(reward(*goals)))
+        ]
+        assert_batches(*batches)
+
+    def test_the_storage_stays_bit_for_bit(self):
+        storage, _ = self.filled(
+            lambda achieved, *_: torch.ones(len(achieved)), lambda a, d, _: a[:, 0] > 4
+        )
+        before = storage[:]
+        for _ in range(200):
+            for leaf in storage.sample(30).values(True, True):
+                leaf.zero_()
+        assert_same(storage[:], before)
+
+    WRONG = {
+        "a number": lambda *_: 0.0,
+        "one for all": lambda *_: torch.zeros(1),
+        "one each of three": lambda *_: torch.zeros(3),
+        "two for each": lambda achieved, *_: torch.zeros(len(achieved), 2),
+        "each for each": lambda achieved, *_: torch.zeros(len(achieved), len(achieved)),
+        "nothing": lambda *_: None,
+        "a word": lambda *_: "much",
+        "an error": lambda *_: [][0],
+    }
+
+    @pytest.mark.requirement("refused-is-unchanged")
+    @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+    @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
+    def test_functions_that_are_wrong(self, name, wrong):
+        def right(achieved, *_):
+            return torch.zeros(len(achieved))
+
+        storage, relabel = self.filled(right)
+        before = storage[:]
+        setattr(relabel, name, wrong)
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            storage.sample(15)
+        setattr(relabel, name, right if name == "reward_fn" else None)
+        assert len(storage.sample(15)) == 15
+        assert_same(storage[:], before)
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"sampler": HERSampler()},
+            {"transform": GoalRelabel(reward_fn)},
+            {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(reward_fn)]},
+            {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(reward_fn)},
+            {"sampler": HERSampler(), "transform": GoalRelabel(reward_fn, info_keys=["force"])},
+        ],
+        ids=["goals that nobody writes", "no goals", "folded first", "other goals", "no such info"],
+    )
+    def test_parts_that_do_not_fit_together(self, parts):
+        storage = assemble(20, **parts)
+        Lanes(20).write(storage, [ends([6, 6])])
+        with pytest.raises((KeyError, RuntimeError, ValueError)):
+            storage.sample(8)
+
+
 class TestAudit:
     def audited(self, function):
         relabel = GoalRelabel(function, info_keys=["effort"])
