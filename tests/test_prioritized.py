@@ -432,8 +432,7 @@ def test_the_notebook_s_slip_is_told_of():
         ValueError, match=r"shape \[6\] or \[6, 1\], got \[6, 6, 1\], which comes of"
     ):
         buffer.update_tensordict_priority(batch)
-    message = r"got 36, of shape \[6, 6, 1\].*Arithmetic between \[6\] and \[6, 1\]"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"got 36, of shape \[6, 6, 1\]"):
         buffer.update_priority(batch["index"], batch["td_error"])
     assert (buffer.sampler.priorities == 1).all()
 

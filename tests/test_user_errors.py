@@ -478,24 +478,10 @@ class TestFirstTries:
             UniformReplayStorage(*CART, storage_size=8, path=tmp_path, num_envs=2)
         assert not said
 
-    def test_a_loader_of_torch(self):
-        storage = storage_for()
-        loop(storage, ENV, 3)
-        for source in (storage, ReplayStorageEnsemble(storage)):
-            with refused(TypeError, r"storage.loader\(num_workers=.*storage.batches\("):
-                next(iter(torch.utils.data.DataLoader(source, batch_size=2)))
-
     def test_lanes_that_come_last(self):
         storage = ReplayStorage(storage=PackedStorage(60), writer=EpisodeWriter(2))
         with refused(ValueError, r"data.transpose\(0, 1\) if .*; or pass num_envs=5"):
             storage.extend(TensorDict({"observation": torch.zeros(5, 2)}, [5, 2]))
-
-    def test_a_batch_in_the_place_of_its_slots(self):
-        storage = storage_for(alpha=0.6)
-        loop(storage, ENV, 3)
-        batch = storage.sample()
-        with refused(TypeError, r'batch\["index"\].*update_tensordict_priority\(batch, priority'):
-            storage.update_priority(batch, torch.ones(16))
 
     def test_the_size_of_a_smaller_storage(self):
         saved = storage_for()

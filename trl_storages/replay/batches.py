@@ -6,7 +6,7 @@ Letters: B batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 from tensordict import TensorDictBase
 
@@ -80,10 +80,3 @@ class BatchSource:
         epochs = arguments.integer("epochs", epochs)
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
-
-    def __getitems__(self, rows: list[int]) -> NoReturn:
-        """Raises a TypeError: `DataLoader(storage)` would read single rows, unsampled."""
-        raise TypeError(
-            f"a DataLoader would read the rows {rows[:3]}... past sampler and transforms: use "
-            "storage.loader(num_workers=...) with path=, or storage.batches(num_batches)."
-        )

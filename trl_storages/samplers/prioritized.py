@@ -13,7 +13,6 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, get_args
 
 import torch
-from tensordict import TensorDictBase
 from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
@@ -313,11 +312,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
 
     def _as_slots(self, index: int | torch.Tensor) -> torch.Tensor:
         """Returns indices as contiguous int64 `[n]` on the device."""
-        if isinstance(index, TensorDictBase):
-            raise TypeError(
-                'index must be slots, batch["index"], got a TensorDict: hand a batch itself to '
-                "update_tensordict_priority(batch, priority)."
-            )
         slots = arguments.values("index", index)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
@@ -541,18 +535,10 @@ def _one_each(priority: float | torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
     """Returns the error message for a wrong number of values."""
-    message = (
+    return (
         f"there must be one {name} for each of the {num_indices} indices, got {given.numel()}, of "
         f"shape {list(given.shape)}; nothing was updated."
     )
-    if given.numel() == num_indices**2:
-        message += f" Arithmetic between {[num_indices]} and {[num_indices, 1]} makes such a shape."
-    elif given.numel() and not num_indices % given.numel():
-        message += (
-            " Of a batch of sequences, ReplayStorage.update_tensordict_priority(batch, priority) takes "
-            "one for each."
-        )
-    return message
 
 
 def _num_rows(storage: Storage) -> int | torch.Tensor:
