@@ -1,10 +1,21 @@
-"""Random numbers of 63 bits."""
+"""Random numbers of 63 bits, and what is made of them."""
+
+import math
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from trl_storages.functional.draws import random_noise
+from trl_storages.functional.draws import (
+    even_order,
+    geometric_steps,
+    kinds_of_batch,
+    num_of_each,
+    random_noise,
+)
 
 
 @pytest.mark.parametrize("size", [0, 7, (2, 5)])
@@ -24,3 +35,58 @@ def test_all_63_bits_are_random(generator):
 def test_the_generator_decides():
     first, second = (random_noise(8, generator=torch.Generator().manual_seed(4)) for _ in "ab")
     assert torch.equal(first, second)
+
+
+def test_parts_of_a_whole_by_hand():
+    assert num_of_each(10, [0.5, 0.3, 0.2]) == [5, 3, 2]
+    assert num_of_each(7, [0.5, 0.3, 0.2]) == [4, 2, 1]  # 3.5, 2.1, 1.4
+    assert num_of_each(2, [1 / 3, 1 / 3, 1 / 3]) == [1, 1, 0]
+    assert num_of_each(1, (0.3, 0.7)) == [0, 1]
+
+
+def test_goals_of_a_batch_by_hand():
+    assert kinds_of_batch(10, 4, [1, 4], [0.75, 0.25]) == [0, 1, 1, 4, 1, 0, 1, 1, 4, 1]
+    assert kinds_of_batch(3, math.inf, [3], [1.0]) == [3, 3, 3]
+    assert kinds_of_batch(3, 0, [3], [1.0]) == [0, 0, 0]
+
+
+@given(
+    total=st.integers(0, 300),
+    parts=st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any),
+)
+def test_the_largest_remainders_are_rounded_up(total, parts):
+    due = [Fraction(total * part, sum(parts)) for part in parts]
+    counts = num_of_each(total, [part / sum(parts) for part in parts])
+    assert sum(counts) == total
+    extra = [count - int(each) for count, each in zip(counts, due, strict=True)]
+    assert set(extra) <= {0, 1}
+    left = [each - int(each) for each in due]
+    got, not_got = (
+        [part for part, one in zip(left, extra, strict=True) if one == n] for n in (1, 0)
+    )
+    assert not got or not not_got or min(got) >= max(not_got)
+
+
+@given(counts=st.tuples(st.integers(0, 40), st.integers(0, 40)).filter(any))
+def test_every_part_of_a_batch_has_its_share(counts):
+    order = even_order(counts)
+    assert sorted(order.tolist()) == list(range(sum(counts)))
+    sums = [0, *(order < counts[0]).long().cumsum(0).tolist()]
+    for start in range(len(sums)):
+        for stop in range(start, len(sums)):
+            due = Fraction((stop - start) * counts[0], sum(counts))
+            assert abs(sums[stop] - sums[start] - due) <= 1
+
+
+@pytest.mark.parametrize("discount", [0.5, 0.9, 0.99])
+def test_geometric_steps(discount, generator):
+    noise = random_noise(50_000, generator=generator)
+    steps = geometric_steps(noise, discount).clamp(max=20).long()
+    counts = torch.bincount(steps, minlength=21).tolist()
+    law = [(1 - discount) * discount**k for k in range(20)] + [discount**20]
+    assert stats.chisquare(counts, [50_000 * share for share in law]).pvalue > 1e-4
+
+
+def test_the_ends_of_the_discount():
+    assert not geometric_steps(random_noise(10), 0).any()
+    assert geometric_steps(random_noise(10), 1).isposinf().all()

@@ -183,12 +183,18 @@ def assemble(
 
 
 def make_of(
-    observation_space: Any, action_space: Any, kind: str = "uniform", **options: Any
+    observation_space: Any,
+    action_space: Any,
+    kind: str = "uniform",
+    *,
+    place: str = "memory",
+    **options: Any,
 ) -> Any:
     """Makes a storage of other spaces by its recipe."""
     recipe, keywords = KINDS[kind]
-    os.environ[SETTING] = "numba"
-    options = {"storage_size": 64, "seed": 0, **keywords, **options}
+    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    path = {"path": new_folder() / "rows"} if place == "directory" else {}
+    options = {"storage_size": 64, "seed": 0, **path, **keywords, **options}
     return getattr(library, recipe)(observation_space, action_space, **options)
 
 

@@ -540,6 +540,22 @@ class TestEta:
             scheduler.step(value)
             assert storage.eta == pytest.approx(1 - 0.5 * (slope + 1) / 2), value
 
+    def test_a_saved_rule_goes_on_alike(self):
+        returns, etas = [1.0, 4.0, 2.0, 2.0, 1.0, 5.0, 3.0], []
+        for saved_after in (None, 4):
+            storage = assemble(10, sampler=ERESampler(eta=0.5))
+            scheduler = library.ReturnImprovementEta(storage, num_returns=3)
+            for number, value in enumerate(returns):
+                if number == saved_after:
+                    state = scheduler.state_dict()
+                    scheduler = library.ReturnImprovementEta(storage, num_returns=3)
+                    scheduler.load_state_dict(state)
+                scheduler.step(value)
+            etas.append(storage.eta)
+        assert etas[0] == etas[1]
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            scheduler.load_state_dict({})
+
     def test_it_finds_the_recency_below_other_samplers(self):
         storage = assemble(10, **relabelling(HERSampler(base=ERESampler(eta=0.5))))
         scheduler = library.ReturnImprovementEta(storage, num_returns=2)

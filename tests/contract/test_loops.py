@@ -1,5 +1,7 @@
 """`record` in plain gymnasium loops: the rows are those of loops over single environments."""
 
+from itertools import pairwise
+
 import gymnasium
 import numpy as np
 import pytest
@@ -244,6 +246,68 @@ class TestRefused:
         with pytest.raises((ValueError, TypeError)):
             storage.record(before, action, *outcome, after)
         assert len(storage) == 0
+
+
+SPACES = {
+    "floats": spaces.Box(-1, 1, (2, 3), np.float64),
+    "pixels": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "a number": spaces.Discrete(7),
+    "numbers": spaces.MultiDiscrete([3, 4]),
+    "bits": spaces.MultiBinary(6),
+    "nested": spaces.Dict(
+        {
+            "observation": spaces.Box(-9, 9, (2,), np.float16),
+            "deep": spaces.Dict({"er": spaces.Dict({"one": spaces.Discrete(3)})}),
+        }
+    ),
+}
+
+
+def entries(space, value):
+    """(space, value) of each entry; of a space that is no dict under `observation`."""
+    if not isinstance(space, spaces.Dict):
+        return {("observation",): (space, value)}
+    found = {}
+    for name, part in space.items():
+        for key, entry in entries(part, value[name]).items():
+            found[(name, *(key if isinstance(part, spaces.Dict) else ()))] = entry
+    return found
+
+
+@pytest.mark.requirement("nested-dtypes")
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_every_space(name, place):
+    space = SPACES[name]
+    space.seed(0)
+    storage = make_of(space, _THREE, place=place)
+    seen = [space.sample() for _ in range(6)]
+    for before, after in pairwise(seen):
+        storage.record(before, 1, 0.0, False, False, {}, after)
+    rows = storage[:]
+    for key in entries(space, seen[0]):
+        parts = [entries(space, value)[key] for value in seen]
+        expected = torch.stack([torch.as_tensor(np.asarray(value)) for _, value in parts])
+        before, after = rows[key], rows["next"][key]
+        assert before.dtype == after.dtype == expected.dtype
+        assert torch.equal(before, expected[:-1])
+        assert torch.equal(after, expected[1:])
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(3),
+        spaces.Sequence(_THREE),
+        spaces.Graph(_THREE, _THREE),
+        spaces.OneOf([_THREE, _THREE]),
+        spaces.Dict({}),
+        spaces.Dict({"a": spaces.Text(3)}),
+    ],
+    ids=str,
+)
+def test_spaces_without_a_fixed_layout_are_refused(space):
+    with pytest.raises((TypeError, ValueError)):
+        make_of(space, _THREE)
 
 
 class TestValues:

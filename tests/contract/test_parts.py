@@ -13,7 +13,7 @@ from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import RandomSampler
-from torchrl.envs import GymEnv
+from torchrl.envs import GymEnv, SerialEnv
 
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -622,9 +622,21 @@ class TestGymReward:
         storage = make_for(env, "hindsight", reward_fn=library.gym_reward(env))
         assert storage.num_goals == 4
 
-    def test_an_environment_without_goals(self):
-        with pytest.raises(TypeError, match="reward_fn"):
-            library.gym_reward(gymnasium.make("CartPole-v1"))
+    def test_infos_arrive_as_arrays(self):
+        class Env:
+            def compute_reward(self, achieved_goal, desired_goal, info):
+                assert isinstance(info["weight"], np.ndarray)
+                return info["weight"] * (achieved_goal == desired_goal).all(-1)
+
+        weight = torch.tensor([2.0, 3.0, 4.0])
+        reward = library.gym_reward(Env())(self.ACHIEVED, self.DESIRED, {"weight": weight})
+        assert reward.tolist() == [2.0, 0.0, 4.0]
+
+    def test_an_environment_without_goals_or_several_at_once(self):
+        several = SerialEnv(2, lambda: GymEnv("BitFlipping-v0", n_bits=2))
+        for env in (gymnasium.make("CartPole-v1"), several):
+            with pytest.raises(TypeError):
+                library.gym_reward(env)
 
 
 def test_explain():
