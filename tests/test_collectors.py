@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tally_env import TallyEnv, check_batch, check_rows, goal_storage, learn, tally
+from tally_env import TallyEnv, check_batch, check_rows, goal_storage, tally
 from tensordict import TensorDict
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.envs import ParallelEnv, SerialEnv
+from torchrl.envs import SerialEnv
 
 from trl_storages import EpisodeWriter, PackedStorage
 
@@ -45,151 +45,6 @@ def steps(lane: int, num_steps: int, *, number: int = 0) -> TensorDict:
         },
         [num_steps],
     )
-
-
-class TestOneProcess:
-    @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_batches_that_the_loop_writes(self, num_envs):
-        env = make_env(num_envs)
-        storage = goal_storage(num_envs=num_envs)
-        collector = Collector(
-            env, env.rand_action, frames_per_batch=8 * num_envs, total_frames=80 * num_envs
-        )
-
-        for data in collector:
-            storage.extend(data)
-            check_rows(storage)
-            check_batch(storage.sample())
-        collector.shutdown()
-
-        assert storage.is_full
-        assert storage.write_count == 80 * num_envs
-
-    @pytest.mark.parametrize("extend_buffer", [True, False])
-    @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_a_collector_that_writes(self, num_envs, extend_buffer):
-        env = make_env(num_envs)
-        storage = goal_storage(num_envs=num_envs)
-        collector = Collector(
-            env,
-            env.rand_action,
-            frames_per_batch=8 * num_envs,
-            total_frames=80 * num_envs,
-            replay_buffer=storage,
-            extend_buffer=extend_buffer,
-        )
-
-        for _ in collector:
-            check_rows(storage)
-            check_batch(storage.sample())
-        collector.shutdown()
-
-        assert storage.write_count == 80 * num_envs
-
-    @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_whole_trajectories(self, num_envs):
-        env = make_env(num_envs)
-        storage = goal_storage()
-        collector = Collector(
-            env,
-            env.rand_action,
-            frames_per_batch=8 * num_envs,
-            total_frames=80 * num_envs,
-            replay_buffer=storage,
-            trajs_per_batch=2,
-        )
-
-        for _ in collector:
-            if len(storage):
-                check_rows(storage)
-        collector.shutdown()
-
-        episodes = storage.episodes.episodes()
-        assert episodes["finished"].all()
-        assert len(episodes) > 5
-
-    @pytest.mark.parametrize("layout", ["cat", "padded"])
-    def test_whole_trajectories_that_the_loop_writes(self, layout):
-        env = make_env(2)
-        storage = goal_storage(num_envs=1 if layout == "cat" else 3)
-        collector = Collector(
-            env,
-            env.rand_action,
-            frames_per_batch=20,
-            total_frames=80,
-            trajs_per_batch=3,
-            traj_format=layout,
-        )
-
-        data = next(iter(collector))
-        collector.shutdown()
-
-        if layout == "cat":
-            storage.extend(data)
-            check_rows(storage)
-            assert len(storage.episodes.episodes()) == 3
-        else:
-            with pytest.raises(ValueError, match="traj_format='cat'"):
-                storage.extend(data)
-            assert not len(storage)
-
-    def test_random_frames_first(self):
-        env, seen = tally(), []
-        storage = goal_storage()
-
-        def policy(tensordict):
-            seen.append(storage.write_count)
-            return env.rand_action(tensordict)
-
-        collector = Collector(
-            env,
-            policy,
-            frames_per_batch=5,
-            total_frames=40,
-            init_random_frames=20,
-            replay_buffer=storage,
-        )
-        for _ in collector:
-            pass
-        collector.shutdown()
-
-        # Collectors try a policy before they begin, on an empty storage here.
-        assert not any(0 < count < 20 for count in seen)
-        assert sum(count >= 20 for count in seen) == 20
-        assert storage.write_count == 40
-        check_rows(storage)
-
-    @pytest.mark.parametrize("num_envs", [1, 2])
-    def test_a_thread_writes_while_the_learner_samples(self, num_envs):
-        env = make_env(num_envs)
-        storage = goal_storage(num_envs=num_envs, alpha=0.6, eta=0.99, c_min=10)
-        collector = Collector(
-            env,
-            env.rand_action,
-            frames_per_batch=6 * num_envs,
-            total_frames=-1,
-            replay_buffer=storage,
-        )
-
-        collector.start()
-        learn(storage, wraps=5)
-        collector.async_shutdown()
-
-        check_rows(storage)
-
-    def test_worker_processes_of_the_environment(self):
-        env = ParallelEnv(2, tally, mp_start_method="fork")
-        storage = goal_storage(num_envs=2)
-        collector = Collector(
-            env, env.rand_action, frames_per_batch=16, total_frames=160, replay_buffer=storage
-        )
-
-        for _ in collector:
-            check_rows(storage)
-            check_batch(storage.sample())
-        collector.shutdown()
-
-        assert storage.write_count == 160
 
 
 class TestManyProcesses:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 #: A small part of the tests, of each kind: numbers, the container, files, documents.
 PART = [
     "tests/test_functional_returns.py",
-    "tests/test_uniform.py",
+    "tests/contract/test_rows.py",
     "tests/test_step_order.py",
     "tests/test_package.py",
     "tests/test_architecture.py",
