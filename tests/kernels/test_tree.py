@@ -1,7 +1,5 @@
 """The sum tree, its order of leaves and raw priorities: by hand, against lists, on both backends."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from trl_storages.kernels import Backend, device, host
+from trl_storages.kernels import device, host
 from trl_storages.kernels.tables import ABSENT, level_starts
 from trl_storages.ring import EpisodeIndex
 
@@ -368,28 +366,6 @@ class TestLanes:
             parts = episodes.ring.newest_ranges(torch.tensor(window), tree.lane_leaves)
             tree.set(newest, doubles(1.0))
             assert tree.range_sums(parts).sum() == parts.diff(dim=0).sum() == len(newest)
-
-
-def parameters_of(function):
-    """Returns names, kinds and defaults, which both backends must share; arrays may be tensors."""
-    parameters = inspect.signature(function).parameters.values()
-    return [str(each.replace(annotation=each.empty)) for each in parameters]
-
-
-@pytest.mark.parametrize("name", device.__all__)
-def test_both_backends_have_the_same_names_and_signatures(name):
-    assert host.__all__ == device.__all__
-    assert name in Backend.__annotations__ or hasattr(Backend, name)
-    ours, theirs = getattr(host, name), getattr(device, name)
-    if inspect.isfunction(theirs):
-        _, *promised = parameters_of(getattr(Backend, name))
-        assert parameters_of(ours) == parameters_of(theirs) == promised
-        return
-    # Type checkers take the classes of `device` for both.
-    for method, function in inspect.getmembers(theirs, inspect.isfunction):
-        other = getattr(ours, method, None)  # Some are only for others of the same backend.
-        if other is not None and (not method.startswith("_") or method == "__init__"):
-            assert parameters_of(function) == parameters_of(other), method
 
 
 @pytest.mark.requirement("devices")
