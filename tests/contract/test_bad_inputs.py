@@ -41,7 +41,9 @@ class Pair:
             batch = storage.sample()
             batch["td_error"] = torch.arange(8.0)
             storage.update_tensordict_priority(batch)
+        self.batch = batch.exclude("td_error")
         self.keep_files()
+        self.is_unchanged = False
 
     def both(self):
         return self.tried, self.twin
@@ -55,6 +57,7 @@ class Pair:
             player.reset()
 
     def assert_unchanged(self):
+        self.is_unchanged = False
         if self.folder:
             assert files_of(self.folder) == self.files
         assert len(self.tried) == len(self.twin)
@@ -70,6 +73,7 @@ class Pair:
                 batch["td_error"] = batch["next", "reward"].abs()
                 storage.update_tensordict_priority(batch)
         self.keep_files()
+        self.is_unchanged = True
 
     def keep_files(self):
         if self.folder:
@@ -238,10 +242,30 @@ def _assign(name, value, storage):
     setattr(storage, name, value)
 
 
-@pytest.fixture(scope="module", params=["memory", "directory"])
+@pytest.mark.parametrize("shape", [(8, 8), (7,), (1, 8, 8)], ids=str)
+def test_errors_that_arithmetic_has_spread_are_refused(pair, shape):
+    """[B] and [B, 1] make [B, B]."""
+    batch = pair.batch.clone()
+    batch["td_error"] = torch.rand(8)
+    with pytest.raises(ValueError, match=r"\[8\]|8"):
+        pair.tried.update_tensordict_priority(batch, torch.rand(shape))
+    with pytest.raises(KeyError, match="td_error"):
+        pair.tried.update_tensordict_priority(batch.exclude("td_error"))
+    with pytest.raises(KeyError, match="index"):
+        pair.tried.update_tensordict_priority(batch.exclude("index"))
+    pair.assert_unchanged()
+
+
+_unchanged = {}
+
+
+@pytest.fixture(params=["memory", "directory"])
 def pair(request):
-    """One pair for all: what is refused changes nothing, as each test makes sure."""
-    return Pair(request.param)
+    """One pair for all, as what is refused changes nothing; another one after a test that failed."""
+    pair = _unchanged.pop(request.param, None) or Pair(request.param)
+    yield pair
+    if pair.is_unchanged:
+        _unchanged[request.param] = pair
 
 
 @pytest.mark.parametrize("call", [partial(_record, {}), lambda s: s.extend(block())])

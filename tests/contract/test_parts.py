@@ -1,6 +1,7 @@
 """What the parts do beside drawing: parameters, prefetching, ensembles, fields, whole episodes."""
 
 import math
+import re
 from collections import Counter
 
 import gymnasium
@@ -13,7 +14,8 @@ from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import RandomSampler
-from torchrl.envs import GymEnv, SerialEnv
+from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
+from torchrl.envs.utils import check_env_specs
 
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -486,24 +488,77 @@ def test_what_a_storage_says_while_it_fills():
 
 
 @pytest.mark.requirement("goal-wrapper")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
-def test_goals_as_one_vector_and_back(dtype):
-    parts = TensorDict(
-        {
-            "desired_goal": torch.arange(5, 7).to(dtype).expand(4, 2),
-            "achieved_goal": torch.arange(3, 5).to(dtype).expand(4, 2),
-            "observation": torch.arange(0, 3).to(dtype).expand(4, 3),
-        },
-        [4],
+class TestFlattenGoal:
+    PARTS = ["observation", "achieved_goal", "desired_goal"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+    @pytest.mark.parametrize("with_space", [False, True])
+    def test_one_vector_and_back(self, dtype, with_space):
+        parts = TensorDict(
+            {
+                "desired_goal": torch.arange(5, 7).to(dtype).expand(4, 2),
+                "achieved_goal": torch.arange(3, 5).to(dtype).expand(4, 2),
+                "observation": torch.arange(0, 3).to(dtype).expand(4, 3),
+            },
+            [4],
+        )
+        space = gymnasium.spaces.Dict(
+            {key: gymnasium.spaces.Box(0, 9, parts[key].shape[1:]) for key in self.PARTS}
+        )
+        flat = library.FlattenGoal().flatten(parts.clone())
+        assert torch.equal(flat, torch.arange(7).to(dtype).expand(4, 7))
+        transform = library.FlattenGoal(space if with_space else None)
+        if not with_space:
+            with pytest.raises(RuntimeError):
+                transform.unflatten(flat)
+            transform.flatten(parts.clone())
+        assert_same(TensorDict(transform.unflatten(flat), [4]), parts)
+        with pytest.raises(ValueError, match="6"):
+            transform.unflatten(flat[:, :6])
+
+    @pytest.mark.parametrize("del_keys", [False, True])
+    def test_of_a_batch_it_joins_the_drawn_goals(self, del_keys):
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        flatten = library.FlattenGoal(del_keys=del_keys)
+        batches = []
+        for transform in ([relabel], [relabel, flatten]):
+            storage = assemble(20, sampler=HERSampler(), transform=transform)
+            Lanes(20).write(storage, [ends([6, 6])])
+            batches.append(storage.sample(20))
+        for plain, flat in zip(batches, [batches[1], batches[1]["next"]], strict=True):
+            plain = batches[0] if flat is batches[1] else batches[0]["next"]
+            wanted = torch.cat([plain[key] for key in self.PARTS], -1)
+            torch.testing.assert_close(flat["observation_vector"], wanted, equal_nan=True)
+            assert ("desired_goal" in flat.keys()) is not del_keys  # noqa: SIM118
+
+    @pytest.mark.parametrize("del_keys", [False, True])
+    def test_as_a_transform_of_an_environment(self, del_keys):
+        base = GymEnv("BitFlipping-v0", n_bits=4, categorical_action_encoding=True)
+        env = TransformedEnv(base, library.FlattenGoal(del_keys=del_keys))
+        check_env_specs(env)
+        rollout = env.rollout(3)
+        for branch in (rollout, rollout["next"]):
+            assert branch["observation_vector"].shape[-1] == 12
+            assert ("desired_goal" in branch.keys()) is not del_keys  # noqa: SIM118
+            if not del_keys:
+                wanted = torch.cat([branch[key] for key in self.PARTS], -1)
+                assert torch.equal(branch["observation_vector"], wanted)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"observation": torch.zeros(4, 3).double()},
+            {"desired_goal": torch.zeros(4, 5)},
+            {"observation": torch.zeros(4, 3, 3)},
+            {"achieved_goal": None},
+        ],
+        ids=["another kind", "goals of two shapes", "an image", "no goal"],
     )
-    transform = library.FlattenGoal()
-    flat = transform.flatten(parts.clone())
-    assert torch.equal(flat, torch.arange(7).to(dtype).expand(4, 7))
-    back = transform.unflatten(flat)
-    assert_same(TensorDict(back, [4]), parts)
-    batch = make(size=9)
-    batch.extend(rows(Player().play([4])))
-    assert library.FlattenGoal().flatten(batch.sample(6)).shape == (6, 7)
+    def test_parts_that_make_no_vector(self, changes):
+        parts = {key: torch.zeros(4, 2) for key in self.PARTS} | changes
+        parts = {key: value for key, value in parts.items() if value is not None}
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            library.FlattenGoal()(TensorDict(parts, [4]))
 
 
 @pytest.mark.requirement("her-rewrite")
@@ -602,12 +657,15 @@ class TestAudit:
 
     def test_a_function_that_differs_says_where(self):
         def wrong(achieved, desired, infos):
-            return reward_fn(achieved, desired, infos) + 3 * (achieved[..., 0] == 9)
+            more = 3 * (achieved[..., 0] == 9) - 100 * (achieved[..., 0] == 12)
+            return reward_fn(achieved, desired, infos) + more
 
         audit, _ = self.audited(wrong)
         assert not audit.passed
-        assert (audit.computed - audit.stored).tolist() == [3.0]
-        assert "12.25" in str(audit)
+        assert sorted((audit.computed - audit.stored).tolist()) == [-100.0, 3.0]
+        # The worst first.
+        differences = [float(number) for number in re.findall(r"computed (-?[\d.]+)", str(audit))]
+        assert differences[0] < 0 < differences[1]
 
 
 class TestGymReward:
