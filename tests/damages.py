@@ -126,7 +126,6 @@ FILE_DAMAGES: dict[str, Callable[[Path], None]] = {
     "a link": _linked,
     "a pipe": lambda file: _made(file, os.mkfifo),
     "a directory": lambda file: _made(file, Path.mkdir),
-    "a pickle beside it": lambda file: file.with_suffix(".pickle").write_bytes(b"x"),
 }
 
 _DEEP: Any = []

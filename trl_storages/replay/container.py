@@ -847,7 +847,7 @@ class ReplayStorage(
         Raises:
             FileNotFoundError: there is no such directory.
             KeyError, TypeError, ValueError: as `load_state_dict`; or a file is missing, truncated or
-                damaged, or a link, a pipe, a device or a pickle. Nothing is changed then.
+                damaged, or a link, a pipe or a device. Nothing is changed then.
         """
         progress, state = arguments.flag("progress", progress), read_state(path)
         load_state(self, state, progress=progress)
