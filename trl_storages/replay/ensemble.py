@@ -23,7 +23,7 @@ from trl_storages.replay.container import ReplayStorage
 from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
-from trl_storages.samplers import PERSampler, layers_of, progress_of_draws, resume_draws
+from trl_storages.samplers import PERSampler, layers_of
 from trl_storages.signatures import Sealed, answers_names, shown
 
 __all__ = ["ReplayStorageEnsemble"]
@@ -161,9 +161,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         counts = self._counts(batch_size)
-        generators = {storage._rng or torch.default_generator for storage in self._storages}
-        states = [(generator, generator.get_state()) for generator in generators]
-        progress = [progress_of_draws(storage.sampler) for storage in self._storages]
         drawn: dict[int, RowView] = {}
         names = {keys.BUFFER_IDS}
         try:
@@ -172,13 +169,8 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
                     drawn[number], info = self._draw(number, count)
                     names.update(info)
             batch = self._joined(drawn, counts, names)
-        except BaseException as error:
-            for generator, state in states:
-                generator.set_state(state)
-            for storage, before in zip(self._storages, progress, strict=True):
-                resume_draws(storage.sampler, before)
-            if isinstance(error, Exception):
-                self._check_shares(counts, error)
+        except RuntimeError as error:
+            self._check_shares(counts, error)
             raise
         if not return_info:
             return batch

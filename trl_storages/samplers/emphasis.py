@@ -130,11 +130,6 @@ class ERESampler(WrappingSampler):
                 "base must be able to draw within a window, as PERSampler is (sample_window), got "
                 f"{type(base).__name__}; leave base out for uniform draws."
             )
-        if _first_of(type(base), {"sample", "sample_window"}) == {"sample"}:
-            raise TypeError(
-                "base must draw within a window as it draws from all rows, but "
-                f"{type(base).__name__} overrides sample alone: override sample_window as well."
-            )
 
     @property
     def update(self) -> int:
@@ -236,9 +231,3 @@ class ERESampler(WrappingSampler):
     @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"
-
-
-def _first_of(kind: type, names: set[str]) -> set[str]:
-    """Returns which of the named methods the most derived class that defines any of them defines."""
-    written = (vars(each).keys() & names for each in kind.__mro__)
-    return next(filter(None, written), set())
