@@ -15,7 +15,7 @@ from contract.steps import Player, Transition, ids_of, reward_fn, rows
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-__all__ = ["HISTORIES", "History", "Lanes", "ends", "fold"]
+__all__ = ["HISTORIES", "History", "Lanes", "assert_folded", "ends", "fold"]
 
 Steps = list[Transition]
 
@@ -168,6 +168,32 @@ def fold(
     if goal is not None:
         folded["desired_goal"] = goal
     return folded, m
+
+
+def assert_folded(
+    batch: TensorDictBase,
+    lanes: Lanes,
+    n_step: int,
+    discount: float,
+    terminated_fn: Callable[..., Tensor] | None = None,
+) -> None:
+    """Each row of a batch is what `fold` makes of its episode, with the goal that it was given."""
+    relabelled = batch.get("her_mask", torch.zeros(len(batch), dtype=torch.bool))
+    folds = [
+        fold(
+            lanes.onward(step),
+            n_step,
+            discount,
+            batch["desired_goal"][i] if new else None,
+            terminated_fn,
+        )
+        for i, (step, new) in enumerate(zip(lanes.of(batch), relabelled.tolist(), strict=True))
+    ]
+    assert batch["steps_to_next_obs"].tolist() == [[m] for _, m in folds]
+    expected = torch.stack([transition for transition, _ in folds])
+    for key, value in expected.items(True, True):
+        rtol, atol = (1e-6, 1e-4) if key == ("next", "reward") else (0, 0)
+        torch.testing.assert_close(batch[key], value, rtol=rtol, atol=atol, equal_nan=True, msg=key)
 
 
 def ends(lengths: Iterable[int], unfinished: int = 0) -> list[bool]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from contract.lanes import HISTORIES, Lanes, ends, fold
+from contract.lanes import HISTORIES, Lanes, assert_folded, ends
 from contract.make import assemble, library
 from contract.steps import reward_fn, terminated_fn
 from tensordict import TensorDict
@@ -17,20 +17,6 @@ INTEGERS = [
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 ]
-
-
-def assert_folded(batch, lanes, n_step, discount, ends=None):
-    """Each row of a batch is what `fold` makes of its episode, with the goal that it was given."""
-    relabelled = batch.get("her_mask", torch.zeros(len(batch), dtype=torch.bool))
-    folds = [
-        fold(lanes.onward(step), n_step, discount, batch["desired_goal"][i] if new else None, ends)
-        for i, (step, new) in enumerate(zip(lanes.of(batch), relabelled.tolist(), strict=True))
-    ]
-    assert batch["steps_to_next_obs"].tolist() == [[m] for _, m in folds]
-    expected = torch.stack([transition for transition, _ in folds])
-    for key, value in expected.items(True, True):
-        rtol, atol = (1e-6, 1e-4) if key == ("next", "reward") else (0, 0)
-        torch.testing.assert_close(batch[key], value, rtol=rtol, atol=atol, equal_nan=True, msg=key)
 
 
 @pytest.mark.requirement("n-step")
