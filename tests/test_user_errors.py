@@ -5,7 +5,6 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from multiprocessing import current_process
 
 import gymnasium
 import numpy as np
@@ -424,14 +423,6 @@ class TestFirstTries:
             storage.set_sampler(HERSampler(goal_key="actor_goal"))
             storage.append_transform(GoalRelabel(None, goal_key="actor_goal"))
             storage.sample()
-
-    def test_a_script_that_a_worker_runs_once_more(self, tmp_path, monkeypatch):
-        storage = UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
-        # What a spawned process is called while it runs the script, and has no parent process yet.
-        monkeypatch.setattr(current_process(), "name", "SpawnProcess-1")
-        with refused(RuntimeError, "under `if __name__ == '__main__':` if this is a worker"):
-            UniformReplayStorage(*CART, storage_size=10, path=tmp_path / "rows")
-        storage.close()
 
     def test_a_dump_is_no_directory_of_rows(self, tmp_path):
         UniformReplayStorage(*CART, storage_size=10).dumps(tmp_path / "dump")

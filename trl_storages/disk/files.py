@@ -10,7 +10,6 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from multiprocessing import current_process
 from pathlib import Path
 from typing import BinaryIO
 
@@ -219,12 +218,8 @@ class WriterLock:
         # Storages are in reference cycles: an unused one may hold the lock until it is collected.
         if not (_locks(descriptor) or (gc.collect() >= 0 and _locks(descriptor))):
             self.forget()
-            cure = "close() it"
-            # A spawned child that still runs the script has no parent process yet, but its name.
-            if current_process().name != "MainProcess":
-                cure = "put what the script does under `if __name__ == '__main__':` if this is a worker"
             raise RuntimeError(
-                f"the rows in {directory} have a writer already, and there can be one only: {cure}, "
+                f"the rows in {directory} have a writer already, and there can be one only: close() it, "
                 "or open them for reading, with mode='r'."
             )
         if not os.fstat(descriptor).st_nlink:
