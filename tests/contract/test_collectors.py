@@ -1,11 +1,13 @@
 """TorchRL's collectors and rollouts write, in one piece or flat, and nothing crosses an episode."""
 
+import random
 import warnings
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from contract.lanes import Lanes
 from contract.make import make, make_for
 from contract.steps import Player, ids_of, rows
 from tensordict import LazyStackedTensorDict
@@ -159,12 +161,6 @@ class TestGaps:
         options = {"n_step": 100, "discount": 1.0, "lanes": lanes, **options}
         return make("n-step", place=place, **options)
 
-    def lengths(self, storage):
-        """{id: how many steps of its episode follow, itself included}."""
-        batch = storage.sample(600)
-        lengths = batch["steps_to_next_obs"][:, 0].tolist()
-        return dict(zip(ids_of(batch).tolist(), lengths, strict=True))
-
     def streams(self, players, num_steps=3):
         return torch.stack([rows(player.play([], num_steps)) for player in players])
 
@@ -183,14 +179,14 @@ class TestGaps:
         assert len(warned) == 1
         WAYS[way](storage, blocks[2])
         numbers = torch.cat([ids_of(block).flatten() for block in blocks]).tolist()
-        assert self.lengths(storage) == dict(zip(numbers, [3, 2, 1] * 6, strict=True))
+        assert lengths(storage) == dict(zip(numbers, [3, 2, 1] * 6, strict=True))
 
     def test_they_may_be_ignored(self, place):
         storage, player = self.make(place, 1, on_gap="ignore"), Player()
         storage.extend(rows(player.play([], 3)))
         player.jump()
         storage.extend(rows(player.play([], 3)))
-        assert sorted(self.lengths(storage).values()) == [1, 2, 3, 4, 5, 6]
+        assert sorted(lengths(storage).values()) == [1, 2, 3, 4, 5, 6]
 
     def test_what_is_ended_or_goes_on_is_no_gap(self):
         storage, players = self.make(), [Player(0), Player(1)]
@@ -202,7 +198,7 @@ class TestGaps:
             players[0].jump()
             players[1].jump()
             storage.extend(self.streams(players))
-        assert sorted(self.lengths(storage).values()) == sorted([6, 5, 4, 3, 2, 1, 3, 2, 1] * 2)
+        assert sorted(lengths(storage).values()) == sorted([6, 5, 4, 3, 2, 1, 3, 2, 1] * 2)
 
     @cuts
     def test_a_gap_within_a_block(self):
@@ -212,7 +208,7 @@ class TestGaps:
         steps += player.play([], 2)
         with pytest.warns(UserWarning, match="end_episodes"):
             storage.extend(rows(steps))
-        assert list(dict(sorted(self.lengths(storage).items())).values()) == [3, 2, 1, 2, 1]
+        assert list(dict(sorted(lengths(storage).items())).values()) == [3, 2, 1, 2, 1]
 
     @cuts
     @pytest.mark.requirement("flat-batches")
@@ -245,7 +241,7 @@ class TestGaps:
         data = rows(player.play([], 6))
         data["collector", "traj_ids"] = torch.tensor([4, 4, 9, 9, 9, 2])
         storage.extend(data)
-        assert [self.lengths(storage)[number] for number in ids_of(data).tolist()] == [
+        assert [lengths(storage)[number] for number in ids_of(data).tolist()] == [
             2,
             1,
             3,
@@ -253,3 +249,56 @@ class TestGaps:
             1,
             1,
         ]
+
+
+# Flat batches and entries without a field
+
+
+@pytest.mark.requirement("flat-batches")
+@pytest.mark.parametrize("seed", range(25))
+def test_flat_batches_of_any_streams(seed):
+    """The episodes of [E, T], found by their trajectories alone."""
+    draw = random.Random(seed)
+    by_time = seed % 2
+    # Trajectories that come time first may go to other lanes, and be evicted at other times.
+    lanes, places = draw.randint(2, 4), 50 if by_time else draw.randint(2, 9)
+    options = {"n_step": 1000, "discount": 1.0, "lanes": lanes, "size": lanes * places}
+    square, flat = (make("n-step", **options) for _ in range(2))
+    streams, seen = Lanes(lanes * places, lanes), []
+    for _ in range(draw.randint(1, 5)):
+        share, num_steps = draw.choice([0.1, 0.3, 0.6]), draw.randint(1, 7)
+        flags = [[draw.random() < share for _ in range(num_steps)] for _ in range(lanes)]
+        data = streams.steps(flags)
+        # A trajectory is known by its first observation, which the desired goal tells.
+        data["collector", "traj_ids"] = data["desired_goal"][..., 0].long()
+        square.extend(data)
+        index = flat.extend(data.transpose(0, 1).reshape(-1) if by_time else data.reshape(-1))
+        assert index.shape == (lanes * num_steps,)
+        seen = [sorted(lengths(storage).items()) for storage in (square, flat)]
+        assert seen[0] == seen[1]
+
+
+def lengths(storage):
+    """{id: how many steps of its episode follow, itself included}, of all rows."""
+    found = {}
+    while len(found) < len(storage):
+        batch = storage.sample(256)
+        following = batch["steps_to_next_obs"][:, 0].tolist()
+        found |= zip(ids_of(batch).tolist(), following, strict=True)
+    return found
+
+
+def test_entries_without_a_field_are_told_of_once():
+    """Such as recurrent states."""
+    storage, player = make(), Player()
+    for number in range(3):
+        data = rows(player.play([], 3))
+        data["hidden"] = data["next", "hidden"] = torch.zeros(3, 8)
+        if number:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                storage.extend(data)
+        else:
+            with pytest.warns(UserWarning, match=r"hidden[\s\S]*extra_fields"):
+                storage.extend(data)
+    assert "hidden" not in storage[:].keys()  # noqa: SIM118
