@@ -104,8 +104,7 @@ class UniformReplayStorage(ReplayStorage):
             `FrameStack` selects the entries and how an episode begins (by default, its first frame is
             repeated).
         share_next: whether to store next observations only as the observations of the following rows:
-            little more than half the memory, for identical batches. Collectors may then omit them
-            (`compact_obs=True`), which loses the final observations of episodes.
+            little more than half the memory, for identical batches.
         sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
             that reset their environments themselves.

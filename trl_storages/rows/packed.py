@@ -77,9 +77,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             one pinned block and sent in one copy.
         share_next: whether next observations are stored once, as the observations of the rows that
             follow. Those that no row follows, at the ends of episodes and lanes, go to a side table.
-            Reads are bitwise the same; an `EpisodeWriter` must write the rows. Writes may then omit
-            next observations, as TorchRL's collectors do with `compact_obs=True`: the last row of an
-            episode shows its own observation as the next, which is warned of once.
+            Reads are bitwise the same; an `EpisodeWriter` must write the rows.
         mode: "r+" writes; "r" reads what `scratch_dir` holds while another process may be writing.
         check: whether to verify the checksum of every existing row; None does so after anything but a
             clean close.

@@ -24,9 +24,8 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     For policies and losses that take a single observation. As an environment transform it adds the
     vector to every observation; as a storage transform, to the batch at the root and under `next`.
-    There it must come after `GoalRelabel`, so that the vector holds the drawn goal. The inverse is
-    exact: a storage with this transform splits the vectors written to it and stores the parts, which
-    hindsight needs.
+    There it must come after `GoalRelabel`, so that the vector holds the drawn goal. Storages hold the
+    parts: write them, or what `unflatten` returns of a vector.
 
     Args:
         observation_space: a gymnasium `Dict` or TorchRL's `env.observation_spec`, which defines the
@@ -48,8 +47,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
     >>> flat, flatten.unflatten(flat)["desired_goal"]
     (tensor([1., 2., 3., 4.]), tensor([4.]))
     """
-
-    invertible = True
 
     @answers_names
     def __init__(
@@ -161,21 +158,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
                 # Without a next desired goal, the goal is constant.
                 following.set(self.in_keys[2], tensordict.get(self.in_keys[2]))
             self._call(following)
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        for branch in (tensordict, tensordict.get("next", None)):
-            if branch is None:
-                continue
-            flat = branch.get(self.out_keys[0], None)
-            there = branch.keys(include_nested=True)
-            # If all parts are present, an entry named `out_key` is a plain observation, not the vector.
-            if flat is None or all(key in there for key in self.keys_to_exclude):
-                continue
-            for key, part in self.unflatten(flat).items():
-                branch.set(key, part)
-            if self.out_keys[0] not in self.in_keys:
-                branch.exclude(self.out_keys[0], inplace=True)
         return tensordict
 
     # Spaces

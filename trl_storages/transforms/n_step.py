@@ -46,9 +46,7 @@ class NStep(ReplayTransform):
 
     **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, each agent's rewards
     are folded separately, and `steps_to_next_obs` has the shape of the rewards, as TorchRL's losses
-    expect. A row's `done` ends the window of all agents. A per-agent `done`, `[B, A, 1]` next to the
-    reward, ends that agent's window only: entries next to the reward with one value per agent are then
-    taken from the agent's own last row, which requires reading them from all n rows.
+    expect. The row's `done` ends the window of all agents; one of a single agent is an ordinary entry.
 
     After `GoalRelabel` a window has one goal: in `Compose(GoalRelabel(...), NStep(...))` all its rewards
     are for the goal of its first row, and with a `terminated_fn` the window ends where that goal is
@@ -60,8 +58,6 @@ class NStep(ReplayTransform):
         reward_key: entry of the reward, `[..., 1]`, under `next`; one value per row or per agent.
         terminated_key: entry of the terminal flag, `[..., 1]` bool, under `next`.
         steps_to_next_obs_key: where m is written.
-        agent_done_key: entry of the per-agent done flags, of the shape of the reward, under `next`. None
-            uses `done` next to a reward nested deeper than `("next", "reward")`, if present.
 
     Raises:
         ValueError: `n_step` or `discount` is out of range, or a key is not under `next`.
@@ -95,7 +91,6 @@ class NStep(ReplayTransform):
         reward_key: NestedKey = keys.REWARD,
         terminated_key: NestedKey = keys.TERMINATED,
         steps_to_next_obs_key: NestedKey = keys.STEPS_TO_NEXT_OBS,
-        agent_done_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
         self.n_step = n_step
@@ -103,14 +98,11 @@ class NStep(ReplayTransform):
         self.reward_key = arguments.key("reward_key", reward_key)
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.steps_to_next_obs_key = arguments.key("steps_to_next_obs_key", steps_to_next_obs_key)
-        self.agent_done_key = agent_done_key
-        if agent_done_key is not None:
-            self.agent_done_key = arguments.key("agent_done_key", agent_done_key)
         # Cache (key, value), replaced as one tuple: storages that draw in different threads may share
         # this transform.
         self._made: tuple[tuple[Any, ...], _Folding] | None = None
-        for name in ("reward_key", "terminated_key", "agent_done_key"):
-            if (key := getattr(self, name)) is not None and key[0] != "next":
+        for name in ("reward_key", "terminated_key"):
+            if (key := getattr(self, name))[0] != "next":
                 raise ValueError(f"{name} must lie under 'next', got {key!r}.")
 
     def replay(self, rows: RowView) -> None:
@@ -150,12 +142,6 @@ class NStep(ReplayTransform):
         wanted = [self.reward_key]
         if ends := rows.is_defined(self.terminated_key):
             wanted.append(self.terminated_key)
-        agent_done = self.agent_done_key
-        if agent_done is None and len(self.reward_key) > 2:
-            beside = (*self.reward_key[:-1], "done")
-            agent_done = beside if beside in rows else None
-        if agent_done is not None:
-            wanted.append(agent_done)
         try:
             further = rows.at(window, wanted)
         except KeyError:
@@ -169,8 +155,7 @@ class NStep(ReplayTransform):
         last = window[-1]
         # Stored terminal rows end their episode anyway; only recomputed flags can end the window earlier.
         if ends:
-            terminated = self._like(further, self.terminated_key, (*window.shape[1:], 1))
-            length = window_length(length, terminated)
+            length = window_length(length, self._terminated(further, window.shape[1:]))
             last = window.gather(0, on_device(length, window.device).unsqueeze(0) - 1).squeeze(0)
         # Before rewards are computed, which then find the goals among the gathered rows.
         rows.follow(
@@ -189,48 +174,22 @@ class NStep(ReplayTransform):
                 f"{[*size]}: store reward.unsqueeze(-1)."
             )
         length = length.repeat_interleave(size[1:].numel()) if size[1:] != (1,) else length
-        if agent_done is not None:
-            length = window_length(length, self._like(further, agent_done, size))
         # In float64: in a narrow reward dtype, powers of γ would be off by percents, or 0.
         fold, *folding = self._folding(rewards, n_step)
         # Several ints are parsed faster than a size.
         reward, length = fold(rewards, length, *folding), length.view(*size)
-        own = {} if agent_done is None else self._last_of_agents(further, agent_done, length)
-        for key, entry in {**own, self.reward_key: reward}.items():
-            rows[key] = entry
+        rows[self.reward_key] = reward
         return length
 
-    def _like(self, further: RowView, key: NestedKey, size: tuple[int, ...]) -> torch.Tensor:
-        """Returns flags as `[n, B]` or `[n, B * A]`, checked to match the windows."""
-        entry = further[key]
-        if entry.shape[1:] != size:
+    def _terminated(self, further: RowView, size: torch.Size) -> torch.Tensor:
+        """Returns the terminal flags `[n, B]` of the windows."""
+        flags = further[self.terminated_key]
+        if flags.shape[1:] != (*size, 1):
             raise ValueError(
-                f"{key!r} must have the shape {[*size]}, one value for each that ends, got "
-                f"{list(entry.shape[1:])}."
+                f"{self.terminated_key!r} must have the shape {[*size, 1]}, one value a row, got "
+                f"{list(flags.shape[1:])}."
             )
-        return entry.flatten(1)
-
-    def _last_of_agents(
-        self, further: RowView, agent_done: NestedKey, length: torch.Tensor
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Returns the per-agent entries next to the done flags, from each agent's last row.
-
-        Args:
-            further: `[n, B]` the rows of the windows.
-            agent_done: key of the flags.
-            length: `[B, A, 1]` or `[B, A]`, how many rows are folded for each agent.
-        """
-        group = agent_done[:-1]
-        place = length.squeeze(-1) - 1 if length.shape[-1] == 1 else length - 1
-        found = {}
-        for key in tuple(further.keys()):
-            if key[: len(group)] != group or key == self.reward_key:
-                continue
-            entry = further[key]
-            if entry.shape[1 : place.ndim + 1] == place.shape:
-                at = place.view(1, *place.shape, *(1,) * (entry.ndim - place.ndim - 1))
-                found[key] = entry.gather(0, at.expand(1, *entry.shape[1:])).squeeze(0)
-        return found
+        return flags.flatten(1)
 
     def _folding(self, rewards: torch.Tensor, n_step: int) -> _Folding:
         """Returns how rewards are summed, cached until n, γ or the kind of rewards changes."""

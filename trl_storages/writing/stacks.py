@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED, NOT_SHIFTED
+from trl_storages.kernels.stack_fields import NOT_CONTINUED, NOT_PADDED
 from trl_storages.kernels.tables import Block
 from trl_storages.rows import Layout, PackedStorage, Stacks
 from trl_storages.writing.steps import Steps
@@ -40,9 +40,6 @@ def checked_stacks(
         words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)  # type: ignore[union-attr]
         stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
     breaks = stacks.find_breaks(rows, block)  # type: ignore[arg-type]
-    if breaks is not None and steps.rows.is_compact:
-        # The next observations are not known yet.
-        breaks = torch.where(breaks % _KINDS == NOT_SHIFTED, 0, breaks)
     if breaks is None or not bool(breaks.any()):
         return block
     is_gap = (breaks % _KINDS == NOT_CONTINUED) & cuts

@@ -40,7 +40,7 @@ from trl_storages.writing.gaps import GapWatch
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
-__all__ = ["Fields", "Steps", "warn_of_lost_ends"]
+__all__ = ["Fields", "Steps"]
 
 
 class Steps(NamedTuple):
@@ -62,7 +62,6 @@ class _Known(NamedTuple):
     layout: Layout
     structure: Structure | None
     """Of the fields in layout order, `done`, and the trajectories if there are any."""
-    is_compact: bool
 
 
 class Fields:
@@ -114,7 +113,6 @@ class Fields:
         rows = storage.new_rows(
             layout, tensors[:end], data.batch_size, done=tensors[end], is_plain=is_plain
         )
-        rows.is_compact = known.is_compact
         check_flags(layout, rows.seen or rows)
         return Steps(rows, layout, _numbers(tensors[end + 1 :], storage))
 
@@ -135,13 +133,8 @@ class Fields:
         entries = self.entries(data, storage)
         refuse_padding(entries)
         done = end_flags(entries, self.done_key, data.numel())
-        repeated = None
-        try:
-            layout, fields = self._fit(data, entries, storage)
-        except KeyError:
-            if (repeated := _with_next(entries, storage.layout)) is None:
-                raise
-            layout, fields = self._fit(data, repeated, storage)
+        _refuse_compact(entries, storage.layout)
+        layout, fields = self._fit(data, entries, storage)
         tensors = [*fields, done]
         if (trajectory := entries.get(self.traj_key)) is not None:
             tensors.append(trajectory)
@@ -149,7 +142,7 @@ class Fields:
             self._warn_of_dropped(entries, data.ndim)
         # The structure does not tell whether a mask marks padding.
         structure = None if MASK in entries else Structure.of(data, tensors)
-        self._known = _Known(layout, structure, repeated is not None)
+        self._known = _Known(layout, structure)
         return self._known, tensors
 
     def _warn_of_dropped(self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> None:
@@ -256,46 +249,12 @@ def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tens
     return None
 
 
-# Rows without next observations, which TorchRL's collectors leave out with `compact_obs=True`.
-
-
-def _with_next(
-    entries: dict[NestedKey, torch.Tensor], layout: Layout | None
-) -> dict[NestedKey, torch.Tensor] | None:
-    """Fills in missing next observations with the observations of the same rows.
-
-    They stay until the following row is written; at the end of an episode, for good.
-
-    Args:
-        entries: of rows to write.
-        layout: of the stored rows; None if there are none yet.
-
-    Returns:
-        None if no entry is missing, or others than next observations are.
-
-    Raises:
-        KeyError: next observations are missing, and the rows do not share them.
-    """
-    missing = () if layout is None else [key for key in layout.keys if key not in entries]
-    if layout is None or not missing:
-        return None
-    keys = shared_keys(layout.keys)
-    if not keys or any(next_key(key) in entries or key not in entries for key in keys):
-        return None
-    if layout.framed.sharing is None:
-        raise KeyError(
-            f"the data lacks {[*map(next_key, keys)]}, which collectors with compact_obs=True leave out: "
-            "make the storage with share_next=True, or the collector without compact_obs."
+def _refuse_compact(entries: Mapping[NestedKey, torch.Tensor], layout: Layout | None) -> None:
+    """Raises a ValueError if next observations alone are missing."""
+    keys = () if layout is None else shared_keys(layout.keys)
+    missing = [next_key(key) for key in keys if key in entries and next_key(key) not in entries]
+    if missing:
+        raise ValueError(
+            f"the data must hold {missing}, which collectors with compact_obs=True leave out: make the "
+            "collector without it."
         )
-    return {**entries, **{next_key(key): entries[key] for key in keys}}
-
-
-def warn_of_lost_ends() -> None:
-    """Warns that the final observations of episodes are not written."""
-    warn_caller(
-        "next observations are left out of what is written, as by a collector with compact_obs=True: the "
-        "last row of each episode shows its own observation as the next one, and what is bootstrapped "
-        "from truncated ends, or is a goal by hindsight there, is of that. Make the collector without "
-        "compact_obs if episodes are truncated or have goals; otherwise ignore this warning, which "
-        "comes once."
-    )

@@ -37,7 +37,7 @@ from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import Gaps, GapWatch, OnGap
 from trl_storages.writing.lanes import LaneNotes
 from trl_storages.writing.stacks import checked_stacks
-from trl_storages.writing.steps import Fields, Steps, warn_of_lost_ends
+from trl_storages.writing.steps import Fields, Steps
 
 __all__ = ["EpisodeWriter"]
 
@@ -114,8 +114,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
-        # Whether the warning about missing final observations was given.
-        self._has_warned_of_ends = False
         # Whether it is a PackedStorage, whose rows are copied together with the index.
         self._is_packed = False
         # `Fields` of the attributes, made anew when these change.
@@ -295,11 +293,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
         looks = self.gaps.is_looking or self._lanes.unsure is not None
-        steps = self._fields.steps(data, self._storage, self.gaps if looks else None)
-        if steps.rows.is_compact and not self._has_warned_of_ends:
-            warn_of_lost_ends()
-            self._has_warned_of_ends = True
-        return steps
+        return self._fields.steps(data, self._storage, self.gaps if looks else None)
 
     def _checked(self, steps: Steps, block: Block, gaps: list[Gaps]) -> Block:
         """Checks steps before they are written, and cuts episodes where they do not continue.
@@ -311,7 +305,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         """
         lanes, watch = self._lanes, self.gaps
         cuts = watch.on_gap == "cut"
-        looks = watch.is_looking and steps.layout is not None and not steps.rows.is_compact
+        looks = watch.is_looking and steps.layout is not None
         if looks or lanes.unsure is not None:
             framed = None if steps.layout is None else steps.layout.framed
             gap = watch.find(self._storage, steps.rows, framed, block)
@@ -354,8 +348,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
-            is_compared = watch.is_looking and not steps.rows.is_compact
-            pairs = watch.pairs(steps.layout) if is_compared else _NO_PAIRS  # type: ignore[arg-type]
+            pairs = watch.pairs(steps.layout) if watch.is_looking else _NO_PAIRS  # type: ignore[arg-type]
             storage.make_room(steps.rows.num_rows)
             slots = self._commit(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:

@@ -82,8 +82,7 @@ class Ring(RingTables):
         step = cursor + torch.arange(num_steps, device=self.device)
         if table is not None:
             # Of more than R steps, only the last R are kept.
-            compact = ~begins[:, -self.ring_steps :] if rows.is_compact else None
-            table.write(self, lanes, step, words[:, -self.ring_steps :], compact)
+            table.write(self, lanes, step, words[:, -self.ring_steps :])
         number = begun + begins.cumsum(1) - 1
         first_step = torch.where(begins, step, -1).cummax(1).values
         # Whether a row is the last of its episode so far, among those written now.

@@ -103,7 +103,6 @@ class RowTable:
         lanes: torch.Tensor,
         steps: torch.Tensor,
         words: torch.Tensor,
-        compact: torch.Tensor | None = None,
     ) -> None:
         """Copies steps of lanes to their slots.
 
@@ -112,8 +111,6 @@ class RowTable:
             lanes: `[L]`.
             steps: `[L, S]`.
             words: `[L, k, W]`, the rows of the last k steps, which are kept.
-            compact: `[L, k]` bool, if next observations are unknown: whether a row continues the episode
-                of the row before it.
         """
         steps = steps[:, -words.shape[1] :]
         self.rows[ring.slots_at(steps, lanes.unsqueeze(1))] = words

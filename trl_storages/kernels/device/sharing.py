@@ -167,7 +167,6 @@ class SharedTable(RowTable):
         lanes: torch.Tensor,
         steps: torch.Tensor,
         words: torch.Tensor,
-        compact: torch.Tensor | None = None,
     ) -> None:
         """Copies steps, and links each to the row before it; see `RowTable.write`."""
         step, shared = steps[:, -ring.ring_steps :], self._sharing.shared_words
@@ -180,10 +179,6 @@ class SharedTable(RowTable):
         led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
         follows = self._are_same(led_to, now[:, 0])
         goes_on = self._are_same(after[:, :-1], now[:, 1:])
-        if compact is not None:
-            # Unknown next values are a copy of the row's own observations.
-            goes_on = compact[:, 1:]
-            follows |= self._are_same(led_to, self.rows[newest, :shared]) & compact[:, 0]
         # Evicted rows are linked too: a reader may not have seen their eviction yet.
         is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
         follows &= is_after

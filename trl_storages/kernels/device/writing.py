@@ -36,7 +36,6 @@ class NewRows:
         device: torch.device,
     ) -> None:
         self.num_rows, self.places = num_rows, places
-        self.is_compact = False
         # All fields cross to the device in one copy, unless some are there already.
         is_there = any(field.device == device for field in fields)
         begin = device if is_there else torch.device("cpu")

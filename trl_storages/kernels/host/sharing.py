@@ -24,7 +24,7 @@ from trl_storages.kernels.host.compiling import (
     prefetch,
 )
 from trl_storages.kernels.host.rows import RowTable, not_found
-from trl_storages.kernels.host.writing import Given, NewRows, is_cut, is_last, row_of, tip_of
+from trl_storages.kernels.host.writing import Given, NewRows, row_of, tip_of
 from trl_storages.kernels.memory import new_batch
 from trl_storages.kernels.sharing import (
     CONTINUES,
@@ -39,7 +39,7 @@ from trl_storages.kernels.sharing import (
     Sharing,
     SideTable,
 )
-from trl_storages.kernels.tables import CURSOR, OPEN, RingTables
+from trl_storages.kernels.tables import CURSOR, RingTables
 
 if TYPE_CHECKING:
     from trl_storages.kernels.host.disk import Commits
@@ -170,7 +170,6 @@ class SharedTable(RowTable):
             ring.ring_steps,
             given,
             rows.sources,
-            rows.is_compact,
             *self._side,
             self._sharing.num_shared,
             self._sharing.shared_bytes,
@@ -421,7 +420,6 @@ def _link(
     room: int,
     given: Any,
     sources: Any,
-    is_compact: bool,
     free: Any,
     counts: Any,
     held: Any,
@@ -441,7 +439,6 @@ def _link(
         room: R.
         given: the steps, by `Ring.given`.
         sources: `[f, 4]` of the rows as read: m next values, the m observations they equal, others.
-        is_compact: whether next values are unknown, and a row continues unless its episode ends.
         free: of the side table.
         counts: of the side table.
         held: `lanes` of the side table.
@@ -494,10 +491,6 @@ def _link(
                 at = sources[now, _ADDRESS] + row * sources[now, _STRIDE]
                 known = before + sources[field, _START]
                 continues = continues and are_same_bytes(at, known, sources[now, _SIZE])
-            if is_compact and lanes[lane, OPEN] and not is_cut(given, i, 0):
-                # Unknown next values are a copy of the row's own observations.
-                own = table.ctypes.data + newest * table.shape[1] * _WORD
-                continues = continues or are_same_bytes(before, own, shared_bytes)
             if not continues:
                 entry = _take_entry(free, counts)
                 copy_bytes(
@@ -513,15 +506,12 @@ def _link(
                 _copy_next(sources, row, values, 1 + (tip - 1) * num_lanes + lane, num_shared)
                 continue
             continues, entry = True, 0
-            if is_compact:
-                continues = not (is_last(given, row) or is_cut(given, i, s + 1))
-            else:
-                after = row_of(given, i, s + 1)
-                for field in range(num_shared):
-                    now = num_shared + field
-                    at = sources[now, _ADDRESS] + after * sources[now, _STRIDE]
-                    led_to = sources[field, _ADDRESS] + row * sources[field, _STRIDE]
-                    continues = continues and are_same_bytes(at, led_to, sources[now, _SIZE])
+            after = row_of(given, i, s + 1)
+            for field in range(num_shared):
+                now = num_shared + field
+                at = sources[now, _ADDRESS] + after * sources[now, _STRIDE]
+                led_to = sources[field, _ADDRESS] + row * sources[field, _STRIDE]
+                continues = continues and are_same_bytes(at, led_to, sources[now, _SIZE])
             if not continues:
                 entry = _take_entry(free, counts)
                 _copy_next(sources, row, values, entry, num_shared)

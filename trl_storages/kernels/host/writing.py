@@ -92,8 +92,6 @@ class NewRows:
         # Keeps the tensors alive as long as their addresses are used.
         self._fields = fields if done is None else [*fields, done]
         addresses = [*map(address, self._fields)]
-        #: Whether next observations are unknown, and each row has a copy of its own in their place.
-        self.is_compact = False
         #: n bool on the CPU, in any shape; None if the rows are not steps of lanes.
         self.done: torch.Tensor | None = None if done is None else self._fields[-1]
         #: The address of the first `done` flag, and bytes to the next one.
