@@ -250,10 +250,10 @@ def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tens
 
 
 def _refuse_compact(entries: Mapping[NestedKey, torch.Tensor], layout: Layout | None) -> None:
-    """Raises a ValueError if next observations alone are missing."""
+    """Raises a ValueError if all next observations are missing, and they alone."""
     keys = () if layout is None else shared_keys(layout.keys)
     missing = [next_key(key) for key in keys if key in entries and next_key(key) not in entries]
-    if missing:
+    if missing and len(missing) == len(keys):
         raise ValueError(
             f"the data must hold {missing}, which collectors with compact_obs=True leave out: make the "
             "collector without it."
