@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends
-from contract.make import PLACES, assemble, library, make, make_for
+from contract.make import PLACES, assemble, library, make, make_for, make_of
 from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from scipy import stats
 from tensordict import TensorDict
@@ -226,6 +226,60 @@ class TestEnsembles:
         weight = means[batch["buffer_ids"]] / raw
         torch.testing.assert_close(batch["priority_weight"], weight / weight.max())
 
+    @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
+    @pytest.mark.parametrize("windowed", [False, True])
+    def test_weights_are_of_all_of_the_batch(self, normalize, windowed):
+        """Uniform draws weigh 1; by priority (N P)^-beta, within a window of its rows alone."""
+        per = library.PERSampler(40, alpha=0.7, beta=0.6, eps=1e-9, normalize=normalize)
+        sampler = library.ERESampler(0.9, c_min=6, base=per) if windowed else per
+        storages, lanes = [assemble(40), assemble(40, sampler=sampler)], Lanes(40)
+        lanes.write(storages[0], [ends([5, 5, 5])])
+        steps = lanes.live()
+        index = storages[1].extend(rows(steps))
+        storages[1].update_priority(index, torch.arange(1.0, 16.0))
+        raw = {step: number**0.7 for number, step in enumerate(steps, start=1)}
+        if windowed:
+            sampler.begin_phase(1)
+            raw = {step: raw[step] for step in lanes.newest(6)}
+        batch = library.ReplayStorageEnsemble(*storages, batch_size=64).sample()
+        mean = sum(raw.values()) / len(raw)
+        weight = torch.tensor(
+            [
+                (mean / raw[step]) ** 0.6 if number else 1.0
+                for step, number in zip(lanes.of(batch), batch["buffer_ids"], strict=True)
+            ]
+        )
+        expected = weight / weight.max()
+        torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+
+    def test_batches_explain_and_one_generator(self):
+        drawn = []
+        for seed in (5, 5, 6):
+            storages, _ = self.members()
+            ensemble = library.ReplayStorageEnsemble(
+                *storages, batch_size=8, generator=torch.Generator().manual_seed(seed)
+            )
+            batches = [*ensemble.batches(2, 6, epochs=2)]
+            assert [batch.shape for batch in batches] == [(6,)] * 4
+            said = ensemble.explain(batches[-1])
+            assert torch.equal(said["storage"], batches[-1]["buffer_ids"])
+            assert len(said["step"]) == 6
+            drawn.append(torch.cat([ids_of(batch) for batch in batches]).tolist())
+        assert drawn[0] == drawn[1] != drawn[2]
+
+    @pytest.mark.requirement("live-parameters")
+    def test_shares_may_change(self):
+        storages, _ = self.members()
+        ensemble = library.ReplayStorageEnsemble(*storages, batch_size=10)
+        for shares in ((0.1, 0.9), (0.7, 0.3)):
+            ensemble.shares = shares
+            counts = torch.bincount(ensemble.sample()["buffer_ids"], minlength=2)
+            assert counts.tolist() == [round(10 * share) for share in shares]
+        for wrong in ((0.5,), (0.6, 0.6), (-1, 2), "half", None):
+            with pytest.raises((TypeError, ValueError)):
+                ensemble.shares = wrong
+        assert ensemble.can_sample()
+
     def test_sequences_stay_whole(self):
         storages, _ = self.members(sample_unit=library.EpisodeSequence(2, burn_in=1))
         ensemble = library.ReplayStorageEnsemble(*storages, shares=(0.25, 0.75), batch_size=8)
@@ -347,6 +401,69 @@ class TestFrameStacks:
             assert torch.equal(row["observation"], data["observation"][at])
             last = at + row["steps_to_next_obs"].item() - 1
             assert torch.equal(row["next", "observation"], data["next", "observation"][last])
+
+    LAYOUTS = {
+        # Several channels a frame, as DrQ-v2 and CatFrames join them.
+        "first": ((6, 2, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),
+        "a new first": ((3, 2, 2), 0, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
+        "last": ((2, 2, 3), -1, lambda frames: np.stack([f[0] for f in frames[-3:]], -1)),
+        "middle": ((2, 3, 2), 1, lambda frames: np.stack([f[0] for f in frames[-3:]], 1)),
+    }
+
+    def loop(self, lane, stacked):
+        """Yields the steps of one environment: (observation, done, next observation)."""
+        random, number = np.random.default_rng(lane), lane * 1000
+        while True:
+            frames = [random.integers(0, 255, (2, 2, 2), np.uint8)] * 3
+            for _ in range(length := int(random.integers(1, 8))):
+                before = {"pixels": stacked(frames), "number": np.array([number])}
+                frames = [*frames, random.integers(0, 255, (2, 2, 2), np.uint8)]
+                number += 1
+                after = {"pixels": stacked(frames), "number": np.array([number])}
+                yield before, len(frames) == length + 3, after
+            number += 1
+
+    @pytest.mark.requirement("stored-once")
+    @pytest.mark.parametrize("name", LAYOUTS)
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_stacks_of_a_loop_along_any_dimension(self, place, name, num_envs):
+        """Also over n steps, and where the storage wraps."""
+        shape, dim, stacked = self.LAYOUTS[name]
+        pixels = gymnasium.spaces.Box(0, 255, shape, np.uint8)
+        number = gymnasium.spaces.Box(0, 9999, (1,), np.int64)
+        storage = make_of(
+            gymnasium.spaces.Dict({"pixels": pixels, "number": number}),
+            gymnasium.spaces.Discrete(3),
+            "n-step",
+            place=place,
+            storage_size=30,
+            num_envs=num_envs,
+            frame_stack={"pixels": library.FrameStack(3, dim)},
+            autoreset_mode="Disabled",
+        )
+        loops, written = [self.loop(lane, stacked) for lane in range(num_envs)], {}
+        for _ in range(45):
+            steps = [next(loop) for loop in loops]
+            for before, _, after in steps:
+                written |= {int(seen["number"][0]): seen["pixels"] for seen in (before, after)}
+            before, after = (
+                {key: np.stack([step[at][key] for step in steps]) for key in ("pixels", "number")}
+                for at in (0, 2)
+            )
+            done = np.array([step[1] for step in steps])
+            zeros = np.zeros(num_envs, np.int64)
+            values = [before, zeros, zeros * 1.0, done, done & False, {}, after]
+            if num_envs == 1:
+                before, after = ({key: seen[key][0] for key in seen} for seen in (before, after))
+                values = [before, 0, 0.0, bool(done[0]), False, {}, after]
+            storage.record(*values)
+        assert len(storage) == 30
+        batch = storage.sample(100)
+        for branch in (batch, batch["next"], storage[:], storage[:]["next"]):
+            wanted = [written[int(number)] for number in branch["number"]]
+            assert torch.equal(branch["pixels"], torch.from_numpy(np.stack(wanted)))
+        ahead = batch["next", "number"] - batch["number"]
+        assert torch.equal(ahead, batch["steps_to_next_obs"])
 
     @pytest.mark.requirement("refused-is-unchanged")
     def test_a_next_stack_that_is_not_moved_by_one_frame_is_refused(self):
