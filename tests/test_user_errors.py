@@ -677,45 +677,6 @@ class TestRemovedDirectories:
             other.extend(block)
             other.close()
 
-    @pytest.mark.parametrize("replaced", [False, True])
-    def test_a_new_sampler_with_a_file_of_its_own_says_so(self, tmp_path, replaced):
-        path = tmp_path / "rows"
-        storage = UniformReplayStorage(*CART, path=path, storage_size=8)
-        loop(storage, gymnasium.make("CartPole-v1"), 3)
-        shutil.rmtree(path)
-        other = UniformReplayStorage(*CART, path=path, storage_size=8) if replaced else None
-        storage.set_sampler(PERSampler(8))
-        with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
-            storage.sample(2)
-        if other:
-            assert not [*path.glob("priorities*")]
-            other.close()
-
-    @pytest.mark.parametrize("replaced", [False, True])
-    def test_one_of_the_next_writes_says_so(self, tmp_path, replaced):
-        path, options = tmp_path / "rows", {"storage_size": 200}
-        storage = UniformReplayStorage(*CART, path=path, **options)
-        still = np.zeros(4, np.float32)
-        step = still, 0, 1.0, False, False, {}, still
-        for _ in range(3):
-            storage.record(*step)
-        storage.flush()
-        shutil.rmtree(path)
-        other = UniformReplayStorage(*CART, path=path, **options) if replaced else None
-        for _ in range(2):  # and so do all that follow
-            with refused(FileNotFoundError, r"rows was removed while .*dumps\(another path\)"):
-                for _ in range(100):
-                    storage.record(*step)
-        assert 3 <= len(storage) < 3 + 64
-        storage.validate()
-        storage.dumps(tmp_path / "dump")
-        loaded = UniformReplayStorage(*CART, **options)
-        loaded.loads(tmp_path / "dump")
-        assert (loaded[:] == storage[:]).all()
-        if other:
-            assert len(other) == 0
-            other.close()
-
     def test_it_is_deleted_already(self, tmp_path):
         storage = UniformReplayStorage(*CART, storage_size=8, path=tmp_path / "rows")
         shutil.rmtree(tmp_path / "rows")

@@ -40,8 +40,6 @@ __all__ = ["Directory"]
 
 Found = TypeVar("Found")
 
-# Writes between two checks that the directory still exists.
-_MOST_BLIND = 64
 # The description of more could not be read within the bounds on untrusted files.
 _MOST_LANES = 2**18
 
@@ -58,7 +56,6 @@ class Directory:
     def __init__(self, path: Path, lock: WriterLock, words: Words) -> None:
         self.path, self._lock, self.words = path, lock, words
         self.process = os.getpid()
-        self._num_blind = 0
 
     # Creating and opening
 
@@ -246,21 +243,16 @@ class Directory:
 
         Raises:
             RuntimeError: this process may not write.
-            OSError: the disk is full, or the directory is gone, which is checked from time to time.
-                Nothing has changed then.
+            OSError: the disk is full, or the directory is gone. Nothing has changed then.
         """
         self.check_writable()
-        self._num_blind += 1
         if self.description.is_clean:
             self._say(replace(self.description, is_clean=False))
-        elif self._num_blind >= _MOST_BLIND:
-            self.check_there()
 
     def check_there(self) -> None:
         """Raises a FileNotFoundError if the directory is gone."""
         if not self._lock.is_there:
             raise removed(self.path)
-        self._num_blind = 0
 
     def _say(self, description: Description) -> None:
         self.check_there()

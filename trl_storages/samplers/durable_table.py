@@ -34,20 +34,18 @@ class DurableTable(PriorityTable):
         **options: as in `PriorityTable`; the table is on the CPU.
 
     Raises:
-        FileNotFoundError: there are no priorities, and this process only reads; or the directory is gone.
+        FileNotFoundError: there are no priorities, and this process only reads.
     """
 
     def __init__(self, storage: Any, **options: Any) -> None:
         self._storage, self._files = storage, storage.files.source
         words = self._files.words
         self._words = words.priorities
-        if self._words.is_new:
-            if storage.reader is not None:
-                raise FileNotFoundError(
-                    f"{storage.scratch_dir} holds no priorities: its writer does not draw by priority. "
-                    "Read it with another sampler."
-                )
-            storage.directory.check_there()
+        if self._words.is_new and storage.reader is not None:
+            raise FileNotFoundError(
+                f"{storage.scratch_dir} holds no priorities: its writer does not draw by priority. Read "
+                "it with another sampler."
+            )
         super().__init__(len(words.rows), **options, device=torch.device("cpu"))
         self.refreshes = storage.files.refreshes
         # The largest priority is stored after those of the rows.
